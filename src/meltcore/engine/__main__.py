@@ -1,9 +1,9 @@
-"""The engine as a process of its own: `python -m meltcore.engine SOCKET_DIR [CLIENT_COUNT]`.
+"""The engine as a separate process: `python -m meltcore.engine SOCKET_DIR [CLIENT_COUNT]`.
 
-Clients are the supervisor, of index 0, and the API servers. Each binds two sockets in that folder
-(`protocol/sockets.py`). The server writes the EngineConfig as one JSON line to the standard input and keeps it open;
-the end of the standard input ends this process, whatever it is doing. Clients on another machine connect over TCP
-(`protocol/tcp.py`); then the end of all connections ends it.
+Clients are the supervisor, of index 0, and the API servers. Each client binds two sockets in that folder
+(`protocol/sockets.py`). The server writes the EngineConfig as one JSON line to the standard input and keeps the input
+open. The end of the standard input ends this process in any state. Clients on another machine connect over TCP
+(`protocol/tcp.py`); in that case the process ends when all connections have ended.
 """
 
 from __future__ import annotations

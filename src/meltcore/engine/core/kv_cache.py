@@ -350,7 +350,7 @@ class PrefixCache:
 
 
 def _num_known_columns(hashes: list[bytes], bundles: dict[bytes, list[int]]) -> int:
-    """Return how many hashes at the beginning of `hashes` are known."""
+    """Return the number of leading hashes that are known."""
     for column, page_hash in enumerate(hashes):
         if page_hash not in bundles:
             return column

@@ -1,6 +1,6 @@
-"""A model runner on every rank of a group: rank 0 sends each step to the others, and all compute it.
+"""A model runner on every rank of a group: rank 0 sends each step to the other ranks, and all ranks compute it.
 
-Each rank has the logits of its own part of the vocabulary. For greedy tokens, and for those drawn by temperature alone,
+Each rank has the logits of its part of the vocabulary. For greedy tokens, and for tokens sampled by temperature alone,
 ranks exchange one candidate per row. Rows that need more (top-k, log-probabilities, penalties, ...) are gathered on
 rank 0, which samples them and broadcasts the tokens.
 """
@@ -150,10 +150,10 @@ class GroupRunner(ModelRunner):
         )
 
     def _sample_on_rank_0(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
-        """Sample from whole rows. Returns zeros after a failure, for example in a caller's token mask or by Ctrl-C.
+        """Sample from whole rows of logits.
 
-        The other ranks wait for tokens, and with any tokens they are ready for the next step. `launch` raises the
-        failure.
+        Returns zeros after a failure, for example of a user's token mask or by Ctrl-C. The other ranks wait for tokens.
+        With any tokens they are ready for the next step, and `launch` raises the error.
         """
         try:
             return self.sampler.sample(logits, requests)

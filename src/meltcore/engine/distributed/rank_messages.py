@@ -26,8 +26,8 @@ class SamplingStep(NamedTuple):
         shard_indices: sequences that sample by temperature alone. Each rank samples from its shard of the vocabulary,
             and the best candidate wins.
         gathered_indices: sequences that need a whole row of logits. Only rank 0 samples them.
-        shard_rows: rows of the first sequences in the page table.
-        gathered_rows: rows of the second sequences in the page table.
+        shard_rows: page-table rows of the sequences in `shard_indices`.
+        gathered_rows: page-table rows of the sequences in `gathered_indices`.
     """
 
     shard_indices: list[int]
@@ -67,7 +67,7 @@ class CaptureGraphs(msgspec.Struct, tag="graphs"):
 
 
 class LeaveGroup(msgspec.Struct, tag="leave"):
-    """Destroy the process group together with all other ranks, since the engine closes."""
+    """Destroy the process group together with all other ranks, because the engine closes."""
 
 
 ToRank = Allocate | RunStep | CompileKernels | CaptureGraphs | LeaveGroup
@@ -77,21 +77,21 @@ ToRank = Allocate | RunStep | CompileKernels | CaptureGraphs | LeaveGroup
 
 
 class RankStage(msgspec.Struct, tag="stage", frozen=True):
-    """A rank has started, or has allocated its caches and tables."""
+    """Reports that a rank has started, or that it has allocated its caches and tables."""
 
     rank: int
     stage: Literal["started", "allocated"]
 
 
 class RankLoaded(msgspec.Struct, tag="loaded", frozen=True):
-    """A rank has loaded its weights; `plan` is its memory plan."""
+    """Reports that a rank has loaded its weights. `plan` is the rank's memory plan."""
 
     rank: int
     plan: MemoryPlan
 
 
 class RankFailed(msgspec.Struct, tag="failed", frozen=True):
-    """A rank cannot start or continue. Its process ends after this."""
+    """Reports that a rank cannot start or continue. The rank's process ends after this message."""
 
     rank: int
     message: str

@@ -1,4 +1,7 @@
-"""Starts the processes of ranks 1 and up. It does not import torch, so that they start before that slow import."""
+"""Starts the processes of ranks 1 and up.
+
+This module does not import torch, so the processes start before that slow import.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ _STDERR = 2
 
 
 class StartedRanks:
-    """Rank processes that import their modules, then wait for `configure`. They end with `end` or with this process.
+    """Rank processes that import their modules and then wait for `configure`.
 
-    `folder` holds the files that all ranks share, such as sockets. `processes` holds the process of each rank.
+    They end with `end`, or when this process ends. `folder` holds the files that all ranks share, such as sockets.
+    `processes` holds the process of each rank.
     """
 
     def __init__(self, size: int) -> None:
@@ -40,9 +44,9 @@ class StartedRanks:
             self.processes[rank] = _start(self.folder, rank)
 
     def configure(self, config: EngineConfig) -> None:
-        """Send the settings to all rank processes, which then load. A process that has ended is skipped.
+        """Send the settings to all rank processes, which then load the model.
 
-        `Ranks.check` reports it later.
+        A process that has ended is skipped; `Ranks.check` reports it later.
         """
         for process in self.processes.values():
             assert process.stdin is not None

@@ -66,9 +66,9 @@ class Ranks:
     """
 
     def __init__(self, config: EngineConfig, started: StartedRanks | None = None) -> None:
-        """Send the rank processes their settings and wait until all run.
+        """Send the rank processes their settings, and wait until all of them run.
 
-        With `started` None the processes are started here.
+        If `started` is None, the processes are started by this call.
         """
         started = started or StartedRanks(config.tensor_parallel_size)
         self._config, self._size = config, config.tensor_parallel_size
@@ -111,8 +111,8 @@ class Ranks:
     def join(self, device: torch.device) -> TensorParallelGroup:
         """Join the process group as rank 0.
 
-        It joins in a thread, which is abandoned when a rank has ended: the libraries would wait for that rank up to
-        their own limit.
+        A thread joins the group. If a rank has ended, the thread is abandoned, because the libraries would wait for
+        that rank up to their own time limit.
         """
         self._group = group = TensorParallelGroup(0, self._size)
         join_errors: list[Exception] = []
@@ -160,7 +160,7 @@ class Ranks:
         self._allocated = True
 
     def compile_kernels(self, limits: StepLimits) -> None:
-        """Make all other ranks compile their kernels."""
+        """Make all other ranks compile their kernels. Compilation continues after this call returns."""
         self._send(CompileKernels(limits))
 
     def capture_graphs(self) -> None:
@@ -168,7 +168,7 @@ class Ranks:
         self._send(CaptureGraphs())
 
     def serve(self) -> None:
-        """Limit steps to `rank_timeout_s` from now on, since no further kernels are compiled."""
+        """Limit steps to `rank_timeout_s` from now on, since all kernels are compiled."""
         self.limit_s = self._config.rank_timeout_s
         assert self._group is not None
         set_collective_timeout(self._group, self._config)
@@ -224,7 +224,7 @@ class Ranks:
     def explain_failure(self, error: RuntimeError) -> RankError:
         """Return the cause of a collective's failure.
 
-        It waits a second, since a process that ends may be seen later.
+        The call waits a second, since the end of a process may become visible later than the failure.
         """
         deadline_s = time.monotonic() + _CAUSE_DELAY_S
         while time.monotonic() < deadline_s:
@@ -261,7 +261,7 @@ class Ranks:
         self._end()
 
     def _is_idle(self) -> bool:
-        """Wait for a step in flight. Returns False when the step does not end, and the group has then failed."""
+        """Wait for a step in flight. Returns False if the step does not end; the group has then failed."""
         if self._group is not None and self._group.on_gpus:
             in_flight = cuda_event()
             in_flight.record()
@@ -287,7 +287,11 @@ class Ranks:
         return message
 
     def _collect(self, limit_s: float, expected: str) -> Iterable[FromRank]:
-        """Yield one message from each other rank. The time without a message or progress is at most `limit_s`."""
+        """Yield one message from each other rank.
+
+        Raises RankError after `limit_s` seconds without a message or progress. `expected` names the message in the
+        error.
+        """
         last_progress_s, progress = time.monotonic(), self._progress.copy()
         for num_received in range(len(self._processes)):
             while not self._pending:
@@ -328,7 +332,7 @@ class Ranks:
         return f"rank {rank} (process {self._processes[rank].pid})"
 
     def _blocking_ranks(self) -> str:
-        """Return a text that names the ranks that block a step, or "" if rank 0 sees none."""
+        """Return a text that names the ranks that block a step, or "" if rank 0 does not see any."""
         stopped_ranks = [rank for rank, process in self._processes.items() if is_stopped(process.pid)]
         late_ranks = [rank for rank in self._processes if self._begun_steps[rank] < self._step]
         detail = "stopped by a signal" if stopped_ranks else f"has not begun step {self._step}"
@@ -338,9 +342,9 @@ class Ranks:
 class LaunchWatch:
     """Aborts a launch that blocks because the device waits for a rank that has ended or hangs.
 
-    A device queues about a thousand launches; the next one blocks in the driver. The thread that launches cannot check
-    the other ranks then, so a thread of this class does. It calls `abort`, once, when a process has ended or a limit
-    has passed `during` a launch; it then sets `aborted`.
+    A device queues about a thousand launches, and the next launch blocks in the driver. The launching thread cannot
+    check the other ranks then, so a thread of this class checks them. If a process has ended or a limit has passed
+    during a launch, the thread calls `abort` once and sets `aborted`.
     """
 
     def __init__(self, processes: Mapping[int, Popen[bytes]], abort: Callable[[], None]) -> None:
@@ -376,9 +380,10 @@ class LaunchWatch:
 
 
 def step_counters(folder: Path, size: int) -> np.memmap:
-    """Map the counters of all ranks, [2, size] int64 in memory that the processes of `folder` share.
+    """Map the counters of all ranks, [2, size] int64, in memory that the processes of `folder` share.
 
-    Row 0 holds the number of the step that each rank has begun. Each rank increments its entry of row 1 while it loads.
+    Row 0 holds the number of the latest step that each rank has begun. Each rank increments its entry of row 1 while it
+    loads.
     """
     return np.memmap(steps_file(folder), dtype=np.int64, mode="r+", shape=(2, size))
 
@@ -390,9 +395,9 @@ def join_group(group: TensorParallelGroup, folder: Path, device: torch.device, c
 
 
 def set_collective_timeout(group: TensorParallelGroup, config: EngineConfig) -> None:
-    """Set the time limit of collectives on a CPU, where they detect a rank that hangs.
+    """Set the time limit of collectives on a CPU, which detects a rank that hangs.
 
-    On GPUs rank 0 detects it in `Ranks.wait`, and the error names the rank.
+    On GPUs rank 0 detects such a rank in `Ranks.wait`, and the error names the rank.
     """
     if group.on_gpus:
         return

@@ -1,1 +1,1 @@
-"""The generation engine, and the same behind two pipes."""
+"""The generation engine, and a program that serves it over two pipes."""

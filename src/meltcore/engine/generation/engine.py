@@ -49,9 +49,10 @@ from meltcore.settings.config import EngineConfig
 
 
 class GenerationEngine:
-    """One replica of a model on one device, or on one per rank. Requests may be added and aborted between steps.
+    """One replica of a model on one device, or on one device per rank.
 
-    With async scheduling a step is launched before the last one's tokens are read: the device never waits for the host.
+    Requests may be added and aborted between steps. With async scheduling a step is launched before the tokens of the
+    previous step are read, so the device never waits for the host.
     """
 
     def __init__(
@@ -65,9 +66,14 @@ class GenerationEngine:
     ) -> None:
         """Load the model and prepare to serve.
 
-        Tests set `pages` and `recurrent_slots`; None leaves them to the memory plan. `ranks` are the rank processes, if
-        they are started already. Raises ConfigError when the model or a setting cannot work, RankError when a rank
-        fails.
+        Args:
+            config: the settings.
+            progress: receives the stage and the fraction of loading.
+            pages: the number of cache pages, for tests. None takes the number from the memory plan.
+            recurrent_slots: the number of recurrent-state slots, for tests. None takes the number from the memory plan.
+            ranks: rank processes that were started earlier. None starts them if there are several ranks.
+
+        Raises ConfigError if the model or a setting cannot work, and RankError if a rank fails.
         """
         start_s = time.monotonic()
         progress = progress or (lambda _stage, _fraction: None)
@@ -209,13 +215,16 @@ class GenerationEngine:
                 self._ended_outputs.append(self._last_output(request, []))
 
     def take_turn(self, turn: StepTurn) -> None:
-        """Put fewer prompt tokens into the next step while an engine of a higher class is at work on the same GPU."""
+        """Limit the prompt tokens of the next step if an engine of a higher class is using the same GPU."""
         limit_s, budget = turn.limit_s, self.scheduler.max_num_batched_tokens
         self.scheduler.max_prompt_tokens = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s)
         self._was_held = turn.waited_s > 0 and self._launched is not None
 
     def step(self) -> StepOutputs:
-        """Launch the next step and read the one before it (without overlap: the same one). Returns the new outputs."""
+        """Launch the next step, then read the previous step. Without async scheduling, read the launched step itself.
+
+        Returns the new outputs.
+        """
         start_s = time.monotonic()
         scheduled = self.scheduler.schedule()
         for chunk in scheduled:
@@ -266,7 +275,7 @@ class GenerationEngine:
         )
 
     def check(self) -> None:
-        """Raise RankError when a rank has failed. Only needed without work: `step` checks it too."""
+        """Raise RankError if a rank has failed. Call this while there is no work; `step` checks the ranks itself."""
         if self._ranks is not None:
             self._ranks.check()
 
@@ -282,9 +291,9 @@ class GenerationEngine:
         self.runner.drop_graphs()
 
     def sleep(self, keep: Keep) -> SleepResult:
-        """Give weights and caches back, while there is no work. Cached prefixes are forgotten.
+        """Release weights and caches while there is no work. Cached prefixes are lost.
 
-        Raises SleepError and changes nothing when it cannot, which is so without `enable_sleep_mode`.
+        Raises SleepError and changes nothing if the engine cannot sleep, for example without `enable_sleep_mode`.
         """
         memory = require_memory(self._sleep_memory)
         if self.has_work:
@@ -295,9 +304,9 @@ class GenerationEngine:
         return slept
 
     def wake(self) -> int:
-        """Take weights and caches again. Returns the bytes of weights copied.
+        """Allocate weights and caches again. Returns the bytes of weights copied.
 
-        Raises SleepError when it cannot; the engine sleeps on, and can be woken again.
+        Raises SleepError if the engine cannot wake. It then stays asleep, and `wake` can be called again.
         """
         return require_memory(self._sleep_memory).wake(self._reload_weights)
 
@@ -336,7 +345,7 @@ class GenerationEngine:
             self.scheduler.snapshots.check()
 
     def _select_kernels_and_capture(self, device: torch.device, progress: Progress) -> None:
-        """Select the kernels' implementations. On a GPU compile all kernels, and capture steps as CUDA graphs."""
+        """Select the implementations of the kernels. On a GPU, compile all kernels and capture steps as CUDA graphs."""
         reference = "reference-kernels" in self.config.debug
         force_implementation("reference" if reference else None)
         set_uniform_routing("uniform-routing" in self.config.debug, self.config.seed)
@@ -363,7 +372,10 @@ class GenerationEngine:
             self.memory.append(MemoryRow("CUDA graphs", graph_bytes, "out of the reserve"))
 
     def _may_stay_on_all_sms(self) -> bool:
-        """Return whether a kernel may wait for its blocks on other SMs: under MPS two of them could wait forever."""
+        """Return whether a kernel may wait for its blocks on other SMs.
+
+        Under MPS two such kernels could wait for each other forever.
+        """
         sharing = self.config.sharing
         is_mps = sharing is not None and sharing.sm_percent is not None
         if self._ranks is not None or is_mps or "no-persistent-decode" in self.config.debug:
@@ -415,7 +427,7 @@ def _close(engine: weakref.ref[GenerationEngine]) -> None:
 
 
 def _precision_name(dtype: torch.dtype, config: EngineConfig) -> str:
-    """Return the data types of the computation, for the names of results."""
+    """Return the data types of the computation, as names of results contain them."""
     names = [_dtype_name(dtype)]
     if config.quantization != "none":
         names.append(f"{config.quantization}-weights")

@@ -1,4 +1,4 @@
-"""Computes the memory of a generation engine for a context and a concurrency. No torch, no GPU and no weights."""
+"""Computes the memory of a generation engine for a context and a concurrency, without torch, a GPU or weights."""
 
 from __future__ import annotations
 

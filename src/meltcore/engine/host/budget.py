@@ -1,8 +1,8 @@
-"""Keeps an engine process within its budget of GPU memory, and the memory within the process.
+"""Keeps an engine process within its budget of GPU memory, and keeps the budget for the process.
 
-The budget is a promise both ways. Torch's allocator refuses allocations beyond it, so that no engine takes another
-engine's memory. And what the plan sets aside for steps is allocated at the start and kept: another process cannot take
-it, and the driver shows what was planned from then on.
+The budget works in both directions. Torch's allocator refuses allocations beyond the budget, so no engine takes another
+engine's memory. The memory that the plan reserves for steps is allocated at the start and kept. So another process
+cannot take it, and the driver always shows the planned size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BudgetedEngine(Protocol):
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of its budget that it does not allocate by torch."""
+        """Bytes of the engine's budget that are not allocated by torch."""
 
 
 _Engine = TypeVar("_Engine", bound=BudgetedEngine)
@@ -35,7 +35,10 @@ _Engine = TypeVar("_Engine", bound=BudgetedEngine)
 def build_within_budget(
     config: EngineConfig, build: Callable[[Callable[[str, float], None]], _Engine]
 ) -> Callable[[Callable[[str, float], None]], _Engine]:
-    """Return `build` for an engine whose process neither exceeds its budget nor gives a part of it away."""
+    """Wrap `build` for an engine with a budget.
+
+    The engine's process neither exceeds the budget nor leaves a part of it to other processes.
+    """
 
     def build_limited(progress: Callable[[str, float], None]) -> _Engine:
         if config.memory_bytes is None:
@@ -50,7 +53,7 @@ def build_within_budget(
 
 
 def _build(build: Callable[[Callable[[str, float], None]], _Engine], progress: Callable[[str, float], None]) -> _Engine:
-    """Build an engine. Raises torch.OutOfMemoryError that says what each pool of memory holds."""
+    """Build an engine. If memory is not enough, raises torch.OutOfMemoryError with the contents of each memory pool."""
     try:
         return build(progress)
     except torch.OutOfMemoryError as error:
@@ -58,9 +61,10 @@ def _build(build: Callable[[Callable[[str, float], None]], _Engine], progress: C
 
 
 def limit_memory(config: EngineConfig, device: torch.device) -> None:
-    """Let torch allocate at most the budget on a GPU. Without one it does nothing.
+    """Limit torch's allocations on a GPU to the budget. Does nothing without a budget.
 
-    Call it before anything is allocated. What exceeds it raises torch.OutOfMemoryError, once the cache has been freed.
+    Call it before anything is allocated. An allocation beyond the budget raises torch.OutOfMemoryError after torch has
+    freed its cache.
     """
     if not has_budget(config, device):
         return
@@ -72,10 +76,10 @@ def limit_memory(config: EngineConfig, device: torch.device) -> None:
 
 
 def hold_budget(config: EngineConfig, device: torch.device, outside_bytes: int = 0) -> None:
-    """Allocate what is left of the budget and keep it in torch's cache, where steps find it.
+    """Allocate the rest of the budget and keep it in torch's cache, where steps find it.
 
-    `outside_bytes` of the budget are not allocated by torch, such as CUDA graphs. Raises ConfigError when more than the
-    budget is allocated already, or when the GPU has no memory left for it.
+    `outside_bytes` of the budget are not allocated by torch, for example CUDA graphs. Raises ConfigError if more than
+    the budget is allocated already, or if the GPU does not have enough free memory.
     """
     if not has_budget(config, device):
         return

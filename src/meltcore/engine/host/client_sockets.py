@@ -40,25 +40,25 @@ _EXIT_ORPHANED = 4
 
 
 class ClientSockets(Protocol):
-    """What an engine process needs of its sockets. Clients are numbered; 0 is the supervisor."""
+    """The interface of the sockets of an engine process. Clients are numbered; client 0 is the supervisor."""
 
     client_count: int
 
     def poll(self, timeout_ms: int) -> bool:
-        """Wait for a message of any client; returns whether there is one."""
+        """Wait for a message of any client. Returns whether there is a message."""
 
     def receive(self, client_index: int) -> list[Any] | None:
-        """Return the next messages of a client, sent together, or None when none has arrived."""
+        """Return the next messages that a client sent together, or None if no message has arrived."""
 
     def send(self, client_index: int, message: Any) -> None:
         """Send a message to a client."""
 
     def close(self) -> None:
-        """Send what is queued within LINGER_MS, and close."""
+        """Send queued messages within LINGER_MS, and close the sockets."""
 
 
 def open_sockets(directory: Path, client_count: int, to_engine: Any) -> ClientSockets:
-    """Return the sockets to all clients. `to_engine` is the union of the message types that arrive."""
+    """Return the sockets to all clients. `to_engine` is the union of the types of messages from clients."""
     binding = read_binding(directory)
     if binding is None:
         return LocalClients(directory, client_count, to_engine)
@@ -66,7 +66,7 @@ def open_sockets(directory: Path, client_count: int, to_engine: Any) -> ClientSo
 
 
 class LocalClients:
-    """Two ipc sockets per client, which the client binds."""
+    """Two ipc sockets per client. The client binds both."""
 
     def __init__(self, directory: Path, client_count: int, to_engine: Any) -> None:
         self.client_count = client_count
@@ -89,28 +89,28 @@ class LocalClients:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def poll(self, timeout_ms: int) -> bool:
-        """Wait for a message of any client; returns whether there is one."""
+        """Wait for a message of any client. Returns whether there is a message."""
         return bool(self._poller.poll(timeout_ms))
 
     def receive(self, client_index: int) -> list[Any] | None:
-        """Return the next messages of a client, sent together, or None when none has arrived."""
+        """Return the next messages that a client sent together, or None if no message has arrived."""
         receiver = self._receivers[client_index]
         return self._decode(receiver.recv()) if receiver.poll(0) else None
 
     def send(self, client_index: int, message: Any) -> None:
-        """Send a message to a client. Raises zmq.Again when it hangs."""
+        """Send a message to a client. Raises zmq.Again if the client does not read its messages."""
         self._senders[client_index].send(self._encode(message))
 
     def close(self) -> None:
-        """Send what is queued within LINGER_MS, and close."""
+        """Send queued messages within LINGER_MS, and close the sockets."""
         self._context.destroy(linger=LINGER_MS)
 
 
 class RemoteClients:
-    """One TCP socket for all clients, encrypted; only the clients of the fleet are admitted.
+    """One encrypted TCP socket for all clients. Only clients of the fleet are admitted.
 
-    Messages to a client that is not connected are dropped: the supervisor ends its requests. The process exits when no
-    client has been connected for ORPHAN_S, whatever it is doing.
+    Messages to a client that is not connected are dropped, and the supervisor ends the client's requests. If no client
+    has been connected for ORPHAN_S, the process exits in any state.
     """
 
     def __init__(self, directory: Path, client_count: int, to_engine: Any, binding: Binding) -> None:
@@ -146,13 +146,13 @@ class RemoteClients:
             self._read_messages()
 
     def poll(self, timeout_ms: int) -> bool:
-        """Wait for a message of any client; returns whether there is one."""
+        """Wait for a message of any client. Returns whether there is a message."""
         if not any(self._arrived) and self._socket.poll(timeout_ms):
             self._read_messages()
         return any(self._arrived)
 
     def receive(self, client_index: int) -> list[Any] | None:
-        """Return the next messages of a client, sent together, or None when none has arrived."""
+        """Return the next messages that a client sent together, or None if no message has arrived."""
         self._read_messages()
         if not self._arrived[client_index]:
             return None
@@ -160,11 +160,11 @@ class RemoteClients:
         return [shift_times(message, offset_s) for message in messages]
 
     def send(self, client_index: int, message: Any) -> None:
-        """Send a message to a client; one that is not connected misses it."""
+        """Send a message to a client. A client that is not connected does not receive the message."""
         self._socket.send_multipart([self._identities[client_index], encode_message(self._encoder, message)])
 
     def close(self) -> None:
-        """Send what is queued within LINGER_MS, and close."""
+        """Send queued messages within LINGER_MS, and close the socket."""
         self._watch.stop()
         self._admission.stop()
         self._context.destroy(linger=LINGER_MS)
@@ -176,7 +176,7 @@ class RemoteClients:
 
 
 class _AllowedClients:
-    """Admits the clients that have one public key, in Z85."""
+    """Admits the clients that have a given public key, in Z85."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -186,7 +186,10 @@ class _AllowedClients:
 
 
 class _OrphanWatch(threading.Thread):
-    """Ends the process when no client is connected. ZeroMQ's own thread notices, also during a long step."""
+    """Ends the process if no client is connected.
+
+    It runs in ZeroMQ's own thread, so it also works during a long step.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         super().__init__(daemon=True)
@@ -196,7 +199,7 @@ class _OrphanWatch(threading.Thread):
         self._stopped = False
 
     def stop(self) -> None:
-        """Stop to watch, on the thread of the socket."""
+        """Stop watching. Must be called on the thread of the socket."""
         self._stopped = True
         self.join()
         self._socket.disable_monitor()

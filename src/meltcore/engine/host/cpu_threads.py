@@ -24,14 +24,14 @@ _RETRY_S, _MAX_RETRY_S = 2.0, 60.0
 
 
 class CpuTime(NamedTuple):
-    """Seconds of all threads of this process: on a core, and runnable without one."""
+    """Seconds of all threads of this process: time on a core, and time runnable without a core."""
 
     running_s: float
     waiting_s: float
 
 
 def cpu_time() -> CpuTime | None:
-    """Return the times of all living threads, or None if the kernel does not count them, as in some sandboxes."""
+    """Return the times of all living threads. Returns None if the kernel does not count them, as in some sandboxes."""
     running = waiting = 0
     try:
         for task in Path("/proc/self/task").iterdir():
@@ -47,7 +47,10 @@ def cpu_time() -> CpuTime | None:
 
 
 def core_limit() -> int:
-    """Return the most threads of this process: OMP_NUM_THREADS, by which engines share cores, or all cores."""
+    """Return the maximum number of threads of this process: OMP_NUM_THREADS if it is set, else the number of cores.
+
+    Engines that share the cores get OMP_NUM_THREADS.
+    """
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isascii() and value.isdecimal() and int(value) else len(os.sched_getaffinity(0))
 
@@ -63,7 +66,7 @@ class CpuThreads:
         times: Callable[[], CpuTime | None] = cpu_time,
         set_threads: Callable[[int], object] = torch.set_num_threads,
     ) -> None:
-        """Begin with one thread, or with all but one of `limit` where the kernel counts no waiting."""
+        """Begin with one thread. If the kernel does not count waiting times, begin with `limit` - 1 threads."""
         self._limit, self._clock, self._times, self._set_threads = limit, clock, times, set_threads
         self._began_s, self._began = clock(), times()
         self._retry_s, self._retry_at_s = _RETRY_S, self._began_s
@@ -71,7 +74,7 @@ class CpuThreads:
         set_threads(self._threads)
 
     def end_step(self) -> None:
-        """Look at the last window at most each quarter of a second, and change the number of threads."""
+        """Change the number of threads by the waiting times of the last window, at most every quarter of a second."""
         now = self._clock()
         if self._began is None or self._limit == 1 or now - self._began_s < _WINDOW_S:
             return
@@ -84,7 +87,7 @@ class CpuThreads:
             self._adapt_threads(self._threads * waiting / (running + waiting), now)
 
     def _adapt_threads(self, waited: float, now: float) -> None:
-        """Adapt the number of threads, of which `waited` had no core on average."""
+        """Adapt the number of threads, `waited` of which had no core on average."""
         if self._threads > 1 and round(waited):
             self._set_count(max(1, self._threads - round(waited)))
             self._retry_at_s = now + self._retry_s

@@ -1,4 +1,4 @@
-"""Selects the device of an engine process and the bytes of its memory that the engine may take; ends the process."""
+"""Selects the device of an engine process and the bytes of memory that the engine may take, and ends the process."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _GPU_BYTES, _OFFLINE_BYTES = 16 * 2**30, 32 * 2**30
 
 
 def choose_device(name: str, *, num_ranks: int = 1, rank: int = 0) -> torch.device:
-    """Return the device of `rank`. Ranks have neighboring GPUs. name "auto": the first GPU, or the CPU without one.
+    """Return the device of `rank`. Ranks have neighboring GPUs.
 
-    Raises ConfigError for a device that does not exist, and where a machine has GPUs that torch cannot use.
+    The name "auto" selects the first GPU, or the CPU on a machine without a GPU. Raises ConfigError if the device does
+    not exist, or if the machine has GPUs that torch cannot use.
     """
     try:
         device = torch.device(_auto_device() if name == "auto" else name)
@@ -51,7 +52,10 @@ def choose_device(name: str, *, num_ranks: int = 1, rank: int = 0) -> torch.devi
 
 
 def _auto_device() -> str:
-    """Return "cuda" where torch sees a GPU, else "cpu". Raises ConfigError where there is one that torch cannot use."""
+    """Return "cuda" if torch sees a GPU, else "cpu".
+
+    Raises ConfigError if the machine has a GPU that torch cannot use.
+    """
     if torch.cuda.is_available():
         return "cuda"
     gpus = visible_gpus()
@@ -69,7 +73,7 @@ def _auto_device() -> str:
 
 
 def has_mps(device: torch.device) -> bool:
-    """Return whether contexts on this GPU are clients of an MPS daemon, also one of other programs."""
+    """Return whether contexts on this GPU are clients of an MPS daemon, which may belong to another program."""
     from cuda.bindings import driver
 
     attribute = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED", None)
@@ -97,15 +101,15 @@ def describe_device(device: torch.device, num_ranks: int) -> str:
 
 
 def has_budget(config: EngineConfig, device: torch.device) -> bool:
-    """Return whether an engine has a budget in bytes on a GPU that others share: its plan is exact then."""
+    """Return whether an engine on a shared GPU has a budget in bytes. The memory plan of such an engine is exact."""
     return config.memory_bytes is not None and device.type == "cuda"
 
 
 def byte_budget(config: EngineConfig, device: torch.device, allocated_bytes: int) -> int:
-    """Return the bytes of device memory that an engine, or one rank, may take: --memory, else the free memory.
+    """Return the bytes of device memory that an engine, or one rank, may take: --memory, or else the free memory.
 
-    `allocated_bytes` are bytes of weights that are allocated already. Ranks on a CPU share the free memory. Raises
-    ConfigError if --memory is more than the GPU, or the host, has.
+    `allocated_bytes` are the bytes of weights that are allocated already. Ranks on a CPU share the free memory. Raises
+    ConfigError if --memory is more than the GPU or the host has.
     """
     if config.memory_bytes is not None:
         is_cuda = device.type == "cuda"

@@ -55,7 +55,7 @@ class RequestOutput(Protocol):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the request has ended, or None until its last output."""
+        """The reason why the request has ended. None until its last output."""
 
 
 class Outputs(Protocol):
@@ -78,28 +78,28 @@ class Engine(Protocol):
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of its budget that it does not allocate by torch."""
+        """Bytes of the engine's budget that are not allocated by torch."""
 
     def ready(self) -> EngineReady:
-        """Return the message that says that the engine can serve."""
+        """Return the message that reports that the engine can serve."""
 
     def add(self, message: Any, /) -> None:
-        """Queue a request. Raises RequestError when it cannot be served."""
+        """Queue a request. Raises RequestError if the request cannot be served."""
 
     def refuse(self, request_id: str, error: str) -> Outputs:
         """Return the outputs that end a request which `add` has refused."""
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End these requests; the next `step` reports it. Unknown ids are ignored."""
+        """End these requests; the next `step` reports their ends. Unknown ids are ignored."""
 
     def take_turn(self, turn: StepTurn) -> None:
-        """Note what goes before the next step. Called where GPUs are shared with engines of other classes only."""
+        """Receive the limits of the next step. Called only if engines of other classes share the GPUs."""
 
     def step(self) -> Outputs:
         """Compute a step. Returns the new outputs of all requests."""
 
     def check(self) -> None:
-        """Raise RankError when the engine has failed; called while it has no work."""
+        """Raise RankError if the engine has failed. Called while the engine has no work."""
 
     def close(self) -> None:
         """Release devices and other processes. No step may follow."""
@@ -117,8 +117,11 @@ class EngineShell:
     ) -> None:
         """Connect to the sockets.
 
-        `to_engine` is the union of the message types that the engine and the shell receive. `sharing` says how the
-        engine waits for engines of other classes; None lets it wait for none.
+        Args:
+            socket_dir: the folder of the sockets.
+            to_engine: the union of the types of messages that the engine and the shell receive.
+            client_count: the number of clients.
+            sharing: how the engine waits for engines of higher classes. None means that it does not wait.
         """
         self._sockets = open_sockets(socket_dir, client_count, to_engine)
         self._client_by_request: dict[str, int] = {}  # by request id, until its last output
@@ -175,9 +178,10 @@ class EngineShell:
         return 0
 
     def _step(self, engine: Engine) -> None:
-        """Run a step and send its outputs without keeping a reference to them.
+        """Run a step and send its outputs, and keep no reference to the outputs.
 
-        An idle engine would keep them alive, and every megabyte of Python's allocator that holds one of their objects.
+        An idle engine would otherwise keep them alive, with every megabyte of Python's allocator that holds one of
+        them.
         """
         pacing = self._pacing
         if pacing is not None:
@@ -215,7 +219,7 @@ class EngineShell:
     def _receive(self, engine: Engine) -> bool:
         """Handle all messages received so far.
 
-        Waits for a message when the engine has no work. Returns False to leave.
+        Waits for a message if the engine has no work. Returns False if the process should end.
         """
         if not engine.has_work and not self._sockets.poll(_IDLE_POLL_MS):
             engine.check()
@@ -261,7 +265,10 @@ class EngineShell:
             self._client_by_request[request.request_id] = client_index
 
     def _sleep_or_wake(self, engine: Engine, message: SleepMessage, client_index: int) -> None:
-        """Answer when the device is idle. With async scheduling one step follows the last output of all requests."""
+        """Handle a sleep or wake message when the device is idle, and answer the client.
+
+        With async scheduling one more step follows the last output of all requests.
+        """
         while not self._client_by_request and engine.has_work:
             self._step(engine)
         self.send(self._sleep_state.handle(engine, message, len(self._client_by_request)), client_index)

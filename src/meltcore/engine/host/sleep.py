@@ -1,4 +1,7 @@
-"""Sleep and wake of an engine, between its steps. Asleep it holds no weights and no caches on its device."""
+"""Sleep and wake of an engine, between its steps.
+
+An engine that sleeps holds no weights and no caches on its device.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ SleepMessage = Sleep | Wake
 
 
 class SleepResult(NamedTuple):
-    """What a sleep has changed: the bytes that were given back, and the device bytes that the engine still holds."""
+    """The result of a sleep: the bytes that were released, and the device bytes that the engine still holds."""
 
     freed_bytes: int
     resident_bytes: int
@@ -23,20 +26,26 @@ class SleepableEngine(Protocol):
     """The part of an engine's interface that only engines with a sleep mode have."""
 
     def sleep(self, keep: Literal["host", "disk"]) -> SleepResult:
-        """Give memory back. Called only while there is no work; raises SleepError and changes nothing if it cannot."""
+        """Release memory. Called only while there is no work.
+
+        Raises SleepError and changes nothing if this is not possible.
+        """
 
     def wake(self) -> int:
-        """Take the memory again. Returns the bytes of weights copied; raises SleepError and sleeps on if it cannot."""
+        """Allocate the memory again. Returns the bytes of weights copied.
+
+        Raises SleepError if this is not possible; the engine then stays asleep.
+        """
 
 
 class SleepState:
-    """Whether an engine sleeps, and what it answers to `Sleep` and `Wake`."""
+    """The state of an engine, asleep or awake, and the answers to `Sleep` and `Wake`."""
 
     def __init__(self) -> None:
         self._is_asleep = False
 
     def check_awake(self) -> None:
-        """Raise RequestError while the engine sleeps: its server should have kept the request, or woken it."""
+        """Raise RequestError if the engine sleeps. Its server should have held the request, or woken the engine."""
         if self._is_asleep:
             raise RequestError("the model sleeps and must be woken before it is asked", status=503, code="model_asleep")
 

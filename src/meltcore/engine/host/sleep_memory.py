@@ -34,24 +34,27 @@ Tensors = Callable[[], tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]]
 
 
 class SleepMemory(Protocol):
-    """What can be given back of an engine's memory. `sleep` and `wake` alternate."""
+    """The memory that an engine can release. Calls of `sleep` and `wake` alternate."""
 
     def building(self) -> AbstractContextManager[None]:
-        """Return a context in which the engine allocates what it can give back."""
+        """Return a context in which the engine allocates the memory that it can release."""
 
     def adopt(self, model: nn.Module) -> None:
         """Take over the weights of a model that was not built in a pool. Their addresses change."""
 
     def memory_rows(self) -> list[MemoryRow]:
-        """Return the rows of the memory table for what the first sleep takes."""
+        """Return rows of the memory table for the memory that the first sleep needs."""
 
     def sleep(self, keep: Keep) -> SleepResult:
-        """Give memory back, and keep the weights in host memory or drop them. Raises SleepError and changes nothing."""
+        """Release memory, and keep the weights in host memory or drop them.
+
+        Raises SleepError and changes nothing on failure.
+        """
 
     def wake(self, reload: Callable[[], None]) -> int:
-        """Take memory again, and call `reload` where the weights were dropped. Returns the bytes of weights copied.
+        """Allocate memory again. If the weights were dropped, call `reload`. Returns the bytes of weights copied.
 
-        Raises SleepError when memory or the checkpoint is missing, and gives back what it has taken.
+        Raises SleepError if memory or the checkpoint is missing, and then releases what it has allocated.
         """
 
 
@@ -59,7 +62,7 @@ class GpuSleepMemory:
     """The memory pools of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create the pools. Raises ConfigError when the GPU cannot have them."""
+        """Create the pools. Raises ConfigError if the GPU does not support them."""
         try:
             self._pools = MemoryPools(device)
         except MeltcoreError as error:
@@ -96,7 +99,7 @@ class GpuSleepMemory:
         return [MemoryRow("weights asleep", size, "of pinned host memory, from the first sleep with keep host on")]
 
     def sleep(self, keep: Keep) -> SleepResult:
-        """See `SleepMemory`. What torch's allocator caches is given back too."""
+        """See `SleepMemory`. The cache of torch's allocator is released too."""
         held_bytes = torch.cuda.memory_reserved(self._device)
         has_budget = torch.cuda.get_per_process_memory_fraction(self._device) < 1.0
         self._held_bytes = held_bytes if has_budget else 0
@@ -129,7 +132,7 @@ class CpuSleepMemory:
     """The memory of an engine's tensors in host memory, whose pages are given back at their addresses."""
 
     def __init__(self, tensors: Tensors, available_bytes: Callable[[], int] = host_available_bytes) -> None:
-        """Manage the tensors of the engine, which `tensors` returns once the engine is built."""
+        """Manage the tensors of the engine. `tensors` returns them once the engine is built."""
         self._tensors = tensors
         self._available_bytes = available_bytes
         self._keep: Keep = "host"
@@ -139,7 +142,7 @@ class CpuSleepMemory:
         return nullcontext()
 
     def adopt(self, model: nn.Module) -> None:
-        """Do nothing: memory is known by its tensors."""
+        """Do nothing: memory is found by the engine's tensors."""
 
     def memory_rows(self) -> list[MemoryRow]:
         """See `SleepMemory`."""
@@ -176,7 +179,10 @@ class CpuSleepMemory:
         return _storages(weights), _storages(caches)
 
     def _drop(self) -> int:
-        """Give back what sleeps. Returns its bytes: whole pages. Bytes of the caches in other pages become zeros."""
+        """Release the pages of the tensors that sleep. Returns the released bytes.
+
+        Only whole pages are released. Bytes of the caches in other pages become zeros.
+        """
         weights, caches = self._storages()
         for storage in caches:
             content = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -187,9 +193,10 @@ class CpuSleepMemory:
 
 
 def make_sleep_memory(config: EngineConfig, device: torch.device, tensors: Tensors) -> SleepMemory | None:
-    """Return the memory of an engine that can sleep, or None without --enable-sleep-mode.
+    """Return the memory of an engine that can sleep. Returns None without --enable-sleep-mode.
 
-    `tensors` returns the engine's tensors when it sleeps. Raises ConfigError where a sleep mode is not supported.
+    `tensors` returns the engine's tensors when the engine goes to sleep. Raises ConfigError if a sleep mode is not
+    supported on the device.
     """
     if not config.enable_sleep_mode:
         return None
@@ -202,7 +209,7 @@ def make_sleep_memory(config: EngineConfig, device: torch.device, tensors: Tenso
 
 
 def require_memory(memory: SleepMemory | None) -> SleepMemory:
-    """Return the memory of an engine. Raises SleepError when it was started without a sleep mode."""
+    """Return `memory`. Raises SleepError if the engine was started without a sleep mode."""
     if memory is None:
         raise SleepError("the engine was started without --enable-sleep-mode")
     return memory
@@ -215,9 +222,9 @@ class LoadModel(Protocol[_LoadedModule]):
 
 
 class SleepableTask:
-    """Base of tasks of a `BatchEngine`: loads the task's model, and lets it sleep.
+    """Base class of tasks of a `BatchEngine`: it loads the task's model and lets it sleep.
 
-    A subclass loads its model with `_keep_model`, and sets `_caches` when it has any.
+    A subclass loads its model with `_keep_model`, and sets `_caches` if it has caches.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
@@ -239,7 +246,7 @@ class SleepableTask:
         return nullcontext() if self._sleep_memory is None else self._sleep_memory.building()
 
     def _keep_model(self, load: LoadModel[_Module], progress: Progress) -> _Module:
-        """Load the task's model, which can sleep from now on. `load` loads it with the same weights every time."""
+        """Load the task's model, which can sleep from now on. `load` must load the same weights every time."""
         model = load(progress=progress)
         if self._sleep_memory is not None:
             self._sleep_memory.adopt(model)
@@ -247,12 +254,12 @@ class SleepableTask:
         return model
 
     def _sleep_rows(self) -> list[MemoryRow]:
-        """Return the rows of the memory table for what the first sleep takes."""
+        """Return rows of the memory table for the memory that the first sleep needs."""
         return [] if self._sleep_memory is None else self._sleep_memory.memory_rows()
 
     @torch.inference_mode()
     def _reload(self) -> None:
-        """Copy the weights from a model that is loaded again: prepared weights are not the checkpoint's tensors."""
+        """Load the model again and copy its weights, since prepared weights are not the tensors of the checkpoint."""
         assert self._load is not None
         loaded_model = self._load(progress=lambda _stage, _part: None)
         for own, loaded in zip(self._model_tensors, _held_tensors(loaded_model), strict=True):

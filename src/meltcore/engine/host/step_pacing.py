@@ -30,7 +30,10 @@ SHORT_STEPS_S = 2.0
 
 
 class StepTurn(NamedTuple):
-    """What goes before a step: the seconds that it waited, and the seconds to which it is limited, if it is."""
+    """The seconds that the engine waited before a step, and the time limit of the step in seconds.
+
+    None sets no limit.
+    """
 
     waited_s: float
     limit_s: float | None
@@ -65,7 +68,7 @@ class StepPacing:
         self.waited_s = 0.0  # in total
 
     def begin_step(self) -> StepTurn:
-        """Mark a step, and wait for steps of higher classes."""
+        """Mark the next step, and wait for steps of higher classes."""
         began_s = now_s = self._clock()
         for board in self._boards:
             board.mark(now_s + HOLD_S)
@@ -79,7 +82,7 @@ class StepPacing:
         return StepTurn(now_s - began_s, self._step_s)
 
     def end_step(self, *, has_work: bool) -> None:
-        """End a step. Without work no other step follows, and the mark is removed."""
+        """End a step. If the engine has no more work, its mark is removed."""
         if self._credit_s < self._max_wait_s:
             took_s = self._clock() - self._began_s
             self._credit_s = min(self._max_wait_s, self._credit_s + took_s * self._earned)
@@ -88,7 +91,7 @@ class StepPacing:
                 board.clear()
 
     def _wait(self, began_s: float) -> float:
-        """Wait while a higher class wants a GPU and there is credit. Returns the time."""
+        """Wait while a higher class wants a GPU and there is credit. Returns the seconds waited."""
         now_s = began_s
         while max(board.wait_until_s() for board in self._boards) > now_s:
             left_s = self._credit_s - (now_s - began_s)

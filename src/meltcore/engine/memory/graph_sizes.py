@@ -23,7 +23,7 @@ def max_prefills(tokens: int) -> int:
 
 
 def bucket_shapes(max_num_seqs: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Return (decodes, prompt tokens) of buckets up to `max_tokens` and `max_num_seqs`, ascending by all tokens."""
+    """Return (decodes, prompt tokens) of buckets up to `max_tokens` and `max_num_seqs`, ascending by their sum."""
     counts = [count for count in DECODES if count < max_num_seqs]
     if max_num_seqs <= DECODES[-1]:
         counts.append(max_num_seqs)
@@ -33,7 +33,7 @@ def bucket_shapes(max_num_seqs: int, max_tokens: int) -> list[tuple[int, int]]:
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture, ascending up to `max_num_seqs`; closer where padding would cost more."""
+    """Return the batch sizes to capture, ascending up to `max_num_seqs`. Sizes are closer where padding costs more."""
     sizes = [1, 2, 4, 8, 10, 12, 16, 24, 32, 48, *range(64, 128, 8), *range(128, 256, 16), *range(256, 512, 32)]
     sizes += [*range(512, 1024, 64), *range(1024, max_num_seqs, 256)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]

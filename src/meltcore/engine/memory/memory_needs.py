@@ -1,7 +1,7 @@
-"""Says how much memory an engine needs for a context and a concurrency. No torch, no GPU and no weights.
+"""Computes how much memory an engine needs for a context and a concurrency, without torch, a GPU or weights.
 
-The part of each task calls the functions that divide memory in its engine, and the smallest budget that is enough is
-searched here.
+For each task, this calls the functions that divide the memory in the task's engine. It then searches for the smallest
+budget that is enough.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ASLEEP_BYTES = 128 * 2**20
 
 
 class EngineNeeds(NamedTuple):
-    """The memory of one engine on each of its GPUs, or of the host.
+    """The memory of one engine on each of its GPUs, or on the host.
 
     Args:
-        budget_bytes: what `--memory` must be.
-        rows: how the engine divides it.
-        source: where the sizes come from.
-        concurrency: the most requests that fill a step.
-        asleep_bytes: what it keeps of a GPU while it sleeps, beside its context.
+        budget_bytes: the value that `--memory` must have.
+        rows: how the engine divides the budget.
+        source: where the sizes were read.
+        concurrency: the maximum number of requests in a step.
+        asleep_bytes: the GPU memory that the engine keeps while it sleeps, without its CUDA context.
     """
 
     task: str
@@ -52,18 +52,18 @@ class EngineNeeds(NamedTuple):
 
 
 class UnknownSizesError(ConfigError):
-    """Reports a model whose sizes cannot be read here: its checkpoint is missing, unknown or not readable alone."""
+    """Reports that the sizes of a model cannot be read: its checkpoint is missing, unknown or not self-contained."""
 
 
 class TaskMismatchError(ConfigError):
-    """Reports a model whose `task` is not its checkpoint's."""
+    """Reports that the `task` of a model is not the task of its checkpoint."""
 
 
 def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
-    """Return the memory of an engine of `model` for its context and concurrency, or for its `memory` if it has one.
+    """Return the memory of an engine of `model` for its context and concurrency. A given `memory` is only divided.
 
-    Raises UnknownSizesError for a checkpoint that is not on this machine and names no `shapes`. Raises
-    TaskMismatchError for a checkpoint of another task, and ConfigError for `memory` that is too small for one request.
+    Raises UnknownSizesError if the checkpoint is not on this machine and the model has no `shapes`. Raises
+    TaskMismatchError for a checkpoint of another task, and ConfigError if `memory` is too small for one request.
     """
     needs = _awake_needs(model, on_cpu)
     if model.residency != "sleepable" or model.tensor_parallel_size > 1 or on_cpu:
@@ -76,14 +76,14 @@ def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
 
 
 def peer_bytes(ranks: int) -> int:
-    """Return the bytes of the buffer that each of several ranks has beside its budget, which the others write to."""
+    """Return the bytes of the buffer to which other ranks write. Each of several ranks has one beside its budget."""
     return buffer_bytes(ranks) if ranks > 1 else 0
 
 
 def read_model_sizes(models: Iterable[tuple[ModelSection, bool]]) -> None:
-    """Read the sizes of several models together, which `engine_needs` then knows.
+    """Read the sizes of several models together, so that `engine_needs` finds them.
 
-    models: each with whether its engine runs on a CPU. `engine_needs` raises the errors of a model.
+    `models` has pairs of a model and whether its engine runs on a CPU. Errors of a model are raised by `engine_needs`.
     """
     requests = []
     for model, on_cpu in models:
@@ -93,9 +93,9 @@ def read_model_sizes(models: Iterable[tuple[ModelSection, bool]]) -> None:
 
 
 class _Opened(NamedTuple):
-    """A model whose checkpoint, or name of a checkpoint without config.json, is known.
+    """A model whose checkpoint is open, or that names a checkpoint without config.json.
 
-    `source` says where sizes come from.
+    `source` says where the sizes were read.
     """
 
     task: Task
@@ -114,7 +114,7 @@ def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:
 
 
 def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
-    """Open a model's checkpoint. Raises ConfigError where it cannot be read, or is of another task."""
+    """Open a model's checkpoint. Raises ConfigError if it cannot be read or belongs to another task."""
     assert model.checkpoint is not None, "the caller plans engines only"
     name, source = model.checkpoint, "its configuration"
     if model.shapes is not None and not Path(name).expanduser().exists():
@@ -151,19 +151,22 @@ def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
 
 
 def concurrency(model: ModelSection) -> int:
-    """Return the sequences, sentences, clips or texts to plan for."""
+    """Return the number of sequences, sentences, clips or texts to plan for."""
     return model.max_num_seqs or tasks()[model.task].concurrency
 
 
 def unused(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    """Return the row of what a budget has beside `rows`."""
+    """Return the row for the part of a budget that `rows` do not use."""
     return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
 
 
 def budget_rows(
     model: ModelSection, divide: Callable[[int], tuple[bool, list[MemoryRow]]]
 ) -> tuple[int, list[MemoryRow]]:
-    """Return the model's own `memory`, else the smallest number of MiB that is enough, and how it is divided."""
+    """Return the budget in bytes and the rows that divide it.
+
+    The budget is the model's own `memory`, or else the smallest number of MiB that is enough.
+    """
     if model.memory is not None:
         return int(model.memory), divide(int(model.memory))[1]
 
@@ -174,5 +177,5 @@ def budget_rows(
 
 
 def weight_element_size(model: ModelSection, on_cpu: bool) -> int:
-    """Return the bytes of a weight. A file that names no type has 16 bits on a GPU, and float32 on a CPU."""
+    """Return the bytes of a weight. If the file names no type, a weight has 16 bits on a GPU and 32 bits on a CPU."""
     return (4 if on_cpu else 2) if model.dtype == "auto" else DTYPE_BYTES[model.dtype]

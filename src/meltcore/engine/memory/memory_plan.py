@@ -41,10 +41,13 @@ CONVERSATIONS = 64
 class ModelShape(NamedTuple):
     """The sizes of a model that the plan needs.
 
-    On a tensor-parallel rank, they count its shards and the whole vocabulary.
+    On a tensor-parallel rank these are the sizes of the rank's shards and of the whole vocabulary.
 
-    `element_size` and `cache_element_size` are bytes of the model's type and of the KV cache's. A step dequantizes a
-    slice of a quantized weight into `scratch_bytes`. Only a plan with a budget has a `step`.
+    Args:
+        element_size: bytes of a value of the model's type.
+        cache_element_size: bytes of a value of the KV cache.
+        scratch_bytes: memory into which a step dequantizes a slice of a quantized weight.
+        step: sizes of a step. Only a plan with a budget needs them.
     """
 
     weight_bytes: int
@@ -57,10 +60,12 @@ class ModelShape(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """How many pages, recurrent-state slots and penalty slots to allocate, and for how many running sequences.
+    """The numbers of pages, recurrent-state slots, penalty slots and running sequences to allocate memory for.
 
-    In one block `logit_rows` sequences are sampled from their logits. `rows` is the table for the user. `workspace` is
-    None where it is a fraction of the memory.
+    Args:
+        logit_rows: the number of sequences that are sampled from their logits in one block.
+        rows: the table for the user.
+        workspace: None if the workspace is a fraction of the memory.
     """
 
     pages: int
@@ -75,16 +80,16 @@ class MemoryPlan(NamedTuple):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the caches with the null page and the null slot, which padding uses."""
+        """Bytes of the caches, including the null page and the null slot, which padding uses."""
         slots = (self.recurrent_slots + 1) * self.slot_bytes
         return (self.pages + 1) * self.page_bytes + slots
 
 
 class _Budget(NamedTuple):
-    """A memory budget and its parts.
+    """A memory budget and its parts in bytes.
 
-    Bytes: the whole budget, weights, reserve, page tables and scratch, and the bytes of one page and of one
-    recurrent-state slot.
+    The parts are weights, reserve, page tables and scratch. The bytes of one page and of one recurrent-state slot are
+    given too.
     """
 
     total: int
@@ -115,13 +120,21 @@ def plan_memory(
     snapshots: bool = True,
     has_graphs: bool | None = None,
 ) -> MemoryPlan:
-    """Divide `memory_bytes` without weights and reserve. Raises ConfigError when no full sequence fits.
+    """Divide what is left of `memory_bytes` after weights and reserve. Raises ConfigError if no full sequence fits.
 
-    With `has_graphs` a budget on a GPU has CUDA graphs. Its reserve is computed from the model's `step`; None makes the
-    reserve a fraction. While a prompt is prefilled, a sliding group keeps its window and `max_num_batched_tokens`
-    tokens. With `may_run_fewer`, `max_num_seqs` is a default, lowered when the recurrent states would exceed their
-    fraction. Otherwise the user has set it, and a ConfigError says that it does not fit. With `snapshots` the prefix
-    cache keeps recurrent states.
+    While a prompt is prefilled, a sliding group keeps its window and `max_num_batched_tokens` tokens.
+
+    Args:
+        model: the sizes of the model.
+        memory_bytes: the memory to divide, weights and reserve included.
+        max_model_len: the maximum number of tokens of a sequence.
+        max_num_seqs: the maximum number of running sequences.
+        max_num_batched_tokens: the maximum number of tokens of a step.
+        may_run_fewer: `max_num_seqs` is a default. It is lowered if the recurrent states would exceed their fraction of
+            the memory. Otherwise the user has set it, and a ConfigError says that it does not fit.
+        snapshots: the prefix cache keeps recurrent states.
+        has_graphs: whether an engine with a budget on a GPU has CUDA graphs. Its reserve is computed from `model.step`.
+            None makes the reserve a fraction of the memory.
     """
     page_bytes = model.caches.page_bytes(PAGE_SIZE, model.cache_element_size)
     slot_bytes = model.caches.slot_bytes(model.element_size)
@@ -173,9 +186,9 @@ def plan_memory(
 
 
 def smallest_budget(is_enough: Callable[[int], bool], largest_bytes: int) -> int | None:
-    """Return the smallest number of whole MiB for which `is_enough`, or None if `largest_bytes` is not enough.
+    """Return the smallest number of whole MiB that is enough. Returns None if `largest_bytes` are not enough.
 
-    A ConfigError of `is_enough` means no.
+    `is_enough` may raise ConfigError instead of returning False.
     """
 
     def suffices(steps: int) -> bool:
@@ -247,15 +260,15 @@ def _workspace(
 
 
 def _rest(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    """Return the row of memory that no other part needs.
+    """Return the row for memory that no other part needs.
 
-    An engine with a budget holds it from its start all the same.
+    An engine with a budget allocates this memory at its start too.
     """
     return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
 
 
 def _snapshots(max_num_seqs: int, max_slots: int) -> int:
-    """Return the number of snapshots: as many as running sequences, as long as all states fit into `max_slots`."""
+    """Return the number of snapshots: one per running sequence, or fewer so that all states fit into `max_slots`."""
     return max(min(max(max_num_seqs, CONVERSATIONS), max_slots - max_num_seqs), _min_snapshots(max_num_seqs))
 
 
@@ -265,7 +278,10 @@ def _min_snapshots(max_num_seqs: int) -> int:
 
 
 def _layers_note(caches: KVCacheGroups) -> str:
-    """Return what a page holds, if not all layers with pages."""
+    """Return a text that says which layers a page holds.
+
+    The text is empty if a page holds all layers that have pages.
+    """
     max_slots = sum(len(group.layers) for group in caches.attention)
     return "" if caches.layers_per_page == max_slots else f" in {caches.layers_per_page} of {max_slots} layers"
 
@@ -273,9 +289,9 @@ def _layers_note(caches: KVCacheGroups) -> str:
 def _memory_error(
     budget: _Budget, pages: int, max_fitting_len: int, slots: int, max_num_seqs: int, max_model_len: int
 ) -> str:
-    """Return the error for a `max_model_len` of which no sequence fits, with the largest settings that fit.
+    """Return the error for a `max_model_len` of which no sequence fits. It names the largest settings that fit.
 
-    One full sequence has `pages` pages. The largest `max_model_len` that fits is `max_fitting_len`.
+    A full sequence has `pages` pages. `max_fitting_len` is the largest `max_model_len` that fits.
     """
     needed_pages = budget.page * pages
     advice = [f"--max-model-len {max_fitting_len} or less"] if max_fitting_len else []

@@ -22,13 +22,14 @@ _known: dict[str, Any] = {}
 
 
 class SizeRequest(NamedTuple):
-    """Asks for the sizes of a model.
+    """A request for the sizes of a model.
 
     Args:
-        function: import path of what builds the model and returns its sizes, as `function(model, on_cpu)`.
-        model: the checkpoint, or the shapes that stand for it, with the settings that decide how weights are held.
+        function: import path of the function that builds the model and returns its sizes. It is called as
+            `function(model, on_cpu)`.
+        model: the checkpoint, or the shapes that replace it, with the settings that decide how weights are held.
         on_cpu: whether the engine runs on a CPU.
-        contents: what is in the files of the checkpoint. Other contents are another request.
+        contents: identifies the contents of the checkpoint's files, so that changed files are read again.
     """
 
     function: str
@@ -38,9 +39,10 @@ class SizeRequest(NamedTuple):
 
 
 def read_sizes(requests: Iterable[SizeRequest]) -> list[Any]:
-    """Return the sizes of each model, or the ConfigError of a model that cannot be built.
+    """Return the sizes of each model. A model that cannot be built has its ConfigError instead.
 
-    A process that has torch builds the models itself. Raises ConfigError where the child does not answer.
+    If this process has imported torch, it builds the models itself. Raises ConfigError if the child process does not
+    answer.
     """
     keys, missing = [], {}
     for request in requests:

@@ -1,6 +1,7 @@
-"""Computes what a generation engine on a GPU needs beside weights and caches, instead of a fraction of its memory.
+"""Computes the memory that a generation engine on a GPU needs beside weights and caches.
 
-With a budget in bytes a fraction would be wrong both ways: it starves small budgets and wastes large ones. No torch.
+An engine with a budget in bytes uses this instead of a fraction of its memory. A fraction would starve small budgets
+and waste large ones. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BATCH_GAPS, LEAST_BATCH_GAP_BYTES = 0.1, 32 * 2**20
 
 
 def sleep_rounding_bytes(weight_bytes: int) -> int:
-    """Return what an engine that can sleep loses to rounding: torch rounds large tensors of its pools up to 2 MiB.
+    """Return the bytes that an engine with a sleep mode loses to rounding: torch rounds large tensors up to 2 MiB.
 
     477 MiB of 16.04 GiB were lost (Gemma-3-27B in Q4_0, H200, 2026-11-24).
     """
@@ -38,7 +39,7 @@ def sleep_rounding_bytes(weight_bytes: int) -> int:
 
 
 def graph_node_bytes(num_graphs: int, layers: int) -> int:
-    """Return what CUDA graphs of a model of `layers` take of the device outside of torch's allocator."""
+    """Return the device memory that CUDA graphs of a model of `layers` layers take outside of torch's allocator."""
     return num_graphs * layers * GRAPH_LAYER_BYTES
 
 
@@ -47,10 +48,10 @@ class Workspace(NamedTuple):
 
     Args:
         step: activations of a step that is launched kernel by kernel.
-        graphs: activations of graphs, which have memory of their own.
-        nodes: what graphs take outside of torch's allocator.
+        graphs: activations of CUDA graphs, which have separate memory.
+        nodes: memory of CUDA graphs outside of torch's allocator.
         sampling: logits and penalties.
-        libraries: memory of cuBLAS, tables of positions and gaps of the allocator.
+        libraries: memory of cuBLAS, tables of positions, and gaps of the allocator.
     """
 
     step: int
@@ -61,7 +62,7 @@ class Workspace(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         return sum(self)
 
 
@@ -79,7 +80,7 @@ def plan_workspace(
     """Return the workspace of an engine with these limits."""
 
     def activations(tokens: int, rows: int) -> int:
-        """Return the bytes of a step of `tokens` that computes `rows` of logits."""
+        """Return the bytes of a step of `tokens` tokens that computes `rows` rows of logits."""
         scratch_bytes = step.scratch_bytes
         if rows > FUSED_ROWS:
             scratch_bytes = max(scratch_bytes, step.head_scratch_bytes)

@@ -1,8 +1,8 @@
-"""Speech synthesis for the batch engine: texts go in, and the speech of each comes out in parts, one per chunk.
+"""Speech synthesis for the batch engine: texts go in, and the speech of each text comes out chunk by chunk.
 
-A step of the engine is one step of one batch of chunks. A request's next chunk begins when the one before is spoken, so
-requests take turns. The first chunk is due when the request arrives, a later one when the speech before it ends. So the
-first sound of a new request comes before the fifth sentence of another.
+A step of the engine is one step of one batch of chunks. The next chunk of a request begins when the previous chunk has
+been computed, so requests take turns. The first chunk is due when the request arrives, and a later chunk when the
+speech before it ends. So the first sound of a new request comes before the fifth sentence of another request.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _MAX_UPLOAD_S = 60.0  # of a reference with the silence at its ends
 
 
 class _Speaker(NamedTuple):
-    """What a voice, or an uploaded reference, gives the model: samples and text, prepared."""
+    """The reference that a voice or a request gives to the model: prepared samples and their text."""
 
     samples: Samples
     text: ReferenceText
@@ -142,7 +142,10 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         self._load_s = time.monotonic() - start_s
 
     def cost(self, request: Synthesize) -> int:
-        """Return the frames of the longest chunk with its reference. Raises RequestError for what cannot be spoken."""
+        """Return the frames of the longest chunk with its reference.
+
+        Raises RequestError if the text cannot be spoken.
+        """
         if not (math.isfinite(request.speed) and MIN_SPEED <= request.speed <= MAX_SPEED):
             raise RequestError(f"speed must be {MIN_SPEED:g} to {MAX_SPEED:g}; got {request.speed:g}", param="speed")
         if request.num_steps not in (0, *STEPS):
@@ -189,7 +192,7 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         return [self._on_samples(self._running[key], samples) for key, samples in self._sampler.step()]
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop requests with the chunks that they have in batches."""
+        """Drop requests, including their chunks in batches."""
         self._sampler.cancel(request_ids)
         for request_id in request_ids:
             self._running.pop(request_id, None)
@@ -222,7 +225,7 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
     def _load_voices(self, config: EngineConfig, folder: Path | None) -> dict[str, _Speaker]:
         """Return the checkpoint's voices.
 
-        Without `folder` weights are random, and the voices have the published names.
+        Without `folder` the weights are random, and the voices have the names of the published voices.
         """
         if folder is None:
             rate, max_s = self._mel.sample_rate, 0.9 * self.max_reference_s
@@ -304,5 +307,5 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
 def synthesis_engine(
     config: EngineConfig, progress: Callable[[str, float], None]
 ) -> BatchEngine[Synthesize, Synthesized]:
-    """Load a synthesis checkpoint and return its engine. Raises ConfigError."""
+    """Load a synthesis checkpoint and return its engine. Raises ConfigError if the checkpoint cannot be loaded."""
     return BatchEngine(SynthesisTask(config, progress))

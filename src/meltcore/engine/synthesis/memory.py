@@ -1,6 +1,6 @@
-"""Computes the memory of a synthesis engine: of its weights, its batches and the requests that have begun.
+"""Computes the memory of a synthesis engine: weights, batches, and requests that have begun.
 
-No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same ones at its start.
+No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same functions at its start.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def max_speech_s(config: IndicF5Config) -> float:
 
 
 def synthesis_shape(config: IndicF5Config) -> int:
-    """Return the frames that the longest chunk is padded to."""
+    """Return the frames to which the longest chunk is padded."""
     longest = config.mel.frames(int(max_speech_s(config) * config.mel.sample_rate)) + 1
     return next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
 
@@ -58,9 +58,9 @@ def plan_synthesis(
 ) -> tuple[int, int, list[MemoryRow]]:
     """Return the frames of a batch, the frames of all requests that have begun, and the memory table.
 
-    The longest chunk is padded to `max_shape` frames, and `limits` bound the two results. With `is_exact` the engine
-    has a budget on a GPU, and its workspace is computed instead of a fraction. Raises ConfigError when memory_bytes do
-    not suffice for the longest chunk.
+    The longest chunk is padded to `max_shape` frames. `limits` are the upper bounds of the two numbers of frames. With
+    `is_exact` the engine has a budget on a GPU, and its workspace is computed instead of a fraction. Raises ConfigError
+    if `memory_bytes` are not enough for the longest chunk.
     """
     layer = _GUIDANCE_ROWS * (_SPEECH_TENSORS * config.hidden_size + 2 * config.feed_forward_size) * element_size
     text = _GUIDANCE_ROWS * (4 * config.text_size + 3 * config.text_feed_forward_size) * element_size
@@ -106,7 +106,7 @@ def plan_synthesis(
 def synthesis_needs(
     model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, weight_bytes: int
 ) -> EngineNeeds:
-    """Return the memory of an engine of a model. `source` says where its sizes come from."""
+    """Return the memory of an engine of a model. `source` says where the sizes were read."""
     vocabulary = load_vocabulary(checkpoint, is_dummy=True)
     config = IndicF5Config.read(checkpoint.config, vocabulary.size)
     element_size, device = weight_element_size(model, on_cpu), "cpu" if on_cpu else "cuda"

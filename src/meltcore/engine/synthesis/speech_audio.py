@@ -1,4 +1,7 @@
-"""Samples before and after speech synthesis: references are trimmed and raised, chunks are leveled and cross-faded."""
+"""Prepares the samples of references, and joins the samples of chunks.
+
+References are trimmed and raised to a level. Chunks are leveled and cross-faded.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ class Reference(NamedTuple):
 
 
 def prepare_reference(samples: Samples, sample_rate: int, max_s: float) -> Reference:
-    """Cut off silence at both ends, add a short silence, and raise the level. `samples` are mono, from -1 to 1.
+    """Trim silence at both ends, append a short silence, and raise the level. `samples` are mono, from -1 to 1.
 
-    Raises RequestError for samples that are not numbers or not audio, that are silent, too short or too long.
+    Raises RequestError if the samples are not finite, silent, too short, too long, or out of range.
     """
     if not np.isfinite(samples).all():
         raise _refusal("holds samples that are not numbers (NaN or infinity)")
@@ -63,9 +66,9 @@ def _refusal(reason: str) -> RequestError:
 
 
 class SpeechJoiner:
-    """Joins the chunks of one text. The end of each waits for the next one, into which it fades.
+    """Joins the chunks of one text. The end of each chunk is held back and cross-faded into the next chunk.
 
-    The gain of the first chunk, which brings it to the target level, holds for all chunks.
+    The gain that brings the first chunk to the target level is used for all chunks.
     """
 
     def __init__(self, sample_rate: int) -> None:

@@ -2,8 +2,8 @@
 
 An utterance is one pass of the model: a reference, and the text to speak after it. Utterances of similar length share a
 batch. `step` moves one batch one step of Euler's method from noise to a spectrogram. Utterances at their last step
-become samples. The batch whose first utterance is due earliest goes first, so an urgent one waits for one step of other
-batches.
+become samples. The batch whose first utterance is due earliest goes first. So an urgent utterance waits at most for one
+step of another batch.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Utterance(NamedTuple):
     Args:
         due: an utterance with a lower value is computed earlier.
         reference: [reference frames, num_mels] float32 on the device.
-        token_ids: ids of the reference's text and the new text, at most `frames`.
-        frames: frames of the reference and the new speech.
-        first_frame: the result is turned into samples from this frame on.
+        token_ids: ids of the reference's text and of the new text, at most `frames` ids.
+        frames: the number of frames of the reference and of the new speech together.
+        first_frame: samples are returned from this frame on.
         noise: [frames, num_mels] float32 on the host.
     """
 
@@ -72,7 +72,7 @@ class Utterance(NamedTuple):
 class _Batch:
     """Utterances that are computed together.
 
-    `positions` has for each the row of the model's table of steps, twice: on device and host.
+    `positions` has each utterance's row in the model's table of steps, once on the device and once on the host.
     """
 
     utterances: list[Utterance]
@@ -87,7 +87,7 @@ class _Batch:
         return min(utterance.due for utterance in self.utterances)
 
     def keep(self, rows: list[int]) -> None:
-        """Drop all other utterances."""
+        """Keep the utterances of `rows`, and drop all others."""
         index = torch.tensor(rows, device=self.noisy.device)
         num_rows = len(self.utterances)
         self.utterances = [self.utterances[row] for row in rows]
@@ -103,8 +103,8 @@ class SpeechSampler:
     def __init__(self, model: IndicF5, max_batch_frames: int, graph_limits: tuple[int, int] = GRAPHS) -> None:
         """Use a prepared model.
 
-        A batch has at most `max_batch_frames` with its padding; a longer utterance is alone. `graph_limits` are the
-        limits of StepGraphs.
+        A batch has at most `max_batch_frames` frames with its padding. An utterance that is longer is computed alone.
+        `graph_limits` are the limits of StepGraphs.
         """
         self.model = model
         self._max_frames = max_batch_frames
@@ -119,7 +119,7 @@ class SpeechSampler:
         return not self._waiting and not self._batches
 
     def add(self, utterance: Utterance) -> None:
-        """Begin an utterance with one of the next steps."""
+        """Queue an utterance, which begins with one of the next steps."""
         self._waiting[utterance.key] = utterance
 
     def cancel(self, keys: Collection[str]) -> None:
@@ -135,7 +135,7 @@ class SpeechSampler:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[str, Samples]]:
-        """Compute one step of the batch that is due first. Returns keys and samples of utterances that are complete."""
+        """Compute one step of the batch that is due first. Returns keys and samples of the completed utterances."""
         if self.is_idle:
             return []
         batch = min(self._batches, key=lambda each: each.due, default=None)
@@ -157,7 +157,7 @@ class SpeechSampler:
         return list(zip(keys, samples, strict=True))
 
     def _wait_for_device(self) -> None:
-        """Let at most _STEPS_AHEAD steps wait on a GPU, so that an urgent utterance or an end takes effect soon."""
+        """Let at most _STEPS_AHEAD steps wait on a GPU, so that an urgent or cancelled utterance takes effect soon."""
         if self.model.device.type != "cuda":
             return
         event = torch.cuda.Event()
@@ -167,7 +167,7 @@ class SpeechSampler:
             self._launched.popleft().synchronize()
 
     def _begin(self) -> _Batch:
-        """Make a batch of the waiting utterance that is due first and of those next that have a similar length."""
+        """Make a batch of the waiting utterance that is due first and of waiting utterances of similar length."""
         in_order = sorted(self._waiting.values(), key=lambda utterance: utterance.due)
         chosen: list[Utterance] = []
         for utterance in in_order:
@@ -266,8 +266,8 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype, vocab_size: int) -> 
 def weight_bytes(model: ModelSection, on_cpu: bool) -> int:
     """Return the bytes of a prepared model's weights, for a plan.
 
-    Preparing replaces the weights of modulations by their values at each step. It is not done here, since torch imports
-    its compiler to compute on the meta device.
+    `prepare` replaces the weights of modulations by their values at each step. Here that is only computed, not done: on
+    the meta device torch would import its compiler.
     """
     assert model.checkpoint is not None
     checkpoint = open_checkpoint(model.checkpoint, files="config")

@@ -1,4 +1,4 @@
-"""One step of few utterances as a CUDA graph: its kernels are over sooner than they are launched."""
+"""One step of few utterances as a CUDA graph: its kernels take less time than their launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meltcore.models.tasks.indicf5 import IndicF5
 
 
 class StepInputs(NamedTuple):
-    """What a step reads of a batch: arguments of `IndicF5.velocity`, and each row's position in the table of steps."""
+    """The inputs of a step of a batch: arguments of `IndicF5.velocity`, and each row's index in the table of steps."""
 
     noisy: torch.Tensor
     condition: torch.Tensor
@@ -33,13 +33,16 @@ def step_velocity(model: IndicF5, inputs: StepInputs) -> torch.Tensor:
 
 
 class StepGraphs:
-    """`step_velocity` of few utterances as CUDA graphs, by the shape of the batch.
+    """CUDA graphs of `step_velocity` for few utterances, by the shape of the batch.
 
     Frames are not rounded up: without padding, attention needs no mask, and 32 replays pay for one capture.
     """
 
     def __init__(self, model: IndicF5, limits: tuple[int, int] = GRAPHS) -> None:
-        """Keep graphs. `limits` are the frames of the longest step that is a graph, and the number of graphs."""
+        """Create an empty cache.
+
+        `limits` are the frames of the longest step that is a graph, and the number of graphs.
+        """
         self._model = model
         self._max_frames, max_graphs = limits
         self._cache: GraphCache[_Graph] = GraphCache(max_graphs)

@@ -20,7 +20,7 @@ _DUMMY_HZ = 120.0
 
 
 class Voice(NamedTuple):
-    """The reference of a voice: mono samples at the model's rate, and the words that are spoken."""
+    """The reference of a voice: mono samples at the model's rate, and the text that is spoken."""
 
     samples: Samples
     text: str
@@ -29,9 +29,9 @@ class Voice(NamedTuple):
 def read_voices(folder: Path, sample_rate: int) -> dict[str, Voice]:
     """Return the voices by name, the default first.
 
-    voices.json has an object by name with `audio`, a path within the folder, and `text`. Without that file, audio
-    prompts/NAME.* with its words in prompts/NAME.txt is a voice; audio without words is not. Raises ConfigError that
-    names the unreadable file.
+    voices.json has an object per voice, by name. The object has `audio`, a path within the folder, and `text`. Without
+    voices.json, each audio file prompts/NAME.* with a text prompts/NAME.txt is a voice; audio without a text is not.
+    Raises ConfigError that names an unreadable file.
     """
     return {name: Voice(_read_audio(path, sample_rate), text) for name, (path, text) in _entries(folder).items()}
 
@@ -74,7 +74,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_audio(path: Path, sample_rate: int) -> Samples:
-    """Return a file's samples, mono at sample_rate."""
+    """Return a file's samples as mono at `sample_rate`."""
     try:
         import soundfile
         import soxr

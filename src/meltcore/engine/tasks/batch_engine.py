@@ -45,7 +45,7 @@ _SPEED_WEIGHT = 0.3
 class BatchTask(ABC, Generic[Request, Result]):
     """Computes the requests of a batch engine. Requests begin and are aborted only between steps.
 
-    `result` and `message` are the types of a request's result and of the message with the results of a step.
+    `result` is the type of a request's result. `message` is the type of the message with the results of a step.
     """
 
     result: type[Any]
@@ -55,11 +55,14 @@ class BatchTask(ABC, Generic[Request, Result]):
 
     @abstractmethod
     def cost(self, request: Request) -> int:
-        """Return the positions of a request, at least 1. Raises RequestError for one that cannot be served."""
+        """Return the number of positions of a request, at least 1.
+
+        Raises RequestError if the request cannot be served.
+        """
 
     @abstractmethod
     def start(self, requests: Sequence[Request], shape: int) -> None:
-        """Begin these requests, padded to `shape`, beside those that run. Their messages are not kept by the engine."""
+        """Begin these requests, padded to `shape`, beside those that run. The engine does not keep their messages."""
 
     @abstractmethod
     def step(self) -> list[Result]:
@@ -74,31 +77,34 @@ class BatchTask(ABC, Generic[Request, Result]):
 
     @abstractmethod
     def ready(self) -> BatchReady:
-        """Return the message that says that the engine can serve."""
+        """Return the message that reports that the engine can serve."""
 
     def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Result:
-        """Return the result that ends a request for a reason of the engine's."""
+        """Return the result that ends a request for `reason`, on which the engine has decided."""
         result: Result = self.result(request_id=request_id, finish_reason=reason, error=error)
         return result
 
     def sleep(self, keep: Literal["host", "disk"]) -> SleepResult:  # noqa: ARG002 - of those that can
-        """Give memory back while nothing runs. Raises SleepError and changes nothing if it cannot."""
+        """Release memory while nothing runs. Raises SleepError and changes nothing if this is not possible."""
         raise SleepError("the engine has no sleep mode")
 
     def wake(self) -> int:
-        """Take memory again. Returns the bytes of weights copied. Raises SleepError if it cannot."""
+        """Allocate memory again. Returns the bytes of weights copied. Raises SleepError if this is not possible."""
         raise SleepError("the engine has no sleep mode")
 
 
 class OneStepTask(BatchTask[Request, Result]):
-    """What a batch engine computes where one step computes all requests that have begun, such as transcription."""
+    """Base class of tasks in which one step computes all requests that have begun, such as transcription."""
 
     _begun: Sequence[Any] = ()
     _shape = 0  # that the largest of them is padded to
 
     @abstractmethod
     def compute(self, requests: Sequence[Request], shape: int) -> list[Result]:
-        """Return the results of requests, padded to `shape`. A request without a result is computed again."""
+        """Return the results of requests, padded to `shape`.
+
+        A request without a result is computed again in the next step.
+        """
 
     def start(self, requests: Sequence[Request], shape: int) -> None:
         """Take requests into the next step."""
@@ -106,7 +112,7 @@ class OneStepTask(BatchTask[Request, Result]):
         self._begun = [*self._begun, *requests]
 
     def step(self) -> list[Result]:
-        """Compute what has begun; nothing where all of it was aborted."""
+        """Compute the requests that have begun. Returns no results if all of them were aborted."""
         results = self.compute(self._begun, self._shape) if self._begun else []
         self.abort([result.request_id for result in results])
         return results
@@ -125,7 +131,7 @@ _GENERATION_SETTINGS = (
 
 
 def check_options(config: EngineConfig, task: Task) -> None:
-    """Raise ConfigError for a setting of the generation engine that a task does not have, unless it is the default."""
+    """Raise ConfigError if a setting of the generation engine that `task` does not have differs from its default."""
     for setting in msgspec.structs.fields(config):
         value = getattr(config, setting.name)
         default = setting.default if setting.default_factory is msgspec.NODEFAULT else setting.default_factory()
@@ -137,7 +143,7 @@ def check_options(config: EngineConfig, task: Task) -> None:
 
 
 class _Running(NamedTuple):
-    """A request that has begun: the padded cost that it holds, and its times."""
+    """A request that has begun, with its padded cost and its times."""
 
     padded_cost: int
     arrived_s: float
@@ -173,15 +179,15 @@ class BatchEngine(Generic[Request, Result]):
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of its budget that it does not allocate by torch."""
+        """Bytes of the engine's budget that are not allocated by torch."""
         return self.task.outside_bytes
 
     def ready(self) -> BatchReady:
-        """Return the message that says that the engine can serve."""
+        """Return the message that reports that the engine can serve."""
         return self.task.ready()
 
     def add(self, message: Request) -> None:
-        """Queue a request. Raises RequestError when it cannot be served."""
+        """Queue a request. Raises RequestError if the request cannot be served."""
         request_id = message.request_id
         if request_id in self._running or request_id in self._queue:
             raise RequestError(f"request id {request_id} is in use", param="request_id")
@@ -208,11 +214,11 @@ class BatchEngine(Generic[Request, Result]):
             self.task.abort(running)
 
     def take_turn(self, turn: StepTurn) -> None:
-        """Start smaller batches while an engine of a higher class is at work on the same GPU."""
+        """Start smaller batches while an engine of a higher class is using the same GPU."""
         self._start_limit_s = min(self._max_start_s, turn.limit_s or self._max_start_s)
 
     def step(self) -> Outputs:
-        """Begin what fits, compute one step of the task, and return the new results."""
+        """Begin the requests that fit, compute one step of the task, and return the new results."""
         began_s = self._clock()
         for request in self._queue.take_expired(began_s):
             self._expired += 1
@@ -229,18 +235,18 @@ class BatchEngine(Generic[Request, Result]):
         return self._outputs(results, ended_s)
 
     def check(self) -> None:
-        """Do nothing: there are no ranks that could fail."""
+        """Do nothing, since there are no ranks that could fail."""
 
     def sleep(self, keep: Literal["host", "disk"]) -> SleepResult:
-        """Give memory back while there is no work. Raises SleepError and changes nothing if it cannot."""
+        """Release memory while there is no work. Raises SleepError and changes nothing if this is not possible."""
         return self.task.sleep(keep)
 
     def wake(self) -> int:
-        """Take memory again. Returns the bytes of weights copied. Raises SleepError if it cannot."""
+        """Allocate memory again. Returns the bytes of weights copied. Raises SleepError if this is not possible."""
         return self.task.wake()
 
     def close(self) -> None:
-        """Do nothing: the device is released with the process."""
+        """Do nothing, since the end of the process releases the device."""
 
     def _outputs(self, results: list[Result], step_ended_s: float) -> Outputs:
         outputs: Outputs = self.task.message(results, self.stats(), step_ended_s)
@@ -284,7 +290,7 @@ class BatchEngine(Generic[Request, Result]):
         return running
 
     def _end_request(self, result: Result) -> Result:
-        """Return a task's result with its times if it is a request's last one."""
+        """Return a task's result. The last result of a request gets the request's times."""
         if result.finish_reason is None:
             return result
         running = self._release(result.request_id)
@@ -292,6 +298,6 @@ class BatchEngine(Generic[Request, Result]):
         return msgspec.structs.replace(result, times=times)
 
     def _record_speed(self, s_per_cost: float) -> None:
-        """Average the speed of batches. The first ones, which load kernels, are soon outweighed."""
+        """Update the average speed of batches. The first batches, which load kernels, soon have little weight."""
         previous = s_per_cost if self._s_per_cost is None else self._s_per_cost
         self._s_per_cost = previous + _SPEED_WEIGHT * (s_per_cost - previous)

@@ -11,9 +11,10 @@ from meltcore.models.tasks.conformer import padding_mask
 
 @dataclass(frozen=True)
 class Emissions:
-    """The tokens of one clip, by their ids within the language, with the frames that each spans.
+    """The tokens of one clip, by their ids within the language, with the frames that each token spans.
 
-    Emissions are equal where their tokens and frames are: probabilities of a clip in company differ in their last bits.
+    Two Emissions are equal if their tokens and frames are equal. Probabilities do not count, since their last bits
+    depend on the other clips of the batch.
     """
 
     tokens: list[int]
@@ -24,7 +25,13 @@ class Emissions:
 
 
 def ctc_greedy(logits: torch.Tensor, frames: torch.Tensor, blank: int) -> list[Emissions]:
-    """Return each clip's emissions. logits: [clips, frames, tokens], frames: [clips] int64, frames per clip."""
+    """Return each clip's emissions.
+
+    Args:
+        logits: [clips, frames, tokens].
+        frames: [clips] int64, the number of frames of each clip.
+        blank: the id of the blank.
+    """
     best = logits.argmax(-1).masked_fill(padding_mask(frames, logits.shape[1]), blank)
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     chosen = logprobs.gather(-1, best[..., None])[..., 0].cpu()
@@ -34,9 +41,13 @@ def ctc_greedy(logits: torch.Tensor, frames: torch.Tensor, blank: int) -> list[E
 
 
 def make_emissions(best: torch.Tensor, logprobs: torch.Tensor, blank_logprobs: torch.Tensor, blank: int) -> Emissions:
-    """Merge the runs of one clip's best tokens. A token has the highest log-probability of its frames.
+    """Merge repetitions among the best tokens of one clip. A token has the highest log-probability of its frames.
 
-    best: [frames] int64 on the host; logprobs: [frames] of these tokens; blank_logprobs: [frames] of the clip.
+    Args:
+        best: [frames] int64 on the host, the best token of each frame.
+        logprobs: [frames], the log-probabilities of these tokens.
+        blank_logprobs: [frames], the log-probabilities of the blank.
+        blank: the id of the blank.
     """
     tokens, runs, counts = torch.unique_consecutive(best, return_inverse=True, return_counts=True)
     highest = torch.full((len(tokens),), -torch.inf).scatter_reduce(0, runs, logprobs, "amax")

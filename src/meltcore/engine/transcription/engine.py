@@ -109,7 +109,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
         self._load_s = time.monotonic() - start_s
 
     def cost(self, request: Transcribe) -> int:
-        """Return the clip's encoder frames. Raises RequestError for a clip or language that cannot be served."""
+        """Return the clip's encoder frames. Raises RequestError if the clip or the language cannot be served."""
         if request.language not in self._languages:
             raise RequestError(
                 f"language {request.language!r} is not one of the model's: {', '.join(self._languages)}",
@@ -157,7 +157,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
         )
 
     def _encode(self, requests: Sequence[Transcribe], shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the encoder's output of the clips and their frame counts. Clips are padded to `shape` frames."""
+        """Return the encoder's output for the clips, and their frame counts. Clips are padded to `shape` frames."""
         features, factor = self.model.config.features, self.model.config.encoder.subsampling_factor
         # The longest clip of `shape` encoder frames.
         size = shape * factor * features.hop - (0 if features.drops_last_frame else 1)
@@ -176,7 +176,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
     def _ctc(
         self, requests: Sequence[Transcribe], encoded: torch.Tensor, frames: torch.Tensor
     ) -> list[tuple[list[int], list[Emissions]]]:
-        """Decode the clips that ask for CTC, language by language. Returns (rows, their emissions)."""
+        """Decode the clips that ask for CTC, language by language. Returns pairs of rows and the rows' emissions."""
         by_language: dict[str, list[int]] = {}
         for row, request in enumerate(requests):
             if request.decoder == "ctc":
@@ -190,7 +190,10 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
     def _rnnt(
         self, requests: Sequence[Transcribe], encoded: torch.Tensor, frames: torch.Tensor
     ) -> list[tuple[list[int], list[Emissions]]]:
-        """Decode the clips that ask for RNN-T, of all languages together. Returns (rows, their emissions)."""
+        """Decode the clips that ask for RNN-T, of all languages together.
+
+        Returns pairs of rows and the rows' emissions.
+        """
         rows = [row for row, request in enumerate(requests) if request.decoder == "rnnt"]
         if not rows:
             return []
@@ -222,14 +225,14 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
 def transcription_engine(
     config: EngineConfig, progress: Callable[[str, float], None]
 ) -> BatchEngine[Transcribe, Transcript]:
-    """Load a transcriber and return its engine. Raises ConfigError."""
+    """Load a transcriber and return its engine. Raises ConfigError if the checkpoint cannot be loaded."""
     return BatchEngine(TranscriptionTask(config, progress))
 
 
 def join_tokens(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tuple[Word, ...]:
     """Join tokens to words with their times.
 
-    `texts` are the texts of the language's tokens, and a frame takes `frame_s`.
+    `texts` has the texts of the language's tokens. A frame lasts `frame_s` seconds.
     """
     tokens = emissions.tokens
     starts = [at for at, token in enumerate(tokens) if at == 0 or texts[token].startswith(_WORD_START)]
@@ -254,7 +257,7 @@ def _make_word(emissions: Emissions, texts: Sequence[str], frame_s: float, first
 def _build(
     config: EngineConfig, model_config: IndicConformerConfig, dtype: torch.dtype, device: torch.device
 ) -> IndicConformer:
-    """Build the model with uninitialized weights on the device. Raises ConfigError when they do not fit."""
+    """Build the model with uninitialized weights on the device. Raises ConfigError if the weights do not fit."""
     model = _meta_model(model_config, dtype)
     check_memory(config.model, parameter_bytes(model), device, 1)
     return allocate(model, device)
@@ -266,7 +269,7 @@ def _meta_model(config: IndicConformerConfig, dtype: torch.dtype) -> IndicConfor
 
 
 def weight_bytes(model: ModelSection, on_cpu: bool) -> int:
-    """Return the bytes of a model's weights, for a plan. Raises UnknownSizesError as `planned_config`."""
+    """Return the bytes of a model's weights, for a plan. Raises UnknownSizesError as `planned_config` does."""
     dtype = task_dtype(model.dtype, planned_device(on_cpu), on_gpu=torch.float16)
     assert model.checkpoint is not None
     config = planned_config(model.checkpoint, is_dummy=model.load_format == "dummy")
@@ -276,7 +279,7 @@ def weight_bytes(model: ModelSection, on_cpu: bool) -> int:
 def _load(
     model: IndicConformer, files: TranscriberFiles, config: EngineConfig, progress: Callable[[str, float], None]
 ) -> dict[str, list[str]]:
-    """Fill the weights and return the texts of the tokens, by language. Of dummy weights they are numbers."""
+    """Load the weights, and return the texts of the tokens by language. With dummy weights the texts are numbers."""
     if config.load_format == "dummy":
         progress("making weights", 0.0)
         model.fill_dummy(config.seed)

@@ -1,6 +1,6 @@
-"""Computes the memory of a transcription engine: of its weights, its batches and, with a budget on a GPU, its graphs.
+"""Computes the memory of a transcription engine: weights, batches and, with a budget on a GPU, CUDA graphs.
 
-No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same ones at its start.
+No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same functions at its start.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _HIDDEN_TENSORS, _FEED_FORWARD_TENSORS, _SCORE_TENSORS = 10, 2, 5
 
 
 class TranscriptionGraphs(NamedTuple):
-    """How many CUDA graphs of the encoder and of the RNN-T are kept, and the clips that an encoder graph has at most.
+    """The numbers of CUDA graphs of the encoder and of the RNN-T, and the maximum number of clips of an encoder graph.
 
-    More clips keep a GPU busy for longer than their launches take. `subsampling` elements of a layer of the
-    convolutions are computed together.
+    More clips keep a GPU busy for longer than their launches take. `subsampling` is the number of elements of a
+    convolution layer that are computed together.
     """
 
     encoder: int
@@ -59,7 +59,7 @@ BUDGET_TRANSCRIPTION_GRAPHS = TranscriptionGraphs(4, 4, 2, 2**25)
 
 
 def transcription_shape(config: IndicConformerConfig) -> int:
-    """Return the encoder frames that the longest clip is padded to."""
+    """Return the encoder frames to which the longest clip is padded."""
     samples = MAX_CLIP_S * config.features.sample_rate
     longest = config.encoder.encoded_frames(config.features.frames(samples))
     return next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
@@ -75,11 +75,11 @@ def plan_transcription(
     limit: int,
     graphs: TranscriptionGraphs | None = None,
 ) -> tuple[int, list[MemoryRow]]:
-    """Return the padded encoder frames that may run together, at most `limit`, and the memory table.
+    """Return the maximum number of padded encoder frames that run together, at most `limit`, and the memory table.
 
     The longest clip is padded to `max_shape` frames. `graphs` are the graphs of an engine with a budget on a GPU, whose
-    workspace is computed; without them it is a fraction. Raises ConfigError when memory_bytes do not suffice for the
-    longest clip.
+    workspace is computed. If `graphs` is None, the workspace is a fraction. Raises ConfigError if `memory_bytes` are
+    not enough for the longest clip.
     """
     encoder = config.encoder
     position_bytes = encoder.num_layers * (2 * max_shape - 1) * encoder.hidden_size * element_size
@@ -155,7 +155,7 @@ def _transcription_workspace(
 
 
 def planned_config(name: str, *, is_dummy: bool) -> IndicConformerConfig:
-    """Return the configuration of a checkpoint. Raises UnknownSizesError where only an engine can read it."""
+    """Return the configuration of a checkpoint. Raises UnknownSizesError if only an engine can read the checkpoint."""
     try:
         path = find_transcriber(name, dummy=is_dummy)
     except ConfigError as error:
@@ -169,7 +169,10 @@ def planned_config(name: str, *, is_dummy: bool) -> IndicConformerConfig:
 
 
 def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: str, weight_bytes: int) -> EngineNeeds:
-    """Return the memory of an engine of a model. `name` is its checkpoint or its shapes, and `source` says which."""
+    """Return the memory of an engine of a model.
+
+    `name` is the model's checkpoint or shapes; `source` says which of them.
+    """
     config = planned_config(name, is_dummy=model.load_format == "dummy" or model.shapes is not None)
     element_size, max_shape = weight_element_size(model, on_cpu), transcription_shape(config)
     limit, clip_frames = MAX_TRANSCRIPTION_COST["cpu" if on_cpu else "cuda"], round(_CLIP_S / config.frame_s)

@@ -1,4 +1,7 @@
-"""Encodes clips of speech. On a GPU a batch of few clips, which is over sooner than it is launched, is a CUDA graph."""
+"""Encodes clips of speech.
+
+On a GPU a batch of few clips is a CUDA graph, since its kernels are shorter than launches.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,20 @@ _Graph = tuple[torch.Tensor, torch.Tensor, torch.cuda.CUDAGraph, tuple[torch.Ten
 def encode_samples(
     model: IndicConformer, samples: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [clips, encoded frames, hidden_size] and the clips' encoded frame counts [clips] int64.
+    """Encode clips.
 
-    samples: [clips, samples] int16; lengths: [clips] int64, samples per clip.
+    Args:
+        model: the model.
+        samples: [clips, samples] int16.
+        lengths: [clips] int64, the number of samples of each clip.
+
+    Returns [clips, encoded frames, hidden_size] and the clips' encoded frame counts [clips] int64.
     """
     return model.encode(samples.float() / _INT16_RANGE, lengths)
 
 
 class EncoderGraphs:
-    """`encode_samples` of few clips as CUDA graphs, by the shape of the batch."""
+    """CUDA graphs of `encode_samples` for few clips, by the shape of the batch."""
 
     def __init__(self, model: IndicConformer, limit: int = 32, max_clips: int = 4) -> None:
         """Keep `limit` graphs of at most `max_clips` clips.

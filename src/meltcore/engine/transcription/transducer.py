@@ -23,14 +23,14 @@ _GPU_ITERATIONS = 8
 
 
 class _State(NamedTuple):
-    """The decoder state of a batch: what the prediction network made of each clip's tokens so far."""
+    """The decoder state of a batch: the state of the prediction network after the tokens of each clip."""
 
     predicted: torch.Tensor  # [clips, joint_size]
     hidden: torch.Tensor  # [layers, clips, prediction_size]
     cell: torch.Tensor
 
     def updated(self, new: _State, rows: torch.Tensor) -> _State:
-        """Return the state with the new values of `rows` ([clips] bool), and the old ones elsewhere."""
+        """Return the state with new values for the clips in `rows` ([clips] bool) and old values for all others."""
         return _State(
             torch.where(rows[:, None], new.predicted, self.predicted),
             torch.where(rows[None, :, None], new.hidden, self.hidden),
@@ -84,7 +84,7 @@ class _Loop:
         self.is_running.fill_(True)
 
     def iterate(self, iterations: int) -> None:
-        """Run iterations of all clips, and say in `is_running` whether a clip has frames left."""
+        """Run iterations for all clips, and set `is_running` if a clip has frames left."""
         heads = self.model.joint.heads(self._languages)
         for _ in range(iterations):
             self._iterate(heads)
@@ -165,17 +165,19 @@ def transducer_greedy(
     graphs: TransducerGraphs | None = None,
     frames_per_token: int | None = None,
 ) -> list[Emissions]:
-    """Return each clip's emissions. A token spans the frame at which it is emitted, and has its probability there.
+    """Return each clip's emissions.
+
+    A token spans the frame at which it is emitted, and has the probability of that frame.
 
     Args:
         model: the model.
         encoded: [clips, frames, hidden_size].
         frames: [clips] int64.
         languages: [clips] int64.
-        start_token: the prediction network's first input, by default the global blank.
-        graphs: graphs of earlier batches on a GPU. Without them every kernel is launched by itself. They have a
-            frames_per_token of their own.
-        frames_per_token: emit a token in one of this number of frames, whatever the blank's logit. It is for random
+        start_token: the prediction network's first input. None uses the global blank.
+        graphs: CUDA graphs of earlier batches, which have their own frames_per_token. None launches every kernel
+            separately.
+        frames_per_token: emit a token in one of this number of frames, whatever the blank's logit. This is for random
             weights, which have no rate of speech.
     """
     start = model.config.vocab_size if start_token is None else start_token

@@ -31,7 +31,7 @@ _STEPS_IN_FLIGHT = 2
 
 
 class Translation(NamedTuple):
-    """The best sequence of a source, without start and end token, and its score (log-probability with penalty)."""
+    """The best sequence of a source without start and end token, and its log-probability with length penalty."""
 
     key: Hashable
     token_ids: list[int]
@@ -40,7 +40,7 @@ class Translation(NamedTuple):
 
 @dataclass(eq=False)
 class _Sentence:
-    """A source that runs. `is_running` is False once it has been taken or cancelled."""
+    """A running source. `is_running` becomes False when the translation is returned or the source is cancelled."""
 
     key: Hashable
     slot: int
@@ -50,7 +50,7 @@ class _Sentence:
 
 
 class _Step(NamedTuple):
-    """A step that was launched. `ended` is host memory, [sentences] bool, valid once the event has passed."""
+    """A launched step. `ended` is host memory, [sentences] bool, which is valid once the event has passed."""
 
     sentences: list[_Sentence]
     ended: torch.Tensor
@@ -58,7 +58,7 @@ class _Step(NamedTuple):
 
 
 class BeamSearch:
-    """Decodes sources in slots. `add` fills free slots, `step` computes one token per beam of all filled ones."""
+    """Decodes sources in slots. `add` fills free slots, and `step` computes one token per beam of all filled slots."""
 
     def __init__(
         self,
@@ -73,11 +73,18 @@ class BeamSearch:
     ) -> None:
         """Allocate the state of `slots` sources of at most `max_source` tokens.
 
-        With `overlap` the results of a step are read while the next one runs. With `graphs` CUDA graphs are replayed,
-        each captured at its first use or by `capture`. Both default to whether the device is a GPU. At most
-        `encoder_tokens` tokens, with padding, are encoded together, or one source.
+        Args:
+            model: the model.
+            options: the settings of the search.
+            slots: the number of sources that are decoded together.
+            max_source: the maximum number of tokens of a source.
+            overlap: the results of a step are read while the next step runs. None means True on a GPU.
+            graphs: CUDA graphs are replayed. A graph is captured at its first use or by `capture`. None means True on a
+                GPU.
+            encoder_tokens: the maximum number of tokens, with padding, that are encoded together. A longer source is
+                encoded alone.
 
-        Raises ConfigError for more tokens than the model has positions.
+        Raises ConfigError if sources or translations have more tokens than the model has positions.
         """
         config = model.config
         for limit, most, name in (
@@ -113,7 +120,7 @@ class BeamSearch:
 
     @staticmethod
     def slot_bytes(model: IndicTrans2, options: BeamOptions, max_source: int) -> int:
-        """Return the bytes of one slot: keys and values, and the logits of a step. One slot more is allocated."""
+        """Return the bytes of one slot: keys and values, and the logits of a step. One additional slot is allocated."""
         return BeamState.slot_bytes(model, options, max_source)
 
     @property
@@ -128,9 +135,9 @@ class BeamSearch:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, float], None] = lambda _stage, _part: None) -> None:
-        """Capture the graphs of all sizes, the largest first, so that the smaller ones fit into its memory.
+        """Capture the graphs of all sizes, the largest first, so that smaller graphs fit into its memory.
 
-        Nothing may run. Without graphs it does nothing.
+        No source may be running. If graphs are off, nothing happens.
         """
         assert not self._running
         if self._capturer is not None:
@@ -140,7 +147,7 @@ class BeamSearch:
 
     @torch.inference_mode()
     def add(self, keys: Sequence[Hashable], sources: Sequence[Sequence[int]]) -> None:
-        """Encode sources and begin to decode them. Each has a key in `keys`, which its translation will have.
+        """Encode sources and begin to decode them. Source i has the key keys[i], which its translation will have.
 
         Raises RequestError for an empty or too long source; then no source is added.
         """
@@ -182,9 +189,9 @@ class BeamSearch:
 
     @torch.inference_mode()
     def step(self) -> list[Translation]:
-        """Compute the next token of every beam. Returns the translations that are complete, whose slots are free.
+        """Compute the next token of every beam. Returns the completed translations, whose slots are now free.
 
-        With overlap these are the translations that the step before completed.
+        With overlap these are the translations that the previous step completed.
         """
         if not self._running:
             return []
@@ -228,7 +235,7 @@ class BeamSearch:
         self._sent_rows = rows
 
     def _compute(self, size: int, rows: list[_Sentence]) -> torch.Tensor:
-        """Compute a step of `size` rows, of which the first are `rows`. Returns which are done, [size] bool."""
+        """Compute a step of `size` rows, which begin with `rows`. Returns [size] bool: True for rows that are done."""
         if self._capturer is not None:
             graph, ended = self._graph(size)
             graph.replay()

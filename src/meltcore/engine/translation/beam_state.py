@@ -26,15 +26,15 @@ _SYNTHETIC_EXTRA, _SYNTHETIC_LEAST = 5, 8
 
 @dataclass(frozen=True)
 class BeamOptions:
-    """Holds the settings of a search, as transformers names them. One beam is greedy decoding.
+    """Holds the settings of a search, by the names that transformers uses. One beam is greedy decoding.
 
     Args:
         length_penalty: a finished score is divided by the length to this power. Larger values prefer longer
             translations.
-        early_stopping: True ends with as many finished beams as `num_beams`. False ends when no running beam can become
-            better at its length, "never" when none can at the best length.
-        has_synthetic_lengths: a translation has 5 tokens more than its source, at least 8, and `max_new_tokens` at
-            most. It is for random weights, which do not end by themselves.
+        early_stopping: True ends the search when `num_beams` beams are finished. False ends it when no running beam can
+            become better at its current length. "never" ends it when no running beam can become better at any length.
+        has_synthetic_lengths: a translation has 5 tokens more than its source, at least 8 and at most `max_new_tokens`.
+            This is for random weights, which do not end by themselves.
     """
 
     num_beams: int = NUM_BEAMS
@@ -66,7 +66,7 @@ class Finished(NamedTuple):
 
 
 class BeamState:
-    """Tables of `slots` sentences and a spare one, the last."""
+    """Tables of `slots` sentences, with a spare slot at the end."""
 
     def __init__(self, model: IndicTrans2, options: BeamOptions, *, slots: int, max_source: int) -> None:
         """Allocate the tables. The longest source has `max_source` tokens."""
@@ -107,7 +107,13 @@ class BeamState:
         )
 
     def begin(self, slots: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Encode sources into slots. slots, lengths: [rows] int64; token_ids: [rows, positions], padded at the end."""
+        """Encode sources into slots.
+
+        Args:
+            slots: [rows] int64.
+            token_ids: [rows, positions], padded at the end.
+            lengths: [rows] int64, the number of tokens of each source.
+        """
         encoded = self.model.encode(token_ids, lengths)
         for cache, keys_values in zip(self.cross_kv, self.model.cross_keys_values(encoded), strict=True):
             cache[:, slots, :, : encoded.shape[1]] = keys_values
@@ -125,10 +131,12 @@ class BeamState:
         self._scores[slots] = torch.where(first, 0.0, _IMPOSSIBLE_SCORE)
 
     def step(self, slots: torch.Tensor, num_positions: int, max_source: int) -> torch.Tensor:
-        """Compute the next token of every beam of these slots. Returns which sentences are done: [rows] bool.
+        """Compute the next token of every beam of these slots. Returns [rows] bool: True for sentences that are done.
 
-        slots: [rows] int64, each once but for the spare slot. Targets with the new token have at most `num_positions`
-        tokens, and sources at most `max_source`.
+        Args:
+            slots: [rows] int64. Only the spare slot may occur several times.
+            num_positions: an upper bound of the tokens of a translation, including the new token.
+            max_source: an upper bound of the tokens of a source.
         """
         positions, was_done = self._positions[slots], self._is_done[slots]
         step = DecodeStep(
@@ -163,7 +171,10 @@ class BeamState:
         return is_done | was_done
 
     def read(self, slots: torch.Tensor) -> Finished:
-        """Return the best sequences of slots that are done. slots: [rows] int64 on the device. Waits for the stream."""
+        """Return the best sequences of slots that are done, after waiting for the stream.
+
+        slots: [rows] int64 on the device.
+        """
         parts = (
             self._finished_tokens[slots, 0],
             self._finished_lengths[slots, :1],
@@ -183,7 +194,7 @@ class BeamState:
         tokens: torch.Tensor,
         is_last: torch.Tensor,  # noqa: ARG002 - a single beam ends in any case
     ) -> torch.Tensor:
-        """Append the most probable tokens of single beams. Arguments and result as of `_extend_beams`."""
+        """Append the most probable tokens of single beams. Arguments and result are those of `_extend_beams`."""
         token, scores = tokens[:, :, 0], self._scores[slots] + log_probs[:, :, 0]
         sequences = self._tokens[slots].scatter(2, (lengths - 1)[:, None, None], token[..., None])
         self._tokens[targets] = self._finished_tokens[targets] = sequences
@@ -202,15 +213,17 @@ class BeamState:
         tokens: torch.Tensor,
         is_last: torch.Tensor,
     ) -> torch.Tensor:
-        """Choose the best extensions of all beams, and finish beams that end. Returns which rows end: [rows] bool.
+        """Select the best extensions of all beams, and finish beams that end.
+
+        Returns [rows] bool: True for rows that end.
 
         Args:
             slots: slots from which the state is read.
-            targets: slots to which it is written.
+            targets: slots to which the state is written.
             lengths: [rows], lengths of the sequences with the new tokens.
-            log_probs: [rows, beams, candidates], the best of each beam.
-            tokens: [rows, beams, candidates], the tokens of the best.
-            is_last: [rows], rows that end here.
+            log_probs: [rows, beams, candidates], the highest log-probabilities of each beam.
+            tokens: [rows, beams, candidates], the tokens with these log-probabilities.
+            is_last: [rows], True for rows that end in this step.
         """
         beams, count = self.options.num_beams, log_probs.shape[-1]
         totals = log_probs + self._scores[slots][..., None]
@@ -242,7 +255,7 @@ class BeamState:
         sequences: torch.Tensor,
         ends: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the best finished sequences of each row: of those it has and of the first candidates that end.
+        """Keep the best finished sequences of each row, among the earlier ones and the first candidates that end.
 
         Returns their scores and whether they exist, [rows, beams] each.
         """
@@ -265,7 +278,7 @@ class BeamState:
         finished_scores: torch.Tensor,
         is_finished: torch.Tensor,
     ) -> torch.Tensor:
-        """Return which rows are done: no running beam is expected to become better than a finished one, [rows] bool."""
+        """Return [rows] bool: True for rows whose running beams are not expected to beat a finished beam."""
         early_stopping, penalty = self.options.early_stopping, self.options.length_penalty
         if early_stopping == "never" and penalty > 0:
             lengths = torch.full_like(lengths, self.options.max_new_tokens)
@@ -279,6 +292,6 @@ class BeamState:
 
 
 def _take_beams(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return values [rows, beams, ...] of the beams `index` [rows, new beams]."""
+    """Select beams of `values` [rows, beams, ...] by `index` [rows, new beams]."""
     expanded = index.view(*index.shape, *[1] * (values.dim() - 2)).expand(*index.shape, *values.shape[2:])
     return values.gather(1, expanded)

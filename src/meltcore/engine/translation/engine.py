@@ -40,9 +40,9 @@ class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
     def __init__(
         self, config: EngineConfig, progress: Callable[[str, float], None] = lambda _stage, _part: None
     ) -> None:
-        """Load the model, and allocate the slots that fit into the memory.
+        """Load the model, and allocate as many slots as fit into the memory.
 
-        Raises ConfigError when the checkpoint or a setting cannot work, and when memory is not enough for one slot.
+        Raises ConfigError if the checkpoint or a setting cannot work, or if memory is not enough for one slot.
         """
         start_s = time.monotonic()
         task, is_dummy = task_of_part(__name__), config.load_format == "dummy"
@@ -102,7 +102,7 @@ class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
         self._load_s = time.monotonic() - start_s
 
     def cost(self, request: Translate) -> int:
-        """Return the positions of a slot. Raises RequestError for a source that cannot be read."""
+        """Return the number of positions of a slot. Raises RequestError if the source cannot be translated."""
         length, vocab_size = len(request.token_ids), self.model.config.encoder.vocab_size
         if not 1 <= length <= self.max_source:
             raise RequestError(f"a sentence has {length} tokens; it must have 1 to {self.max_source}")
@@ -146,5 +146,5 @@ class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
 def translation_engine(
     config: EngineConfig, progress: Callable[[str, float], None]
 ) -> BatchEngine[Translate, Translated]:
-    """Load a translation checkpoint and return its engine. Raises ConfigError."""
+    """Load a translation checkpoint and return its engine. Raises ConfigError if the checkpoint cannot be loaded."""
     return BatchEngine(TranslationTask(config, progress))

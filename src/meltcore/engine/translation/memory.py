@@ -1,6 +1,6 @@
-"""Computes the memory of a translation engine: of its weights, its slots and, with a budget on a GPU, its workspace.
+"""Computes the memory of a translation engine: weights, slots and, with a budget on a GPU, the workspace.
 
-No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same ones at its start.
+No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same functions at its start.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _RESERVE = 0.15
 
 
 def translation_workspace(config: IndicTrans2Config, element_size: int, slots: int, *, num_beams: int) -> int:
-    """Return the bytes beside weights and slots of an engine with a budget on a GPU.
+    """Return the bytes that an engine with a budget on a GPU needs beside weights and slots.
 
-    They are activations of the encoder, a step that runs before its graph is captured, graphs, and libraries.
+    These are activations of the encoder and of a step that runs before its graph is captured, CUDA graphs, and
+    libraries.
     """
     hidden, ffn = config.hidden_size, max(config.encoder.ffn_size, config.decoder.ffn_size)
     # Hidden states, norm, three projections, attended values and output; the feed-forward before and after activation;
@@ -49,10 +50,10 @@ def plan_slots(
     limit: int,
     workspace: Callable[[int], int] | None = None,
 ) -> int:
-    """Return the number of slots that memory_bytes hold beside the weights and the spare slot, at most `limit`.
+    """Return the number of slots that fit into `memory_bytes` beside the weights and the spare slot, at most `limit`.
 
-    For an engine with a budget on a GPU, `workspace` returns the bytes that a number of slots needs. Other engines
-    reserve a fraction. Raises ConfigError when there is not memory for one slot.
+    For an engine with a budget on a GPU, `workspace` returns the bytes that a number of slots needs. None reserves a
+    fraction. Raises ConfigError if memory is not enough for one slot.
     """
     if workspace is None:
         slots = min(limit, (int(memory_bytes * (1 - _RESERVE)) - weight_bytes) // slot_bytes - 1)
@@ -73,7 +74,7 @@ def plan_slots(
 def translation_needs(
     model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, weight_bytes: int
 ) -> EngineNeeds:
-    """Return the memory of an engine of a model. `source` says where its sizes come from."""
+    """Return the memory of an engine of a model. `source` says where the sizes were read."""
     config, element_size = IndicTrans2Config.read(checkpoint.config), weight_element_size(model, on_cpu)
     source_tokens, tokens = config.sentence_limits(model.max_model_len)
     slot = config.slot_bytes(element_size, num_beams=NUM_BEAMS, max_new_tokens=tokens, max_source=source_tokens)

@@ -62,9 +62,9 @@ def weight_bytes(model: ModelSection, on_cpu: bool) -> int:
 def translate_all(
     model: IndicTrans2, sources: Sequence[list[int]], options: BeamOptions, *, slots: int
 ) -> list[list[int]]:
-    """Return the best output of each source. Long sources begin first, and short ones fill the slots that they leave.
+    """Return the best translation of each source. At most `slots` sources are decoded together.
 
-    At most `slots` sources are decoded together.
+    Long sources begin first, and shorter sources fill the slots that become free.
     """
     if not sources:
         return []

@@ -19,9 +19,9 @@ def allocate_caches(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Allocate one pair of tensors per layer, in the order of the layers.
 
-    An attention layer has pages of keys and of values, [pages, page_size, kv_heads, head_dim] each. The sub-groups of a
-    model share them: layer i of each sub-group has the same tensors, but pages of its own. A recurrent layer has
-    (conv_states, states).
+    An attention layer has pages of keys and pages of values, each [pages, page_size, kv_heads, head_dim]. The
+    sub-groups of a model share these tensors: layer i of each sub-group has the same tensors, but its own pages. A
+    recurrent layer has the pair (conv_states, states).
     """
     # Zeros: a masked key still takes part as 0 * value, and uninitialized memory may hold NaN.
     shape = (pages, page_size, groups.attention[0].spec.kv_heads * groups.attention[0].spec.head_dim)
@@ -67,7 +67,7 @@ class RecurrentStateCache:
     def attention_inputs(
         self, batch: RecurrentBatch, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the attention metadata of these rows for recurrent layers: slots, first_tokens and chunks."""
+        """Return slots, first_tokens and chunks of these rows, the attention metadata of recurrent layers."""
         slots, first_tokens = to_device_together([batch.slots, batch.first_tokens], rows.device)
         self.set_slots(rows, slots)
         return slots, first_tokens, to_device(batch.chunks, torch.int32, rows.device)

@@ -1,16 +1,16 @@
-"""Processes that compile kernels for an engine: Triton holds Python's lock for most of its work.
+"""Processes that compile kernels for an engine.
 
-They are forked from the engine's process, which has imported everything, before it uses the GPU. Until a kernel is
-missing there is one process, which waits. A worker leaves its kernels in Triton's cache folder, where the engine finds
-them. What a worker cannot compile the engine compiles itself, with the error that belongs to it. No wait for a worker
-is longer than `_LIMIT_S`.
+Threads would not help, since Triton holds Python's lock for most of its work. Workers are forked from the engine's
+process after it has imported everything and before it uses the GPU. Until a kernel is missing there is one process,
+which waits. A worker leaves its kernels in Triton's cache folder, where the engine finds them. The engine itself
+compiles what a worker cannot compile, and raises the error. No wait for a worker is longer than `_LIMIT_S`.
 
-Every engine on a GPU compiles in this way. With one core there is one worker, for which the engine waits. Where no
-process can be forked, the threads that would ask the workers compile.
+Every engine on a GPU compiles in this way. With one core there is one worker, for which the engine waits. If no process
+can be forked, the threads that would ask the workers compile the kernels themselves.
 
-The engine's end of a pipe is all that keeps the processes alive: they end when the engine closes it, or dies. The
-first one stays in the engine's process group and ignores what ends the engine in order. A worker leads a group of its
-own, with the compilers that it starts.
+The processes live only as long as the engine's end of a pipe: they end when the engine closes it or dies. The first
+process stays in the engine's process group and ignores the signals that end the engine in order. A worker leads a
+separate group, together with the compilers that it starts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its paren
 
 
 class KernelSource(NamedTuple):
-    """A Triton kernel of a module, with what it is specialized for, as Triton's hook before its compiler reports it."""
+    """A Triton kernel of a module with its specialization, as Triton's hook reports them before compilation."""
 
     module: str
     name: str
@@ -63,7 +63,7 @@ class KernelSource(NamedTuple):
 def worker_count(num_processes: int) -> int:
     """Return the number of workers for each of `num_processes` engine processes that may compile at the same time.
 
-    They share the cores but one, with at least four each where there are as many cores.
+    They share all cores except one. Each gets at least four workers if the machine has that many cores.
     """
     cores = max(1, len(os.sched_getaffinity(0)) - 1)
     return min(cores, _MAX_WORKERS, max(_MIN_WORKERS, cores // num_processes))
@@ -80,9 +80,10 @@ class CompileWorkers:
     """
 
     def __init__(self, count: int, *, report: Callable[[str], None] = _print_reason) -> None:
-        """Fork the process that forks `count` workers once there is work for them.
+        """Fork the process that forks `count` workers when they are first needed.
 
-        With a count of 0 there are no workers. `report` receives why the engine has to compile what a worker should.
+        With a count of 0 there are no workers. `report` receives the reason if the engine has to compile a worker's
+        kernel.
         """
         self.count = count
         self._report = report
@@ -118,7 +119,7 @@ class CompileWorkers:
         self._end = weakref.finalize(self, _end, os.getpid(), pid, self._starter, self._idle)
 
     def compile(self, job: KernelSource | Binary) -> bool:
-        """Compile a kernel. Returns whether the cache folder has it now; a failed worker is not asked again."""
+        """Compile a kernel. Returns whether the cache folder has it now. A worker that failed is not used again."""
         try:
             connection = self._idle.get_nowait()
         except queue.Empty:  # the others have failed, and have been reported
@@ -152,13 +153,16 @@ class CompileWorkers:
             self._report(reason)
 
     def close(self) -> None:
-        """End the workers, also those that compile. Can be called twice."""
+        """End the workers, including those that are compiling. Can be called twice."""
         self.is_closed = True
         self._end()
 
 
 def _end(owner: int, pid: int, starter: Connection, idle: queue.SimpleQueue[Connection]) -> None:
-    """End the process that has forked the workers, which ends them: first by closing its pipe, then with SIGKILL."""
+    """End the process that has forked the workers, which ends the workers too.
+
+    Its pipe is closed first. If the process does not end, it gets SIGKILL.
+    """
     if os.getpid() != owner:  # forked from the engine by something else
         return
     starter.close()
@@ -179,7 +183,10 @@ def _end(owner: int, pid: int, starter: Connection, idle: queue.SimpleQueue[Conn
 
 
 def _serve(connections: Sequence[Connection]) -> None:
-    """Fork a worker per connection once the first connection says so. Kills them and returns when it is closed."""
+    """Fork a worker per connection when the first connection requests it.
+
+    Returns when it is closed, after killing them.
+    """
     gc.disable()  # nothing of the engine is freed here: its tensors are the GPU's
     gc.freeze()
     signal.set_wakeup_fd(-1)
@@ -224,14 +231,14 @@ def _serve(connections: Sequence[Connection]) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent has ended for any reason, a kill included."""
+    """Make the kernel kill this process when its parent has ended for any reason, including SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 
 
 def _close_other_files(kept_fds: set[int]) -> None:
-    """Close all files but `kept_fds`. Clients must see that the engine has ended while a worker still compiles."""
+    """Close all files except `kept_fds`, so that clients notice the end of the engine while a worker still compiles."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nothing, standard)
@@ -242,7 +249,7 @@ def _close_other_files(kept_fds: set[int]) -> None:
 
 
 def _work(connection: Connection) -> None:
-    """Compile what the engine asks for until it closes the connection."""
+    """Compile the kernels that the engine requests, until the engine closes the connection."""
     while True:
         try:
             job = connection.recv()
@@ -275,7 +282,7 @@ def _compile(job: KernelSource | Binary) -> None:
 
 
 class _AbsentGPU:
-    """Answers what Triton's compiler asks its driver for. A worker cannot ask the GPU."""
+    """Replaces the driver that Triton's compiler queries. A worker must not use the GPU."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

@@ -29,7 +29,7 @@ PADDING_POSITION = -1  # an empty sequence: attention reads no key for it, and i
 
 
 class CapturedGraph(NamedTuple):
-    """A graph and its outputs: logits (of a decode step) or hidden states (of one with prompts), and greedy tokens."""
+    """A graph and its outputs: greedy tokens, and logits (decode step) or hidden states (step with prompts)."""
 
     graph: torch.cuda.CUDAGraph
     values: torch.Tensor
@@ -37,10 +37,10 @@ class CapturedGraph(NamedTuple):
 
 
 class DecodeOutput(NamedTuple):
-    """Outputs of a replay, overwritten by the next: logits [sequences, vocab] and greedy tokens [sequences].
+    """Outputs of a replay: logits [sequences, vocab] and greedy tokens [sequences]. The next replay overwrites them.
 
-    `host_token_ids` are the same tokens in host memory. They are valid once the device has passed this point, and for
-    two more replays.
+    `host_token_ids` are the same tokens in host memory. They are valid once the device has passed this point, and stay
+    valid during the next two replays.
     """
 
     logits: torch.Tensor
@@ -52,11 +52,15 @@ class DecodeGraphs:
     """The graphs of pure decode steps."""
 
     def __init__(self, step: DecodeStep, sizes: list[int], last_tokens: torch.Tensor, page_table: torch.Tensor) -> None:
-        """Allocate the inputs that all captured sizes share; `step` computes eagerly what a replay will.
+        """Allocate the inputs that all captured sizes share.
 
-        All sizes share one memory for the logits of `step`: if each had its own, they would take gigabytes.
-        last_tokens: [rows] int64, where the step reads and writes each row's newest token. page_table: [rows, pages of
-        a sequence] int64.
+        All sizes share one memory for the logits of `step`: separate memory would take gigabytes.
+
+        Args:
+            step: computes eagerly what a replay will compute.
+            sizes: the batch sizes to capture.
+            last_tokens: [rows] int64. The step reads and writes each row's newest token there.
+            page_table: [rows, pages of a sequence] int64.
         """
         self._step = step
         self._sizes = sizes
@@ -75,7 +79,7 @@ class DecodeGraphs:
     def warm_up_steps(self, batch_sizes: list[int]) -> None:
         """Launch padded steps of these sizes, and an update of the inputs.
 
-        Kernels may be skipped (`compile_ahead`): sampled tokens are then invalid and are kept from the next step.
+        Kernels may be skipped (`compile_ahead`). Sampled tokens are then invalid, so the next step does not read them.
         """
         for num_rows in batch_sizes:
             rows, positions = self._padding(num_rows)

@@ -108,10 +108,10 @@ def _choose_host_weights(
     max_model_len: int,
     cache_dtype: torch.dtype,
 ) -> tuple[HostWeights | None, str]:
-    """Return how a CPU holds the weights and what the user reads about it. None keeps them as they are loaded.
+    """Return how a CPU converts the weights, and a text about it for the user.
 
-    Raises ConfigError where no context of `max_model_len` tokens fits beside them. An engine that can sleep keeps what
-    it loads: it loads again when it wakes.
+    None keeps the weights as they are loaded. Raises ConfigError if no context of `max_model_len` tokens fits beside
+    the weights. An engine that can sleep keeps the weights as they are loaded, since it loads them again when it wakes.
     """
     held = None
     if device.type == "cpu" and not config.enable_sleep_mode:
@@ -133,9 +133,10 @@ def _choose_host_weights(
 
 
 def _report_formats(gguf: GGUFModel, dtype: torch.dtype, note: str, held: HostWeights | None, *, ranks: int) -> None:
-    """Print a line for each format of a GGUF file that the device holds as another one.
+    """Print a line for each format of a GGUF file that the device holds in another format.
 
-    A CPU that converts the weights once more gets a line for all of them, and lines for formats that lose something.
+    If a CPU converts the weights once more, one line describes all of them, and further lines the formats that are
+    rounded.
     """
     from meltcore.models.checkpoints.gguf.gguf_formats import restored_formats
 
@@ -147,7 +148,7 @@ def _report_formats(gguf: GGUFModel, dtype: torch.dtype, note: str, held: HostWe
 
 
 def fill_weights(model: Model, config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Fill the weights from the checkpoint's files, or with random values. Raises ConfigError for a bad file."""
+    """Fill the weights from the checkpoint's files, or with random values. Raises ConfigError if a file is invalid."""
     if config.load_format == "dummy":
         fill_dummy_weights(model, checkpoint, config.seed)
     else:
@@ -155,9 +156,9 @@ def fill_weights(model: Model, config: EngineConfig, checkpoint: Checkpoint, pro
 
 
 def check_shards(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> None:
-    """Raise ConfigError when `load` would on every rank of a group.
+    """Raise ConfigError if `load` would raise one on every rank of a group.
 
-    Called before any rank loads: the user gets one message, and not after all ranks have joined the group.
+    Called before any rank loads. So the user gets one message, and gets it before the ranks join the group.
     """
     checkpoint = replace(checkpoint, config=apply_overrides(checkpoint.config, config.hf_overrides))
     dtype = _choose_dtype(checkpoint, config, device)
@@ -176,7 +177,7 @@ def _plan_memory(
     cache_dtype: torch.dtype,
     held: HostWeights | None = None,
 ) -> MemoryPlan:
-    """Divide the memory. `held` says how the weights will be held; None keeps them as they are now."""
+    """Divide the memory. `held` says how the weights will be converted. None means that they stay as they are."""
     shape = _shape(model, device, cache_dtype, config.tensor_parallel_size, held)
     divide = partial(
         plan_memory,
@@ -211,9 +212,9 @@ def _shape(
 
 
 def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, str]:
-    """Return a model's sizes with a cache of its own type, its context, and a note on weights held in other formats.
+    """Return a model's sizes with a cache of the model's type, its context, and a note on converted weights.
 
-    Raises UnknownSizesError for an unknown architecture, and ConfigError where an engine would.
+    Raises UnknownSizesError for an unknown architecture. Raises ConfigError if an engine of the model would.
     """
     assert model.checkpoint is not None
     checkpoint = open_checkpoint(model.checkpoint, files="config")
@@ -246,10 +247,10 @@ def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, s
 def _default_host_bytes(
     config: EngineConfig, shape: ModelShape, max_model_len: int, divide: Callable[..., MemoryPlan], most_bytes: int
 ) -> int:
-    """Return the bytes of host memory that an engine takes without --memory. A server needs no more for usual loads.
+    """Return the bytes of host memory that an engine takes without --memory.
 
     They hold --max-num-seqs sequences of the whole context. Without that option they hold one such sequence, or several
-    of usual length.
+    of usual length, which is enough for usual loads.
     """
     layout, tokens = PageLayout.of(shape.caches), batched_tokens(config, torch.device("cpu"))
     seqs = config.max_num_seqs or DEFAULT_SEQS
@@ -268,7 +269,7 @@ def _default_host_bytes(
 
 
 def default_if_none(value: int | None, device: torch.device, *, cuda: int, cpu: int) -> int:
-    """Return a setting, or its default for the type of device."""
+    """Return `value`, or the default for the type of device if `value` is None."""
     if value is not None:
         return value
     return cuda if device.type == "cuda" else cpu

@@ -64,9 +64,10 @@ class LaunchedStep(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Wait for the step. Returns the sampled token of each of `requests`, and log-probabilities by request index.
+        """Wait for the step.
 
-        Prompt log-probabilities are written to their requests.
+        Returns the sampled token of each of `requests`, and log-probabilities by index of the request. Prompt
+        log-probabilities are written to their requests.
         """
         if self.done_event is not None:
             self.done_event.synchronize()
@@ -93,10 +94,10 @@ class ModelRunnerConfig(NamedTuple):
     Args:
         pages: number of pages without the null page.
         recurrent_slots: number of slots without the null slot.
-        max_num_seqs: the most sequences per step.
-        max_model_len: the most tokens per sequence.
-        max_num_batched_tokens: the most tokens per step.
-        logit_rows: the most sequences that are sampled from their logits in one block (without ranks).
+        max_num_seqs: the maximum number of sequences per step.
+        max_model_len: the maximum number of tokens per sequence.
+        max_num_batched_tokens: the maximum number of tokens per step.
+        logit_rows: the maximum number of sequences that are sampled from their logits in one block, without ranks.
     """
 
     pages: int
@@ -208,7 +209,7 @@ class ModelRunner:
             self._make_decode_graphs().warm_up_steps(counts)
 
     def reset_last_tokens(self) -> None:
-        """Set each row's newest token to 0, since warm-up leaves values that are no token ids."""
+        """Set each row's newest token to 0, since the values after warm-up are not token ids."""
         self._last_token.zero_()
 
     @torch.inference_mode()
@@ -227,7 +228,7 @@ class ModelRunner:
         return LaunchedStep(chunks, requests, host_token_ids, self._record_event(), prompt_logprobs)
 
     def sample(self, logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
-        """Replace the greedy `token_ids` [rows] of requests that are sampled in another way; in place."""
+        """Replace, in place, the greedy `token_ids` [rows] of requests that are not greedy."""
         rows = [row for row, request in enumerate(requests) if not request.is_unmasked_greedy]
         if not rows:
             return SampleResult(token_ids, [], None)
@@ -250,7 +251,7 @@ class ModelRunner:
         return argmax(logits)
 
     def all_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Return logits [rows, vocab] of the whole vocabulary, or None on a rank that does not sample."""
+        """Return logits [rows, vocab] of the whole vocabulary. Returns None on a rank that does not sample."""
         return logits
 
     def _run(self, step: Step, requests: list[Request]) -> SampleResult:
@@ -259,7 +260,7 @@ class ModelRunner:
         return self.sample(logits_at, token_ids, requests)
 
     def _record_event(self) -> Event | None:
-        """Record an event after all launched work. Returns None on a CPU, where that is done already."""
+        """Record an event after all launched work. Returns None on a CPU, where the work has already ended."""
         if self.device.type != "cuda":
             return None
         event = cuda_event()
@@ -282,7 +283,8 @@ class ModelRunner:
     def _compute(self, step: Step) -> tuple[torch.Tensor, LogitsAt]:
         """Compute a step. Returns the greedy tokens of the sequences that sample, and access to their logits.
 
-        Replays a graph, or launches kernel by kernel. Writes the greedy tokens to the table of last tokens too.
+        The step is a replay of a graph, or is launched kernel by kernel. The greedy tokens are also written to the
+        table of last tokens.
         """
         self._prompt_logprobs = None
         if step.batch is None:
@@ -318,7 +320,7 @@ class ModelRunner:
     def _score_prompts(self, hidden: torch.Tensor, targets: PromptTargets) -> PromptLogprobs | None:
         """Compute log-probabilities of prompt tokens from a step's hidden states [tokens, hidden_size], block by block.
 
-        None on a rank that does not sample.
+        Returns None on a rank that does not sample.
         """
         tokens, token_ids = to_device_together([targets.tokens, targets.token_ids], self.device)
         blocks: list[PromptLogprobs] = []
@@ -335,9 +337,9 @@ class ModelRunner:
         return torch.cat(logprobs), torch.cat(values), torch.cat(ids)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """Run the forward pass of a step.
+        """Run the forward pass of a step. Returns hidden states [tokens, hidden_size].
 
-        Returns [tokens, hidden_size] of a step. Cache slots are computed on the device from rows and positions.
+        The device computes cache slots from rows and positions.
         """
         token_ids, positions, token_rows, padded_positions, rows, context_lens, device_tokens, device_rows = (
             to_device_together(
@@ -375,9 +377,9 @@ class ModelRunner:
         return hidden
 
     def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits and greedy tokens of one new token per row, from the device's tables alone.
+        """Compute logits and greedy tokens of one new token per row, using only tables on the device.
 
-        Padding has position -1: it attends to nothing and stores nothing; its recurrent state is the null slot's.
+        Padding has position -1. It attends to nothing, stores nothing, and has the recurrent state of the null slot.
         """
         empty = positions.new_empty(0)
         metadata = self._layer_metadata(
@@ -397,9 +399,9 @@ class ModelRunner:
         return logits, self.argmax(logits)
 
     def _padded_step(self, inputs: PaddedInputs, bucket: GraphBucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a step with prompts from the device's tables and `inputs` alone.
+        """Compute a step with prompts, using only `inputs` and tables on the device.
 
-        Returns the hidden states that are sampled, and their greedy tokens, which are written to the table too.
+        Returns the hidden states that are sampled, and their greedy tokens, which are also written to the table.
         """
         rows, positions = inputs.token_rows, inputs.positions
         if self.recurrent_states is not None:

@@ -41,12 +41,12 @@ class GraphBucket(NamedTuple):
 
     @property
     def max_prefills(self) -> int:
-        """The maximum number of chunks of more than one token. With shorter chunks, tokens stay unused."""
+        """The maximum number of chunks of more than one token. If chunks are shorter, tokens stay unused."""
         return max_prefills(self.tokens)
 
     @property
     def sequences(self) -> int:
-        """The number of chunks, with one of all padding tokens and an empty one for unused recurrent chunks."""
+        """The number of chunks, including one chunk of padding and one empty chunk for unused recurrent chunks."""
         return self.num_decodes + self.max_prefills + 2
 
     @property
@@ -56,12 +56,12 @@ class GraphBucket(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """The number of query tiles: each prompt and the padding may end within one."""
+        """The number of query tiles. Each prompt and the padding may end within a tile."""
         return self.tokens // BLOCK_QUERIES + self.max_prefills + 1
 
     @property
     def recurrent_chunks(self) -> int:
-        """The number of chunks of recurrent layers: each prompt and the padding may end within one."""
+        """The number of chunks of recurrent layers. Each prompt and the padding may end within a chunk."""
         return self.tokens // CHUNK + self.max_prefills + 1
 
     def holds(self, batch: Batch) -> bool:
@@ -231,9 +231,9 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Progress, *, capture_all: bool = False) -> None:
-        """Capture buckets of few decodes, the largest first, so that the smaller ones fit into its memory.
+        """Capture buckets of few decodes, the largest first, so that smaller graphs fit into its memory.
 
-        The others are captured at their first use, or now with capture_all.
+        Other buckets are captured at their first use, or immediately with `capture_all`.
         """
         self._memory_left = not capture_all
         first_buckets = [
@@ -250,7 +250,7 @@ class PrefillGraphs:
             progress("capturing prefill graphs", (index + 1) / len(first_buckets))
 
     def bucket_for(self, batch: Batch) -> GraphBucket | None:
-        """Return the smallest bucket that holds a batch. None when its kernels are to be launched one by one."""
+        """Return the smallest bucket that holds a batch. Returns None if kernels should be launched one by one."""
         first_index = bisect_left(self._bucket_sizes, len(batch.token_ids))
         bucket = next((bucket for bucket in self._buckets[first_index:] if bucket.holds(batch)), None)
         if bucket is None or bucket in self._captured or self._has_memory():
@@ -260,7 +260,7 @@ class PrefillGraphs:
     def replay(self, batch: Batch, bucket: GraphBucket, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step after writing `new_pages` to the page table.
 
-        Returns the hidden states that are sampled and their greedy tokens; the next replay of the bucket overwrites
+        Returns the hidden states that are sampled and their greedy tokens. The next replay of the bucket overwrites
         both.
         """
         num_entries, num_new_pages = input_entries(bucket), len(new_pages.rows)
@@ -285,7 +285,7 @@ class PrefillGraphs:
         self._captured[bucket] = CapturedGraph(graph, *outputs)
 
     def _has_memory(self) -> bool:
-        """Return whether memory is left for one more graph; after a False, no more are captured."""
+        """Return whether memory is left for one more graph. After the first False, no more graphs are captured."""
         if self._memory_left and torch.cuda.mem_get_info(self._inputs.device)[0] < MIN_FREE_BYTES:
             self._memory_left = False
             advice = "steps of new sizes run slower, kernel by kernel; a smaller --memory leaves more"

@@ -100,13 +100,16 @@ class Sampler:
         return SampleResult(token_ids, logprob_rows, select_logprobs(distribution, sampled_ids, num_logprobs))
 
     def without_counts(self) -> AbstractContextManager[None]:
-        """Return a context in which sampled tokens are not counted: warm-up has values that are no token ids."""
+        """Return a context in which sampled tokens are not counted, since values of warm-up steps are not token ids."""
         return self._penalties.without_counts()
 
     def _raw_logprobs(
         self, logits: torch.Tensor, requests: list[Request]
     ) -> tuple[list[int], torch.Tensor, int] | None:
-        """Return the rows that ask for log-probabilities, these, and the maximum number of top tokens."""
+        """Return the rows that ask for log-probabilities, the values, and the maximum number of top tokens.
+
+        Returns None if no row asks for log-probabilities.
+        """
         rows = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
         if not rows:
             return None
@@ -155,7 +158,7 @@ class Sampler:
         return gumbel_sample(logits, temperatures, seeds, positions, thresholds)
 
     def seed_of(self, request: Request) -> int:
-        """Return the request's own seed, or a seed that no other request of this engine has."""
+        """Return the request's seed. A request without a seed gets one that no other request of this engine has."""
         if request.sampling.seed is not None:
             return request.sampling.seed
         request_seed = (self._seed << 40) ^ (self._seed >> 23)  # every bit of the engine's seed counts in the 63 bits
@@ -177,10 +180,10 @@ def select_logprobs(
 
 
 class PenaltyTable:
-    """Token counts of the sequences with penalties, in the slots that the scheduler gave them.
+    """Token counts of the sequences with penalties, in the slots that the scheduler assigned.
 
-    output_counts: [slots, vocab] int32; in_prompt: [slots, vocab] bool. A slot is not written before a sequence starts
-    in it, so a host maps no memory for slots that were never used.
+    `output_counts` is [slots, vocab] int32, and `in_prompt` is [slots, vocab] bool. A slot is not written before a
+    sequence starts in it, so a host maps no memory for slots that are never used.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
@@ -213,7 +216,7 @@ class PenaltyTable:
         return logits
 
     def count(self, token_ids: torch.Tensor, requests: list[Request]) -> None:
-        """Count the sampled tokens, on the device: the host may not have read them when the next step starts."""
+        """Count the sampled tokens on the device, since the host may not have read them when the next step starts."""
         rows = [row for row, request in enumerate(requests) if request.has_penalties]
         if rows and self._counts_tokens:
             row_indices, slots = self._rows_and_slots(rows, requests)
@@ -240,7 +243,10 @@ class PenaltyTable:
         return request.penalty_slot
 
     def _fill(self, slot: int, request: Request) -> None:
-        """Count the tokens of a sequence that is (re)started: the host knows all of them then."""
+        """Count the tokens of a sequence that is started or restarted.
+
+        The host knows all of its tokens at that time.
+        """
         self._output_counts[slot].zero_()
         self._in_prompt[slot].zero_()
         prompt, output = to_device_together(

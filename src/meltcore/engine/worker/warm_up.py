@@ -1,12 +1,13 @@
-"""Compiles and runs, before serving, every kernel that serving launches: compiling during a step delays all requests.
+"""Compiles and runs every kernel of serving in advance, since compiling during a step would delay all requests.
 
-A rehearsal first goes through the launches of serving, with one layer of each kind, and launches nothing. Triton's hook
-before its compiler, and the launches of CUDA C++, tell which kernels are missing. Worker processes compile them while
-the rehearsal goes on, the longest first. Ranks that need the same kernels have a part each, and then find the kernels
-of the other ranks in Triton's cache.
+First, a rehearsal makes the launches of serving with one layer of each kind, but the kernels do not run. Triton's hook
+before compilation, and the launches of CUDA C++, report the missing kernels. Worker processes compile these while the
+rehearsal continues, the longest first. Ranks that need the same kernels compile a part each, and then find the other
+ranks' kernels in Triton's cache.
 
-Then the warm-up runs. CUDA graphs compile what decode steps need. Here run prompts of every size that the kernels
-distinguish, and every way to sample. All use the padding row, whose page and recurrent-state slot hold nothing.
+Then the warm-up runs. Decode steps are compiled by the capture of CUDA graphs. The warm-up runs prompts of every size
+that kernels distinguish, and every method of sampling. All of it uses the padding row, whose page and recurrent-state
+slot hold nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ class CompileOrder(NamedTuple):
     num_processes: int = 1
 
     def is_assigned(self, index: int) -> bool:
-        """Return whether this process compiles a kernel first that all find as the one of this index."""
+        """Return whether this process is the first to compile the kernel of this index.
+
+        All processes number kernels alike.
+        """
         return index % self.num_processes == self.process_index
 
 
@@ -85,12 +89,12 @@ _SINGLE_ORDER = CompileOrder()
 
 
 class KernelCompiler:
-    """Compiles the kernels of an engine. Make it before the engine uses the GPU: it forks processes."""
+    """Compiles the kernels of an engine. Create it before the engine uses the GPU, since it forks processes."""
 
     def __init__(self, order: CompileOrder, num_processes: int) -> None:
-        """Fork workers, and begin in threads what Triton needs first.
+        """Fork workers, and start threads that prepare what Triton needs first.
 
-        On this machine `num_processes` processes may compile at the same time, processes of other engines included.
+        Up to `num_processes` processes on this machine may compile at the same time, including those of other engines.
         """
         self.order = order
         self.workers = CompileWorkers(worker_count(num_processes))
@@ -116,7 +120,7 @@ class KernelCompiler:
 
 
 def make_compiler(config: EngineConfig, device: torch.device, rank: int = 0) -> KernelCompiler | None:
-    """Return the compiler of a rank's kernels, or None where no kernels are compiled."""
+    """Return the compiler of a rank's kernels. Returns None if no kernels are compiled."""
     if device.type != "cuda" or "reference-kernels" in config.debug:
         return None
     order = CompileOrder(rank, config.tensor_parallel_size)
@@ -124,15 +128,16 @@ def make_compiler(config: EngineConfig, device: torch.device, rank: int = 0) -> 
 
 
 def _load_driver() -> None:
-    """Load Triton's driver, which is compiled from C, before its first launch does."""
+    """Load Triton's driver before the first launch would. The driver is compiled from C."""
     with suppress(Exception):  # the first launch has the error again
         _ = driver.active
 
 
 class _Jobs:
-    """Runs jobs in threads: of those that wait, the most costly first. Other ranks' own jobs follow, the least first.
+    """Runs jobs in threads, the most costly waiting job first. Jobs of other ranks follow, the least costly first.
 
-    Each rank does the same: what it finds of others' when it is done with its own is not yet begun there.
+    Each rank does the same. So a job of another rank that is not done when this rank takes it has not begun there
+    either.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, order: CompileOrder) -> None:
@@ -143,7 +148,10 @@ class _Jobs:
         self._num_jobs = 0
 
     def add(self, cost: int, job: Callable[[], None]) -> None:
-        """Run a job, or keep it where another rank does it first. `cost` is compared with the cost of other jobs."""
+        """Run a job, or keep it for later if another rank runs it first.
+
+        `cost` is compared with the cost of other jobs.
+        """
         if self._order.is_assigned(self._num_jobs):
             self._submit(False, -cost, job)
         else:
@@ -151,7 +159,7 @@ class _Jobs:
         self._num_jobs += 1
 
     def finish(self) -> int:
-        """Run the jobs that were kept, and wait for all. Returns their number. Raises the error of a job."""
+        """Run the kept jobs, and wait for all jobs. Returns their number. Raises the error of a job that failed."""
         for cost, job in self._others:
             self._submit(True, cost, job)
         for future in self._futures:
@@ -159,7 +167,7 @@ class _Jobs:
         return self._num_jobs
 
     def cancel(self) -> None:
-        """Begin no job any more."""
+        """Do not begin any further job."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, is_others: bool, rank: int, job: Callable[[], None]) -> None:
@@ -206,9 +214,10 @@ def compile_ahead(
 
 @contextmanager
 def _record_launches(report: Callable[[JITFunction[Any], str], None]) -> Iterator[None]:
-    """Report each Triton kernel that this thread launches and that is not compiled, and launch none.
+    """Report each Triton kernel that this thread launches and that is not compiled. No kernel is launched.
 
-    Not those either that another thread has compiled since: what skipped kernels leave may hold invalid indices.
+    Kernels that another thread has compiled meanwhile are not launched either: skipped kernels may leave invalid
+    indices.
     """
     thread, reported = get_ident(), set[tuple[JITFunction[Any], str]]()
     run, previous_hook = JITFunction.run, knobs.runtime.jit_cache_hook
@@ -235,11 +244,11 @@ def _record_launches(report: Callable[[JITFunction[Any], str], None]) -> Iterato
 
 
 class _NotCompiledError(Exception):
-    """Triton's cache folder does not have a kernel."""
+    """Reports that Triton's cache folder does not have a kernel."""
 
 
 class _ClosedError(Exception):
-    """Nothing is to be compiled any more."""
+    """Reports that no more kernels are to be compiled."""
 
 
 _thread = local()
@@ -247,7 +256,7 @@ _thread = local()
 
 @contextmanager
 def _refuse_compilation() -> Iterator[None]:
-    """Let Triton's compiler, where it would compile in a thread that asks workers, raise _NotCompiledError."""
+    """Make Triton's compiler raise _NotCompiledError in threads that ask workers, instead of compiling."""
 
     def refuse(*_: object) -> None:
         if getattr(_thread, "asks", False):
@@ -277,10 +286,10 @@ def _compile(
     workers: CompileWorkers,
     launchers: Mapping[tuple[str, ...], AbstractContextManager[Any]],
 ) -> None:
-    """Compile a kernel and its launcher, which a C compiler makes per signature and as slowly as the kernel itself.
+    """Compile a kernel and its launcher. The first launch finds both in Triton's cache.
 
-    The first launch finds it in Triton's cache. `launchers` has a lock per signature, so that no launcher is compiled
-    twice.
+    A C compiler makes one launcher per signature, which takes as long as the kernel. `launchers` has a lock per
+    signature, so that no launcher is compiled twice.
     """
     _thread.asks = True
     try:
@@ -300,8 +309,9 @@ def _compile(
 def rehearse(runner: ModelRunner, limits: StepLimits) -> None:
     """Launch the steps of `warm_up` and decode steps with kernels skipped, so that their results are invalid.
 
-    So no sampled token is used as an index: penalties count none, and there are no log-probabilities, which have no
-    kernel of ours. Layers of a kind launch the same kernels, so one of each kind runs. Each rank does this alone.
+    No sampled token is used as an index: penalties do not count tokens, and log-probabilities, which have no kernel of
+    this package, are not computed. Layers of one kind launch the same kernels, so one layer of each kind runs. Each
+    rank rehearses alone.
     """
     # The largest step is a size of its own: 8 sequences run other kernels than 4.
     decodes = sorted({count for count in (*DECODE_BATCHES, limits.max_num_seqs) if 0 < count <= limits.max_num_seqs})
