@@ -12,16 +12,16 @@ _MAX_ELEMENTS = 600_000
 
 
 def refusal(reason: str) -> RequestError:
-    """Return the error of audio that cannot be used."""
+    """Return the error for audio that cannot be used."""
     return RequestError(f"the audio {reason}", param="file", code="invalid_audio")
 
 
 def truncation_error(announced_bytes: int, found_bytes: int) -> RequestError:
-    """Return the error of a file that ends within one of its parts."""
+    """Return the error for a file that ends within one of its parts."""
     return refusal(f"is truncated: a part of it has {announced_bytes} bytes, of which {found_bytes} are there")
 
 
 def each_element() -> Iterator[None]:
-    """Yield for each element of a file, and raise RequestError for too many."""
+    """Yield once for each element of a file. Raises RequestError if the file has too many elements."""
     yield from repeat(None, _MAX_ELEMENTS)
     raise refusal(f"has more than {_MAX_ELEMENTS:,} parts, the limit")

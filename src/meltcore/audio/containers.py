@@ -1,7 +1,7 @@
-"""Finds where audio files begin, end and join, from their bytes alone. No decoder sees a file that is not whole.
+"""Finds where audio files begin, end and join, from their bytes alone. Decoders see complete files only.
 
-FFmpeg and libsndfile end an answer early where the bytes of a file end early, and both read one file of several that
-were joined. So the elements at the top of each container are counted here first.
+If the bytes of a file end early, FFmpeg and libsndfile return a shorter decoding without an error. If several files
+were joined, both read only one. So the elements at the top level of each container are counted here first.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from meltcore.audio.sample_files import restore_sizes, split_aiff, split_au, spl
 class Container(NamedTuple):
     """A container format, with FFmpeg's name for it and the name that errors show.
 
-    The packets of an `is_timed` format have times that may leave gaps. The times of a `has_zero` format count from
-    zero, and not from the first packet.
+    With `is_timed`, the packets have times, which may leave gaps. With `has_zero`, the times count from zero instead of
+    from the first packet.
     """
 
     ffmpeg_name: str
@@ -92,14 +92,18 @@ _MAX_JOINED, _MAX_OTHERS = 500, 16  # files in one, and of these such that follo
 
 
 def find_container(data: bytes, position: int = 0) -> Container | None:
-    """Return the container whose mark is at `position`. None means MP3, or data that FFmpeg must not read."""
+    """Return the container whose mark is at `position`.
+
+    Returns None for MP3, and for data that FFmpeg must not read.
+    """
     return next((container for magic, container in _MAGICS if magic.match(data, position)), None)
 
 
 def strip_lead(data: bytes) -> bytes:
-    """Return a file without its lead: zero bytes, ID3v2 tags, and up to _MAX_LEAD_BYTES before most containers.
+    """Return a file without the bytes before it: zero bytes, ID3v2 tags, and other bytes before most containers.
 
-    FFmpeg itself skips other bytes before MP3 and AAC. Raises RequestError for a tag without a file.
+    At most _MAX_LEAD_BYTES of other bytes are removed. FFmpeg itself skips other bytes before MP3 and AAC. Raises
+    RequestError for a tag without a file.
     """
     start = 0
     for _ in each_element():
@@ -127,9 +131,9 @@ def strip_lead(data: bytes) -> bytes:
 
 
 def split_joined_files(data: bytes) -> list[bytes]:
-    """Return the files that were joined to this one, in order. Most uploads are one file.
+    """Return the files of which this upload was joined, in order. Most uploads are one file.
 
-    MP3 and AAC are sequences of frames, which decoders read to their end however many files they come from. Raises
+    MP3 and AAC are sequences of frames, which decoders read to their end even if they come from several files. Raises
     RequestError for a truncated file.
     """
     pieces: list[bytes] = []
@@ -168,14 +172,14 @@ def _frames_container(data: bytes) -> Container:
 
 
 def _check_tag(data: bytes) -> None:
-    """Raise RequestError for bytes behind frames that may be more frames: they are no tag, and too many."""
+    """Raise RequestError if bytes after the frames may be more frames: they are too many, and not a tag."""
     is_tag = data.startswith(_TAGS) or any(start == 0 for start, _ in ape_tags(data))
     if len(data) > _MAX_TRAILER_BYTES and any(data) and not is_tag:
         raise refusal(f"has {len(data)} bytes behind its last frame that are neither a frame nor a tag")
 
 
 def _container_at(data: bytes, position: int) -> Container | None:
-    """Return the container of a file that begins here, or None if a tag or other bytes begin."""
+    """Return the container of the file at `position`. Returns None if a tag or other bytes begin there."""
     first = position
     if data[position : position + 3] == b"ID3" and len(data) > position + 10:
         first = next(frame_runs(data[: position + _MAX_TAG_BYTES], id3_end(data, position)), 0)

@@ -1,4 +1,4 @@
-"""Decodes an audio file to clips of mono PCM that are cut at silence. Memory is bounded by the clip, not by the file.
+"""Decodes an audio file to clips of mono PCM, which are cut at silence. A clip bounds the memory, not the file.
 
 soxr resamples. Every error names what is wrong.
 """
@@ -52,9 +52,9 @@ class Clip(NamedTuple):
 
 
 def decode(data: bytes, limits: AudioLimits) -> Iterator[Clip | float]:
-    """Yield the clips of a file that are not silent, and last its duration in seconds.
+    """Yield the clips of a file that are not silent, and at the end the duration of the file in seconds.
 
-    Raises RequestError (400) for data that is no audio, truncated, silent, beyond a limit, or holds NaN.
+    Raises RequestError (400) if the data is not audio, is truncated or silent, exceeds a limit, or contains NaN.
     """
     cutter = _Cutter(limits)
     num_samples, peak = 0, 0
@@ -76,7 +76,7 @@ def decode(data: bytes, limits: AudioLimits) -> Iterator[Clip | float]:
 
 
 def _all_samples(data: bytes, limits: AudioLimits) -> Iterator[Samples | int]:
-    """Yield the samples of a file and of the files that were joined to it, and the lengths of silent gaps."""
+    """Yield the samples of a file and of the files joined to it. A silent gap is yielded as its length in samples."""
     for part in split_joined_files(data):
         with closing(open_audio(part, limits.max_audio_s)) as file:
             _check_format(file, limits)
@@ -84,7 +84,7 @@ def _all_samples(data: bytes, limits: AudioLimits) -> Iterator[Samples | int]:
 
 
 def _check_format(file: AudioFile, limits: AudioLimits) -> None:
-    """Check what the header says. Decoding finds a file that is longer or shorter than its header says."""
+    """Check the values of the header. Decoding detects a file that is longer or shorter than its header says."""
     if not 1 <= file.num_channels <= limits.max_channels:
         raise refusal(f"has {file.num_channels} channels; the limit is {limits.max_channels}")
     if not limits.min_rate <= file.sample_rate <= limits.max_rate:
@@ -94,7 +94,7 @@ def _check_format(file: AudioFile, limits: AudioLimits) -> None:
 
 
 def _resample_file(file: AudioFile, limits: AudioLimits) -> Iterator[Samples | int]:
-    """Yield the file as mono int16 blocks at the clips' rate, and the lengths of silent gaps at that rate."""
+    """Yield the file as mono int16 blocks at the clips' rate. A silent gap is yielded as its length at that rate."""
     resampler = _Resampler(file.sample_rate, limits.sample_rate)
     num_read = 0
     for block in file.blocks():
@@ -115,7 +115,7 @@ def _resample_file(file: AudioFile, limits: AudioLimits) -> Iterator[Samples | i
 
 
 class _Resampler:
-    """Changes the rate of samples, and the length of silence without computing its samples."""
+    """Resamples samples, and converts the length of silence without computing samples."""
 
     def __init__(self, rate: int, new_rate: int) -> None:
         self._rate, self._new_rate = rate, new_rate
@@ -123,7 +123,7 @@ class _Resampler:
         self._stream: Any = None
 
     def add(self, mono: Floats) -> Floats:
-        """Add samples; return the samples that are ready at the new rate."""
+        """Add samples, and return the resampled samples that are ready."""
         import soxr
 
         self._num_in += len(mono)
@@ -134,7 +134,7 @@ class _Resampler:
         return mono
 
     def flush(self) -> Floats:
-        """Return the last samples of what was added. Samples that are added later begin with a new filter."""
+        """Return the remaining resampled samples. Samples that are added later begin with a new filter."""
         last = np.zeros(0, np.float32)
         if self._stream is not None:
             last = self._stream.resample_chunk(last, last=True)
@@ -151,10 +151,11 @@ class _Resampler:
 
 
 def mix_channels(block: Floats, sample_rate: int) -> Floats:
-    """Return the mean of all channels [frames, channels], or the loudest channel where they cancel each other.
+    """Return the mean of all channels of [frames, channels], or the loudest channel if the channels cancel each other.
 
-    One channel of a recording may have the opposite sign of another one. Each quarter of a second is judged alone. A
-    hum or an offset that all channels have would hide it, so the differences of samples are compared as well.
+    One channel of a recording may have the opposite sign of another channel. Each quarter of a second is judged by
+    itself. A hum or an offset in all channels would hide the cancellation, so the differences of successive samples are
+    compared as well.
     """
     num_channels = block.shape[1]
     mono: Floats = block.mean(axis=1) if num_channels > 1 else block[:, 0]
@@ -176,7 +177,7 @@ def mix_channels(block: Floats, sample_rate: int) -> Floats:
 
 
 def _channels_cancel(channels: Floats) -> bool:
-    """Return whether the mean of channels has little of the energy that unlike channels would leave in it."""
+    """Return whether the mean of the channels has much less energy than the mean of unlike channels would have."""
     mean = channels.mean(axis=1)
     return bool(mean @ mean < _CANCELLED * _channel_energies(channels).sum() / channels.shape[1] ** 2)
 
@@ -198,7 +199,7 @@ def _peak_value(samples: Samples) -> int:
 
 
 class _Cutter:
-    """Joins blocks, and cuts clips at the quietest place before they are too long."""
+    """Joins blocks into clips, and cuts a clip at its quietest position before it is too long."""
 
     def __init__(self, limits: AudioLimits) -> None:
         self._max_samples = int(limits.max_clip_s * limits.sample_rate)

@@ -24,10 +24,13 @@ Floats = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """An audio file that is being encoded."""
+    """Encodes one audio file."""
 
     def add(self, samples: Floats, *, is_last: bool) -> bytes:
-        """Encode more mono samples from -1 to 1. Returns the bytes that are ready, or all after the last samples."""
+        """Encode more mono samples from -1 to 1, and return the bytes that are ready.
+
+        With `is_last`, all remaining bytes are returned.
+        """
 
 
 def make_encoder(format_name: str, sample_rate: int, *, is_whole: bool) -> Encoder:
@@ -45,7 +48,7 @@ def make_encoder(format_name: str, sample_rate: int, *, is_whole: bool) -> Encod
 
 
 class _PCM:
-    """Encodes int16 samples, behind the header of a WAV file unless `rate` is None."""
+    """Encodes int16 samples, after the header of a WAV file unless `rate` is None."""
 
     def __init__(self, rate: int | None, is_whole: bool) -> None:
         self._rate = rate

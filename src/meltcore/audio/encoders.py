@@ -1,4 +1,4 @@
-"""The encoding processes of one API server process. Each encodes many files, whose pieces come as they are spoken."""
+"""Runs the encoding processes of one API server process. Each process encodes many files while they are spoken."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CPU_LIMIT_S = 60
 
 
 def missing_package(format_name: str) -> str | None:
-    """Return the package that a format needs and this environment lacks, or None if it can be written."""
+    """Return the package that a format needs and that is not installed. Returns None if none is missing."""
     return "PyAV (meltcore[av])" if format_name == "aac" and find_spec("av") is None else None
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process, the files that are open in it, and the lock for a caller that talks to it."""
+    """A worker process, its open files, and the lock that a caller holds while it exchanges messages."""
 
     process: asyncio.subprocess.Process
     num_files: int = 0
@@ -74,13 +74,13 @@ class AudioEncoders:
             self._begin(worker, DropFile(file_id))
 
     async def warm_up(self, sample_rate: int) -> None:
-        """Start a process and load its libraries, which the first speech would wait for."""
+        """Start a process and load its libraries. Otherwise the first speech would wait for both."""
         with suppress(RequestError, ProcessError):  # then the first speech tries again, and reports it
             async with self.open("mp3", sample_rate, is_whole=True) as file:
                 await file.add(bytes(4 * sample_rate), is_last=True)
 
     async def exchange(self, worker: _Worker, message: Encode) -> bytes:
-        """Return the worker's answer. A caller that is cancelled leaves the exchange to end on its own."""
+        """Send a message and return the worker's answer. If the caller is cancelled, the exchange still completes."""
         return await asyncio.shield(self._begin(worker, message))
 
     async def close(self) -> None:
@@ -115,7 +115,7 @@ class AudioEncoders:
         return answer.data
 
     async def _choose(self) -> _Worker:
-        """Return the process with the fewest files. Starts another one while all have files and more are allowed."""
+        """Return the process with the fewest files. A new process is started if all have files and more are allowed."""
         async with self._starting:
             worker = min(self._workers, key=lambda each: each.num_files, default=None)
             if worker is None or (worker.num_files and len(self._workers) < self._max_workers):

@@ -1,4 +1,4 @@
-"""Reads audio with FFmpeg (PyAV), in few formats, and puts samples where the times of packets place them."""
+"""Reads a few audio formats with FFmpeg (PyAV), and places samples at the times of their packets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: float) -> FFmpegFile | None:
-    """Open a file, or return None for data that is neither MP3 nor AAC and has no container. Raises RequestError."""
+    """Open a file. Returns None for data that is neither MP3 nor AAC and has no container.
+
+    Raises RequestError for a damaged file.
+    """
     probe = (_MAX_PROBE_BYTES, 0)
     file = _open_file(data, container, *probe)
     if file is None:
@@ -78,10 +81,10 @@ def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: floa
 
 
 def _open_file(data: bytes, container: Container | None, probe_bytes: int, probe_us: int = 0) -> Any:
-    """Return a file that FFmpeg has opened, or None for data of no container that it does not know.
+    """Return a file that FFmpeg has opened. Returns None for data without a container that FFmpeg does not recognize.
 
-    Raises RequestError for a damaged file. PyAV's types do not tell a reader from a writer, nor what a frame's array
-    holds.
+    Raises RequestError for a damaged file. The result is Any, because PyAV's types distinguish neither readers from
+    writers nor the arrays of frames.
     """
     import av
 
@@ -104,7 +107,7 @@ def _damage_error(container: Container, error: Any) -> Exception:
 
 
 def _audio_stream(file: Any) -> Any:
-    """Return the first stream of audio that can be decoded, or None without one."""
+    """Return the first audio stream that can be decoded, or None if there is none."""
     return next((each for each in file.streams.audio if each.codec_context is not None and each.rate), None)
 
 
@@ -114,7 +117,10 @@ class FFmpegFile:
     def __init__(
         self, data: bytes, container: Container, file: Any, stream: Any, max_audio_s: float, probe: tuple[int, int]
     ) -> None:
-        """Take a file and its stream, which FFmpeg found within the bytes and microseconds of `probe`."""
+        """Store a file and its stream.
+
+        `probe` holds the bytes and microseconds within which FFmpeg found the stream.
+        """
         stream.codec_context.thread_count = 1  # CPU time and memory are limited, and files are decoded concurrently
         if container is CAF and stream.codec_context.name == "alac":
             # FFmpeg takes what a short last frame lacks for padding, and cuts as much off the frame again.
@@ -141,7 +147,10 @@ class FFmpegFile:
         return min(starts, default=None)
 
     def _ogg_audio_start_s(self, data: bytes) -> float:
-        """Return when the audio of a video begins. FFmpeg returns 0 for FLAC, and where all packets are on one page."""
+        """Return the time at which the audio of a video begins.
+
+        FFmpeg returns 0 for FLAC, and if all packets are on one page.
+        """
         import av
 
         end, num_packets = first_packets(data, self._stream.index)
@@ -156,7 +165,7 @@ class FFmpegFile:
         return float((end - sum(earlier) - min(last, max(earlier, default=end))) * self._stream.time_base)
 
     def _announced_end_s(self, data: bytes) -> float:
-        """Return when the audio ends as the header says, or 0 if it does not say.
+        """Return the time at which the audio ends by the header, or 0 if the header does not say.
 
         FFmpeg's own value may be an estimate.
         """
@@ -181,14 +190,17 @@ class FFmpegFile:
         return end_s + (max(start_s, 0.0) if is_from_first else 0.0)
 
     def _announced_length_s(self, data: bytes) -> float | None:
-        """Return the file's length by its header, or None if the header has none. Times beyond it are damaged."""
+        """Return the file's length by its header, or None if the header gives none. Later times are damaged."""
         if self._container is MATROSKA and _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES]:
             return (self._file.duration or 0) / 1e6 or None
         is_indexed = self._container is MP4 and self.num_frames is not None and not has_fragments(data)
         return (self.num_frames or 0) / self.sample_rate if is_indexed else None
 
     def blocks(self) -> Iterator[Floats | int]:
-        """Yield samples, and the lengths of silent gaps. Raises RequestError for damaged data and missing samples."""
+        """Yield samples. A silent gap is yielded as its length.
+
+        Raises RequestError for damaged data and missing samples.
+        """
         import av
 
         pending, num_pending = list[Floats](), 0
@@ -211,7 +223,7 @@ class FFmpegFile:
         self._check_end()
 
     def _check_end(self) -> None:
-        """Raise RequestError for less than announced."""
+        """Raise RequestError if the file contained less audio than its header announced."""
         announced = self.num_frames or 0
         missing = 0.0
         if self._container is MP3:
@@ -247,7 +259,7 @@ class FFmpegFile:
             yield converted.to_ndarray().reshape(converted.samples, -1)
 
     def _frames(self) -> Iterator[Any]:
-        """Yield decoded frames. Tags of MP3 and AAC, and a byte that makes a size even, are no packets."""
+        """Yield decoded frames. Tags of MP3 and AAC, and a padding byte after an odd size, are not decoded."""
         import av
 
         has_frames, is_amr = self._container in (MP3, AAC), self._stream.codec_context.name in _AMR_CODECS
@@ -285,9 +297,9 @@ class FFmpegFile:
         return refusal(f"is truncated: at {at_s:.1f} s a frame of {announced} bytes has {packet.size}")
 
     def _silence_before(self, frame: Any) -> Iterator[int]:
-        """Yield the length of the silence between the samples that were read and the time of a frame.
+        """Yield the length of the silence between the samples read so far and the time of a frame.
 
-        Raises RequestError for silence beyond the limit, and for a time that is damaged.
+        Raises RequestError if the silence exceeds the limit, or if the time is damaged.
         """
         at_s = self._first_s if self._num_read == 0 else 0.0
         if not self._container.is_timed or (frame.pts is None and not at_s):
@@ -315,10 +327,10 @@ class FFmpegFile:
         yield missing
 
     def _is_restart(self, time_s: float, gap_s: float) -> bool:
-        """Return whether times are counted from a new origin from this time on.
+        """Return whether times count from a new origin from this time on.
 
-        The times of joined transport streams start again. In files that do not count from zero, the times of the first
-        packets may be damaged, or may not belong to the recording.
+        The times of joined transport streams start again. In files whose times do not count from zero, the times of the
+        first packets may be damaged, or may not belong to the recording.
         """
         is_early = self._num_read > 0 and self._num_packets <= _AGREEING_PACKETS
         if self._container.has_zero or not (is_early or self._container is MPEG_TS):
@@ -326,12 +338,12 @@ class FFmpegFile:
         return (is_early and gap_s >= _LONG_GAP_S) or (gap_s < -_JUMP_S and not self._is_passing_jump(time_s, gap_s))
 
     def _is_jitter(self, time_s: float, gap_s: float) -> bool:
-        """Return whether the next times fall back behind a short gap."""
+        """Return whether the times after a short gap fall back to values before the gap's end."""
         following = self._packet_times[self._num_packets : self._num_packets + _NEXT_PACKETS]
         return gap_s < _JUMP_S and bool(following.min(initial=np.inf) < time_s - gap_s / 2)
 
     def _damage_reason(self, time_s: float, gap_s: float) -> str:
-        """Return why a gap does not belong to the recording, or "" if later times and the header agree with it."""
+        """Return why a gap does not belong to the recording. Returns "" if later times and the header agree with it."""
         later = self._least_later_times[self._num_packets :]
         if self._last_s is not None and time_s - self._first_time_s > self._last_s + _JUMP_S:
             return f"it ends at {time_s:,.1f} s, and the header announces {self._last_s:,.1f} s"
@@ -345,7 +357,7 @@ class FFmpegFile:
         return ""
 
     def _is_passing_jump(self, time_s: float, gap_s: float) -> bool:
-        """Return whether the next times go on as if a transport stream had not had this jump."""
+        """Return whether the times of a transport stream continue after this jump as if there had been no jump."""
         following = self._packet_times[self._num_packets : self._num_packets + _TS_PACKETS]
         expected = time_s - gap_s + self._packet_length_s * np.arange(1, len(following) + 1)
         return bool((np.abs(following - expected) < min(abs(gap_s), _JUMP_S) / 2).any())
@@ -366,7 +378,7 @@ class FFmpegFile:
 
     @cached_property
     def _least_later_times(self) -> npt.NDArray[np.float64]:
-        """The least time of each packet and all packets behind it."""
+        """For each packet, the smallest time of the packet itself and of all later packets."""
         return np.minimum.accumulate(self._packet_times[::-1])[::-1]
 
     @cached_property
@@ -387,7 +399,7 @@ def _packet_head(packet: Any) -> bytes:
 def _packets(file: Any, stream: Any) -> Iterator[Any]:
     """Yield the packets of a stream, and an empty packet at its end.
 
-    PyAV fails at each packet of a stream that begins later; these packets are left out.
+    PyAV fails at each packet of a stream that begins later. These packets are left out.
     """
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Opens audio files that are in memory: with FFmpeg (PyAV) where it is installed, and with libsndfile.
+"""Opens audio files in memory: with FFmpeg (PyAV) if it is installed, and with libsndfile.
 
-FFmpeg reads a dozen containers, which are recognized by their first bytes; its many other formats cannot be reached.
-libsndfile reads other formats. Without PyAV it also reads these containers, where it need not guess their length.
+FFmpeg reads a dozen containers, which are recognized by their first bytes. Its many other formats cannot be reached.
+libsndfile reads other formats. Without PyAV it also reads those containers whose length it does not have to guess.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MISSING_AV_REASON = "this server lacks PyAV (meltcore[av]), which reads it"
 
 
 class AudioFile(Protocol):
-    """An open file. `num_frames` is the length that its header announces, or None if it announces none."""
+    """An open file. `num_frames` is the length that its header announces, or None if the header announces none."""
 
     sample_rate: int
     num_channels: int
     num_frames: int | None
 
     def blocks(self) -> Iterator[Floats | int]:
-        """Yield the samples [frames, channels] in blocks of seconds, and the lengths of silent gaps in frames.
+        """Yield the samples [frames, channels] in blocks of seconds. A silent gap is yielded as its length in frames.
 
         Raises RequestError for damaged data.
         """
@@ -42,11 +42,11 @@ class AudioFile(Protocol):
 
 
 def open_audio(data: bytes, max_audio_s: float) -> AudioFile:
-    """Open one file, which `containers.split_joined_files` has found whole.
+    """Open one file, which `containers.split_joined_files` has found to be complete.
 
-    Gaps in it may have `max_audio_s` of silence.
+    Gaps in the file may have up to `max_audio_s` of silence.
 
-    Raises RequestError (400) for a file that is empty or damaged, or whose format is not read here.
+    Raises RequestError (400) for a file that is empty or damaged, or whose format is not supported.
     """
     if not data:
         raise refusal("is empty")
@@ -116,5 +116,5 @@ class _SoundFile:
 
 
 def _ffmpeg_formats() -> tuple[str, ...]:
-    """Return the names of the formats that only FFmpeg reads: none where PyAV is not installed."""
+    """Return the names of the formats that only FFmpeg reads. Returns an empty tuple if PyAV is not installed."""
     return _FFMPEG_NAMES if find_spec("av") else ()

@@ -1,4 +1,4 @@
-"""Counts the elements of WebM and Matroska files: where joined ones begin, and whether all packets are there."""
+"""Counts the elements of WebM and Matroska files, to find joined files and missing packets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOP_LEVEL = frozenset(
 
 
 def split_matroska(data: bytes) -> Iterator[int]:
-    """Yield where the next Matroska file begins. Raises RequestError for one whose packets are not all there.
+    """Yield where the next Matroska file begins. Raises RequestError for a file with missing packets.
 
     A live recording has a segment and clusters without a size, so that their blocks are counted one by one.
     """

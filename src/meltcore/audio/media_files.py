@@ -1,4 +1,4 @@
-"""Counts the elements of AVI, ASF, FLV, MPEG-TS, WavPack and AMR files. Other containers have modules of their own."""
+"""Counts the elements of AVI, ASF, FLV, MPEG-TS, WavPack and AMR files. Other containers have their own modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AMR_ZEROS, _AMR_GOOD = 0x83, 4  # bits that are 0 in the first byte of each fra
 
 
 def split_avi(data: bytes) -> Iterator[int]:
-    """Yield where the next AVI file begins. Raises RequestError for one whose packets are not all there."""
+    """Yield the position at which the next AVI file begins. Raises RequestError for a file with missing packets."""
     position = 0
     for _ in each_element():
         head = data[position : position + 12]
@@ -49,7 +49,10 @@ def split_avi(data: bytes) -> Iterator[int]:
 
 
 def split_asf(data: bytes) -> Iterator[int]:
-    """Yield where the next file of ASF (WMA) begins. Raises RequestError for one whose packets are not all there."""
+    """Yield the position at which the next ASF (WMA) file begins.
+
+    Raises RequestError for a file with missing packets.
+    """
     position = 0
     for _ in each_element():
         name, size = data[position : position + 16], int.from_bytes(data[position + 16 : position + 24], "little")
@@ -68,7 +71,7 @@ def split_asf(data: bytes) -> Iterator[int]:
 
 
 def split_flv(data: bytes) -> Iterator[int]:
-    """Yield where the next FLV file begins. Raises RequestError for one whose packets are not all there."""
+    """Yield the position at which the next FLV file begins. Raises RequestError for a file with missing packets."""
     position = 0
     for _ in each_element():
         if data[position : position + 3] == b"FLV":
@@ -87,7 +90,7 @@ def split_flv(data: bytes) -> Iterator[int]:
 
 
 def split_wavpack(data: bytes) -> Iterator[int]:
-    """Yield where the next WavPack file begins. Raises RequestError for one whose blocks are not all there."""
+    """Yield the position at which the next WavPack file begins. Raises RequestError for a file with missing blocks."""
     position, has_samples = 0, False
     for _ in each_element():
         head = data[position : position + 32]
@@ -107,9 +110,9 @@ def split_wavpack(data: bytes) -> Iterator[int]:
 
 
 def split_ts(data: bytes) -> Iterator[int]:
-    """Yield where an MPEG transport stream ends. Joined streams are one stream, whose times start again.
+    """Yield the position at which an MPEG transport stream ends.
 
-    Raises RequestError for an incomplete last packet.
+    Joined streams are one stream, whose times start again. Raises RequestError for an incomplete last packet.
     """
     size, first = (_TS_PACKET_BYTES, 0) if data[:1] == b"G" else (_M2TS_PACKET_BYTES, 4)
     marks = data[first::size]
@@ -121,7 +124,7 @@ def split_ts(data: bytes) -> Iterator[int]:
 
 
 def split_amr(data: bytes) -> Iterator[int]:
-    """Yield where the next AMR file begins. Raises RequestError for an incomplete last frame."""
+    """Yield the position at which the next AMR file begins. Raises RequestError for an incomplete last frame."""
     position, sizes = 0, _AMR_BYTES
     for _ in each_element():
         if data[position : position + 5] == b"#!AMR":

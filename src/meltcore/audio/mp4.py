@@ -1,4 +1,4 @@
-"""Counts the boxes of MP4 files: where joined ones begin, whether all is there, and how many packets there are."""
+"""Counts the boxes and packets of MP4 files, to find joined files and missing data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_SAMPLES_PER_BYTE = 16
 
 
 def split_mp4(data: bytes) -> Iterator[int]:
-    """Yield where the next MP4 file begins. Raises RequestError for one whose samples are not all there."""
+    """Yield the position at which the next MP4 file begins. Raises RequestError for a file with missing samples."""
     has_index, num_samples, steps = False, 0, each_element()
     for position, size, name in _boxes(data, 0, len(data), steps):
         if name == b"ftyp" and has_index:
@@ -36,7 +36,7 @@ def has_fragments(data: bytes) -> bool:
 
 
 def _boxes(data: bytes, position: int, end: int, steps: Iterator[None]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield position, size and name of each box. The last one may be longer than the data, or go to its end."""
+    """Yield position, size and name of each box. The last box may be longer than the data, or extend to its end."""
     for _ in steps:
         size, name = int.from_bytes(data[position : position + 4], "big"), data[position + 4 : position + 8]
         if size == 1:

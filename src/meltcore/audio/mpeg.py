@@ -1,4 +1,4 @@
-"""Reads the headers of MPEG audio: frames of MP3 and AAC, whose lengths FFmpeg does not tell."""
+"""Reads the headers of MPEG audio: frames of MP3 and AAC, whose lengths FFmpeg does not report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def frame_bytes(header: bytes) -> int:
 
 
 def frame_runs(data: bytes, position: int, syncs: re.Pattern[bytes] = ANY_SYNC) -> Iterator[int]:
-    """Yield where several frames of MP3 or AAC begin from `position` on, the first of each run."""
+    """Yield the positions from `position` on at which a run of several MP3 or AAC frames begins."""
     end = 0
     for match in syncs.finditer(data, position):
         if match.start() >= end and (found := run_end(data, match.start())):
@@ -43,7 +43,7 @@ def frame_runs(data: bytes, position: int, syncs: re.Pattern[bytes] = ANY_SYNC) 
 
 
 def run_end(data: bytes, position: int) -> int:
-    """Return where the frames of one kind end that begin at `position`, or 0 for fewer frames than make a run."""
+    """Return the end of the run of frames of one kind at `position`. Returns 0 if too few frames form no run."""
     kind, count = data[position + 1 : position + 2], 0
     while (head := data[position : position + 6])[1:2] == kind and (size := frame_bytes(head)) > 1:
         position, count = position + size, count + 1
@@ -51,7 +51,7 @@ def run_end(data: bytes, position: int) -> int:
 
 
 def announced_samples(data: bytes) -> int:
-    """Return the samples that an MP3 file announces in its first frame (Xing's header), or 0 without a header."""
+    """Return the number of samples that the Xing header in the first MP3 frame announces, or 0 without the header."""
     mark = re.compile(rb"(?:Xing|Info)\x00\x00\x00.(....)", re.DOTALL).search(data, 0, frame_bytes(data[:6]))
     if mark is None or not data[mark.start() + 7] & 1:
         return 0

@@ -1,4 +1,4 @@
-"""Counts the pages of Ogg files: where joined streams begin, whether all is there, and when the first packets end."""
+"""Counts the pages of Ogg files, to find joined streams, missing data, and the times of the first packets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _NO_TIME = 2**64 - 1  # of a page on which no packet ends
 
 
 def split_ogg(data: bytes) -> Iterator[int]:
-    """Yield where a stream begins after the pages of another one. Raises RequestError for an incomplete last page."""
+    """Yield the positions at which a stream begins after the pages of another one.
+
+    Raises RequestError for an incomplete last page.
+    """
     position, had_data = 0, False
     for _ in each_element():
         if (position := data.find(b"OggS", position)) < 0:
@@ -30,9 +33,10 @@ def split_ogg(data: bytes) -> Iterator[int]:
 
 
 def first_packets(data: bytes, index: int) -> tuple[int, int]:
-    """Return the time at which the first page with packets of a stream ends, in its units, and the number of packets.
+    """Return the end time of the first page with packets of a stream, in the stream's units, and the packet count.
 
-    `index` counts streams in the order of their first pages. The pages with headers come before it and have the time 0.
+    `index` counts streams in the order of their first pages. The pages with headers come before the packets and have
+    the time 0.
     """
     position, num_packets, serials = 0, 0, list[bytes]()
     for _ in each_element():

@@ -1,4 +1,4 @@
-"""The audio workers of one API server process: started when needed, given one file at a time, killed when they hang."""
+"""Runs the audio workers of one API server process: started on demand, one file at a time, killed if they hang."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ _decode_message = msgspec.msgpack.Decoder(FromWorker).decode
 
 
 class AudioWorkers:
-    """Up to `max_workers` processes. Files that find none free wait in order."""
+    """Manages up to `max_workers` processes. Files wait in order until a process is free."""
 
     def __init__(self, max_workers: int | None = None, *, cpu_limit_s: int = CPU_LIMIT_S) -> None:
-        """Start no process yet. Without `max_workers` there is one per two cores, and at least one."""
+        """Create the pool without starting a process.
+
+        The default `max_workers` is one per two cores, and at least one.
+        """
         self._free: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
         self._slots = asyncio.Semaphore(max_workers or max(1, len(os.sched_getaffinity(0)) // 2))
@@ -45,7 +48,7 @@ class AudioWorkers:
     async def decode(
         self, data: bytes, *, sample_rate: int, max_clip_s: float, max_audio_s: float
     ) -> AsyncGenerator[DecodedClip | Decoded]:
-        """Yield the clips of a file and last its duration. A consumer that is slow makes the worker wait.
+        """Yield the clips of a file, and at the end its duration. A slow consumer makes the worker wait.
 
         Raises RequestError (400) for a file that cannot be decoded or exceeds a limit.
         """
@@ -64,7 +67,7 @@ class AudioWorkers:
 
     @asynccontextmanager
     async def _lend_worker(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        """Lend a worker. It is killed unless it has answered in full."""
+        """Lend a worker to the block. The worker is killed unless it has answered in full."""
         async with self._slots:
             worker = self._free.pop() if self._free else await self._start()
             is_done = False

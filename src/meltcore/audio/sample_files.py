@@ -1,4 +1,4 @@
-"""Reads the sizes in WAV, AIFF, AU, CAF and W64 files: where joined ones begin, and whether all samples are there.
+"""Reads the sizes in WAV, AIFF, AU, CAF and W64 files, to find joined files and missing samples.
 
 Programs that write to a pipe do not know the size of the samples. They leave zero or a large number in its place.
 """
@@ -19,7 +19,10 @@ _MAX_TRAILER_BYTES = 4096
 
 
 def split_wav(data: bytes) -> Iterator[int]:
-    """Yield where the next WAV file begins. Sizes of programs that did not know them yet are not believed."""
+    """Yield the position at which the next WAV file begins.
+
+    Placeholder sizes of programs that wrote to a pipe are ignored.
+    """
     order: Literal["big", "little"] = "big" if data[:4] == b"RIFX" else "little"
     position, long_size, end = 12, 0, 0  # long_size: of the samples in RF64; end: of the samples
     for _ in each_element():
@@ -60,26 +63,27 @@ def _is_chunk(name: bytes, size: int, rest: int) -> bool:
 
 
 def split_aiff(data: bytes) -> Iterator[int]:
-    """Yield where the next AIFF file begins. Raises RequestError for one whose samples are not all there."""
+    """Yield the position at which the next AIFF file begins. Raises RequestError for a file with missing samples."""
     return _split(data, b"FORM", lambda head: 8 + (size := _read_number(head, 4)) + size % 2, unknown=8 + UNKNOWN_SIZE)
 
 
 def split_au(data: bytes) -> Iterator[int]:
-    """Yield where the next AU file begins. Raises RequestError for one whose samples are not all there."""
+    """Yield the position at which the next AU file begins. Raises RequestError for a file with missing samples."""
     return _split(
         data, b".snd", lambda head: (size := _read_number(head, 8)) and _read_number(head, 4) + size, UNKNOWN_SIZE
     )
 
 
 def split_w64(data: bytes) -> Iterator[int]:
-    """Yield where the next W64 file begins. Raises RequestError for one whose samples are not all there."""
+    """Yield the position at which the next W64 file begins. Raises RequestError for a file with missing samples."""
     return _split(data, b"riff", lambda head: int.from_bytes(head[16:24], "little"), _UNKNOWN_LONG_SIZE)
 
 
 def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: int) -> Iterator[int]:
-    """Yield where the next file with the mark `magic` begins.
+    """Yield the position at which the next file with the mark `magic` begins.
 
-    `size_of` returns the size of the file by its first 24 bytes, or a size below `unknown` where the header tells none.
+    `size_of` returns the size of the file from its first 24 bytes. A size below `unknown` means that the header gives
+    none.
     """
     position = 0
     for _ in each_element():
@@ -97,7 +101,7 @@ def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: 
 
 
 def split_caf(data: bytes) -> Iterator[int]:
-    """Yield where the next CAF file begins. Raises RequestError for one whose samples are not all there."""
+    """Yield the position at which the next CAF file begins. Raises RequestError for a file with missing samples."""
     position = 8
     for _ in each_element():
         name, size = data[position : position + 4], _read_number(data, position + 4, 8)
@@ -116,7 +120,7 @@ def split_caf(data: bytes) -> Iterator[int]:
 
 
 def restore_sizes(data: bytes) -> bytes:
-    """Return a file of AIFF, RF64 or W64 with the sizes that its program left out, which FFmpeg needs."""
+    """Return an AIFF, RF64 or W64 file with the sizes that its program left out. FFmpeg needs these sizes."""
     if data[:4] in (b"RF64", b"BW64") and data[12:16] == b"ds64":
         size = int.from_bytes(data[28:36], "little")
         # With the name of a file of 32 bits, all that follows is read.
@@ -141,7 +145,7 @@ def restore_sizes(data: bytes) -> bytes:
 
 
 def _restore_w64_size(data: bytes) -> bytes:
-    """Return a W64 file with the size of its samples, which go to its end where its program did not know it."""
+    """Return a W64 file with the size of its samples. If the program left it out, the samples extend to the end."""
     position = 40  # behind the names and the size of the file
     for _ in each_element():
         size = int.from_bytes(data[position + 16 : position + 24], "little")

@@ -1,6 +1,6 @@
-"""An audio worker process: `python -m meltcore.audio.worker`. It decodes files and encodes speech.
+"""Runs an audio worker process: `python -m meltcore.audio.worker`. It decodes files and encodes speech.
 
-A damaged or malicious file can cost this process no more than its limits: memory, CPU time, and no files.
+A damaged or malicious file can cost this process no more than its limits of memory and CPU time. It can write no files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def _encode(request: Encode, files: dict[int, Encoder]) -> bytes:
-    """Return the next bytes of a file, one of `files` or a new one."""
+    """Return the next bytes of a file. The file is one of `files`, or a new file."""
     file = files.get(request.file_id)
     if file is None:
         file = files[request.file_id] = make_encoder(

@@ -1,1 +1,1 @@
-"""What every part may import: errors, processes, options, files, host memory, versions, GPUs."""
+"""Modules that every part may import: errors, processes, options, files, host memory, versions, GPUs."""

@@ -1,4 +1,4 @@
-"""Names the code that runs: what measured a number, and whether the nodes of a cluster have the same."""
+"""Names the running code, to say what measured a number and whether the nodes of a cluster run the same code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _SUFFIXES = {".py", ".cu"}
 
 @functools.cache
 def code_version(*folders: str) -> str:
-    """Return meltcore's version and a digest of its code, or of these folders of it, such as "0.1.0+1f2e3d4c"."""
+    """Return meltcore's version and a digest of its code, such as "0.1.0+1f2e3d4c".
+
+    With `folders`, the digest covers only these folders of the package.
+    """
     root = Path(meltcore.__file__).parent
     digest = hashlib.sha256()
     for folder in folders or (".",):

@@ -1,8 +1,8 @@
 """Runs a command that must not outlive its parent: `python -m meltcore.common.die_with_parent COMMAND ...`.
 
-Standard input is a pipe whose other end the parent holds; its first line is the command's environment as JSON. An
-engine of ours ends when its input does. An upstream server does not, and would keep its GPU's memory. This process, the
-guard, leads the process group, which it ends with itself.
+Standard input is a pipe whose other end the parent holds; its first line is the command's environment as JSON.
+Meltcore's own engine ends when its input ends. An upstream server does not, and would keep its GPU's memory. This guard
+process leads the process group and ends the whole group, itself included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
-    """Run the command and return its exit status, 128 and the number of the signal where one has killed it."""
+    """Run the command and return its exit status. If a signal killed it, return 128 plus the signal's number."""
     try:
         process = start(sys.argv[1:], new_session=False, environment=json.loads(sys.stdin.buffer.readline()))
     except ProcessError as error:

@@ -27,7 +27,7 @@ class UnservableModelError(ConfigError):
 
 
 class ShardError(ConfigError):
-    """Reports a size of a model that ranks cannot divide evenly, or not at the edges of quantized blocks."""
+    """Reports a model dimension that the ranks cannot divide evenly, or not at the edges of quantized blocks."""
 
 
 class RequestError(MeltcoreError):
@@ -55,7 +55,7 @@ class RequestError(MeltcoreError):
 
 
 class SleepError(MeltcoreError):
-    """Reports that an engine cannot sleep or wake now. It stays as it was."""
+    """Reports that an engine cannot sleep or wake now. The engine's state has not changed."""
 
 
 class EngineDeadError(MeltcoreError):
@@ -63,16 +63,16 @@ class EngineDeadError(MeltcoreError):
 
 
 class EnginePendingError(MeltcoreError):
-    """Reports that an engine was not started: no node has room for it, or the cluster cannot be changed.
+    """Reports that an engine was not started: no node has space for it, or the cluster cannot be changed.
 
-    That is no death. The engine waits, and is tried again.
+    The engine is not dead. It waits, and its start is tried again.
     """
 
 
 class EngineEvictedError(EnginePendingError):
     """Reports that the cluster has ended the start of an engine for lack of memory on its node.
 
-    No other node is tried in its place. Its process may go on for FIRST_CLIENT_S.
+    No other node is tried instead. The engine process may continue for FIRST_CLIENT_S.
     """
 
 

@@ -23,7 +23,7 @@ Content = TypeVar("Content", bound=msgspec.Struct)
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Return whether a file is GGUF, by the end of its name or by its first bytes: other programs store any name."""
+    """Return whether a file is GGUF, by its suffix or by its first bytes. Other programs store GGUF under any name."""
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
         return True
@@ -38,11 +38,11 @@ def is_gguf(name: str | Path) -> bool:
 
 @contextmanager
 def atomic_output(path: Path, *, overwrite: bool = False, hint: str = "--overwrite replaces it") -> Iterator[Path]:
-    """Yield the temporary name of a file or folder that the block writes. It becomes `path` when the block ends.
+    """Yield a temporary name for a file or folder that the block writes. It is renamed to `path` when the block ends.
 
-    Until then `path` stays as it was, and after an error in the block nothing is left of the new file. A symbolic link
-    stays, and its target is replaced; a replaced file keeps its mode. Raises ConfigError if `path` exists without
-    `overwrite` (its message ends with `hint`), where it is a device or pipe, and if it cannot be written.
+    Until then `path` stays as it was, and an error in the block removes the new file. A symbolic link stays, and its
+    target is replaced. A replaced file keeps its mode. Raises ConfigError if `path` exists without `overwrite` (the
+    message ends with `hint`), if it is a device or pipe, or if it cannot be written.
     """
     exists_error = ConfigError(f"{path} exists already; {hint}")
     if not overwrite and os.path.lexists(path):
@@ -88,7 +88,7 @@ def check_disk_space(path: Path, num_bytes: int) -> None:
 
 
 def _publish(new: Path, path: Path) -> None:
-    """Give `new` the name `path`. Raises OSError if there is one, also where two processes do this concurrently."""
+    """Rename `new` to `path`. Raises OSError if `path` exists, also if two processes publish it concurrently."""
     if new.is_dir():
         path.mkdir()  # fails if it exists; a rename replaces an empty folder
     else:
@@ -101,7 +101,7 @@ def _publish(new: Path, path: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Give `new` the name `path`. A folder there goes away afterwards, since no call replaces one that has files."""
+    """Rename `new` to `path`. An old folder is moved away first and removed, since no call replaces a full folder."""
     if not (new.is_dir() and path.is_dir()):
         new.replace(path)
         return
@@ -136,9 +136,9 @@ def _sync(path: Path) -> None:
 def write_atomic(path: Path, content: bytes, *, overwrite: bool = True, hint: str = "") -> None:
     """Write a file atomically: a crash leaves either the complete old file or the complete new one.
 
-    A symbolic link stays, and the file that it names is written. A device, a pipe and what standard output or standard
-    error goes to are written directly. Raises ConfigError if the file cannot be written, and if it exists
-    without `overwrite` (the message ends with `hint`).
+    A symbolic link stays, and its target is written. Devices, pipes, and the targets of standard output and standard
+    error are written directly. Raises ConfigError if the file cannot be written, or if it exists without `overwrite`
+    (the message ends with `hint`).
     """
     if path.exists() and not path.is_dir() and ((fd := _standard_fd(path)) is not None or not path.is_file()):
         try:
@@ -152,7 +152,7 @@ def write_atomic(path: Path, content: bytes, *, overwrite: bool = True, hint: st
 
 
 def _standard_fd(path: Path) -> int | None:
-    """Return the descriptor of standard output or standard error that goes to `path`, with what was printed flushed."""
+    """Return the descriptor of standard output or standard error if it writes to `path`, after flushing it."""
     for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
         with suppress(OSError):  # it may be closed
             if os.path.samestat(path.stat(), os.fstat(fd)):
@@ -162,7 +162,7 @@ def _standard_fd(path: Path) -> int | None:
 
 
 def write_document(path: Path, content: msgspec.Struct) -> Path:
-    """Write `content` as indented JSON to `path`; create its folder where missing."""
+    """Write `content` as indented JSON to `path`, and return `path`. The folder is created if it is missing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -174,7 +174,8 @@ def write_document(path: Path, content: msgspec.Struct) -> Path:
 def read_document(path: Path | str, *types: type[Content], name: str = "") -> Content:
     """Read the document in a file, or in the file `name` of a run folder.
 
-    Raises ConfigError for a file that cannot be read, has a type other than `types`, or is of another schema version.
+    Raises ConfigError if the file cannot be read, if its type is not one of `types`, or if it has another schema
+    version.
     """
     path = Path(path)
     path = path / name if name and path.is_dir() else path

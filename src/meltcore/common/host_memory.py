@@ -57,9 +57,9 @@ def trim_memory() -> None:
 
 
 def drop_pages(address: int, size: int) -> int:
-    """Give the physical memory of all whole pages in a range of private memory back. Returns their bytes.
+    """Return the physical memory of all whole pages in a range of private memory to the system. Returns its bytes.
 
-    The addresses stay, and the pages hold zeros when they are used next. Raises OSError if the system refuses it.
+    The addresses stay valid, and the pages hold zeros when they are used next. Raises OSError if the system refuses it.
     """
     start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= start:
@@ -73,8 +73,8 @@ def drop_pages(address: int, size: int) -> int:
 def host_available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process can still use.
 
-    They are MemAvailable of /proc/meminfo, or less where the limits of the process's control groups leave less. `root`
-    is the root of the file system with /proc and /sys. Raises ConfigError when /proc/meminfo has no MemAvailable.
+    The value is MemAvailable of /proc/meminfo, or less if the limits of the process's control groups leave less. `root`
+    is the root of the file system with /proc and /sys. Raises ConfigError if /proc/meminfo has no MemAvailable.
     """
     available = _meminfo_bytes(root, "MemAvailable")
     if available is None:
@@ -85,8 +85,8 @@ def host_available_bytes(root: Path = Path("/")) -> int:
 def host_total_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process can use at most.
 
-    They are MemTotal of /proc/meminfo, or less where the limits of the process's control groups are less. `root` is the
-    root of the file system with /proc and /sys. Raises ConfigError when /proc/meminfo has no MemTotal.
+    The value is MemTotal of /proc/meminfo, or less if the limits of the process's control groups are lower. `root` is
+    the root of the file system with /proc and /sys. Raises ConfigError if /proc/meminfo has no MemTotal.
     """
     total = _meminfo_bytes(root, "MemTotal")
     if total is None:

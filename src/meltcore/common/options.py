@@ -59,15 +59,15 @@ _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class ActOption(argparse.Action):
-    """Stores the value of an option, and its `const`, a function, as `args.act`: what the command does with it.
+    """Stores the value of an option. Its `const`, a function, becomes `args.act`, which the command calls.
 
-    Without such an option that is `run` of the command's module.
+    Without such an option, `args.act` is `run` of the command's module.
     """
 
     def __call__(
         self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _option: str | None = None
     ) -> None:
-        """Store both."""
+        """Store the value and the function."""
         setattr(namespace, self.dest, values)
         namespace.act = self.const
 
@@ -78,13 +78,13 @@ Size = NewType("Size", int)  # a number of bytes, which a user may write as 40Gi
 def setting(
     description: str, *, group: str = "", help: str = "", flag: str = "", short: str = "", **keywords: Any
 ) -> Meta:
-    """Describe a struct's field that is a command-line option: the last item of its `Annotated`.
+    """Describe a struct's field that is a key of a file and a command-line option: the last item of its `Annotated`.
 
     Args:
-        description: What the field means, on reference pages and in the JSON schema where it is a key of a file too.
-        help: Plain text for `--help`, where it must differ from `description`.
-        group: The heading in `--help`, as of `option`.
-        flag: The flag, where it is not the field's name.
+        description: The meaning of the key, for reference pages and the JSON schema.
+        help: Plain text for `--help`, if it must differ from `description`.
+        group: The heading in `--help`, as in `option`.
+        flag: The flag, if it is not the field's name.
         short: A second, short flag.
         keywords: Arguments of `add_argument`, which win over the annotation.
     """
@@ -108,7 +108,7 @@ def option(
         default: Default of the field and of the option. The help shows it unless it is empty or the help names one.
         help: Plain text; "%" needs no escape.
         group: The heading in `--help` under which the option stands.
-        flag: The flag, where it is not the field's name.
+        flag: The flag, if it is not the field's name.
         short: A second, short flag.
         limits: Limits of each number: `minimum`, `exclusive_minimum` and `maximum` of `number`.
         keywords: Arguments of `add_argument` (metavar, type, nargs, action, ...), which win over the annotation.
@@ -154,9 +154,9 @@ def add_options(
 
 
 def from_options(config: type[_Config], args: argparse.Namespace, **overrides: Any) -> _Config:
-    """Create a `config` from the parsed arguments that have the name of a field. `overrides` replace them.
+    """Create a `config` from the parsed arguments with the names of its fields. `overrides` replace the arguments.
 
-    Fields of a struct that are no options are set by `overrides` alone.
+    Fields of a struct that are not options are set by `overrides` alone.
     """
     field_names = {entry.name for entry in fields(config)} if is_dataclass(config) else set(_declared(config))
     parsed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
@@ -164,9 +164,9 @@ def from_options(config: type[_Config], args: argparse.Namespace, **overrides: A
 
 
 def check_unused(args: argparse.Namespace, config: type, reason: str, *allowed: str) -> None:
-    """Raise ConfigError for the first option of `config` that was given another value than its default.
+    """Raise ConfigError for the first option of `config` whose value is not its default.
 
-    `reason` says why it has no meaning; `allowed` are fields that have one.
+    `reason` says why such an option has no effect. `allowed` are fields that have an effect.
     """
     for name, settings in _declared(config).items():
         value = getattr(args, name, None)
@@ -209,14 +209,15 @@ def number(
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text has digits from 0 to 9 only, and at least one."""
+    """Return whether a text consists of one or more digits from 0 to 9."""
     return text.isascii() and text.isdigit()
 
 
 def read_number(text: str, number_type: type[_Number]) -> _Number:
-    """Return the number that a user wrote in digits from 0 to 9, with spaces at its ends at most.
+    """Return the number that a user wrote in digits from 0 to 9. Only spaces around the number are allowed.
 
-    Raises ValueError for any other text, also for such that Python would read: 1_000, +5, and digits of other scripts.
+    Raises ValueError for any other text, also for texts that Python would accept: 1_000, +5, and digits of other
+    scripts.
     """
     pattern, plain = _WHOLE if number_type is int else _DECIMAL, text.strip(" \t\r\n")
     if pattern.fullmatch(plain) is None:
@@ -233,21 +234,21 @@ def size_bytes(text: str) -> int:
 
 
 def not_empty(text: str) -> str:
-    """Return `text`. Raises ArgumentTypeError if it is empty, as an unset shell variable leaves it."""
+    """Return `text`. Raises ArgumentTypeError if it is empty, for example from an unset shell variable."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty")
     return text
 
 
 def origin(text: str) -> str:
-    """Return a web origin. Raises ArgumentTypeError for a text that no browser sends in this form."""
+    """Return a web origin. Raises ArgumentTypeError if no browser would send the text as an origin."""
     if not re.fullmatch(ORIGIN_PATTERN, text):
         raise argparse.ArgumentTypeError(f"must be {ORIGIN_FORM}; got {text!r}")
     return text
 
 
 def address(text: str) -> str:
-    """Return a URL. Raises ArgumentTypeError for a text that is none, without its password."""
+    """Return a URL. Raises ArgumentTypeError for an invalid URL; the message hides the URL's password."""
     if not re.match(ADDRESS_PATTERN, text):
         raise argparse.ArgumentTypeError(f"must be {ADDRESS_FORM}; got {shown_url(text)!r}")
     return text
@@ -265,7 +266,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _declared(config: type) -> dict[str, dict[str, Any]]:
-    """Return what `option` or `setting` says of each field that is an option, by the field's name."""
+    """Return the `option` or `setting` declaration of each field that is an option, by the field's name."""
     if is_dataclass(config):
         return {entry.name: entry.metadata[_METADATA] for entry in fields(config) if _METADATA in entry.metadata}
     declared = {}
@@ -287,7 +288,7 @@ def _declared(config: type) -> dict[str, dict[str, Any]]:
 
 
 def _metas(hint: Any) -> list[Meta]:
-    """Return what the `Annotated` at any depth of a type say, the inner ones first."""
+    """Return the metadata of all `Annotated` at any depth of a type, inner ones first."""
     return [hint] if isinstance(hint, Meta) else [meta for part in get_args(hint) for meta in _metas(part)]
 
 
@@ -344,7 +345,7 @@ def _help_text(text: str, hint: Any, default: Any) -> str:
 
 
 def braces_fault(text: str, names: Sequence[str]) -> str:
-    """Return what is wrong with the names in braces of a text, or "" if all of them are in `names`."""
+    """Return what is wrong with the names in braces in a text. Returns "" if all of them are in `names`."""
     try:
         text.format(**dict.fromkeys(names, ""))
     except (LookupError, ValueError, AttributeError):
@@ -354,7 +355,7 @@ def braces_fault(text: str, names: Sequence[str]) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL as errors and logs may show it: `***` instead of a user, a password, a query and a fragment."""
+    """Return a URL for errors and logs: `***` replaces user, password, query and fragment."""
     address = re.sub(r"[?#].*", "?***", url, flags=re.DOTALL)
     scheme, separator, rest = address.rpartition("://")
     host, slash, path = rest.partition("/")
@@ -364,7 +365,7 @@ def shown_url(url: str) -> str:
 
 
 def server_url_fault(url: str) -> str:
-    """Return what is wrong with the base address of another server, without its password; "": nothing."""
+    """Return what is wrong with the base address of another server, or "" if nothing is. The password is hidden."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -169,7 +169,7 @@ def ended_within(process: subprocess.Popen[Any], limit_s: float) -> bool:
 def stat_fields(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the third on, the state first (proc(5)).
 
-    None where the process is gone.
+    Returns None if the process is gone.
     """
     try:
         # The second field, the name, is in parentheses and may hold anything.
@@ -185,7 +185,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, or None if it has ended.
+    """Return when a process started, in clock ticks since boot. Returns None if it has ended.
 
     The start time distinguishes two processes that had the same id.
     """
@@ -217,11 +217,11 @@ class LoggedProcess:
         stop_limit_s: float = KILL_LIMIT_S,
         stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """Store the command, which `with` starts.
+        """Store the command. The process starts when the `with` block is entered.
 
         Messages call the process `name`, such as "the server". `report` receives lines for the user while the process
-        is being stopped. `environment` is the whole environment; None lets it inherit ours. SIGKILL follows SIGTERM
-        after `stop_limit_s`. `stdin` is a file descriptor.
+        is being stopped. `environment` is the whole environment; None inherits ours. SIGKILL follows SIGTERM after
+        `stop_limit_s`. `stdin` is a file descriptor.
         """
         self.command = list(command)
         self._log_path = log_path
@@ -295,8 +295,8 @@ class LoggedProcess:
     def wait_for(self, poll: Callable[[], _Result | None], limit_s: float, failure: str | StartFailure) -> _Result:
         """Call `poll` until it returns a value, and return the value.
 
-        `failure` completes the error "it did not ...", or makes another error. Raises this error after `limit_s`, or
-        where the process ends first. A text becomes a ProcessError with the last lines of the output.
+        `failure` is a text that completes "it did not ...", or a function that makes another error. The error is raised
+        after `limit_s`, or if the process ends first. A text becomes a ProcessError with the last lines of the output.
         """
         deadline_s = time.monotonic() + limit_s
         while (result := poll()) is None:
@@ -308,7 +308,7 @@ class LoggedProcess:
     async def wait_for_async(
         self, poll: Callable[[], Awaitable[_Result | None]], limit_s: float, failure: str | StartFailure
     ) -> _Result:
-        """Await `poll` until it returns a value, and return the value. Raises as `wait_for` does."""
+        """Await `poll` until it returns a value, and return the value. Raises the errors of `wait_for`."""
         deadline_s = time.monotonic() + limit_s
         while (result := await poll()) is None:
             if not self.running or time.monotonic() > deadline_s:
@@ -337,8 +337,8 @@ class LoggedProcess:
     def stop(self, limit_s: float | None = None) -> int | None:
         """End the process group and return the exit code of the process.
 
-        The group gets SIGTERM, and SIGKILL after `limit_s`, which is reported; None means `stop_limit_s`. The whole
-        group is ended: a worker that outlives its server would keep its GPU's memory.
+        The group gets SIGTERM, and SIGKILL after `limit_s`, which is reported. None uses `stop_limit_s`. The whole
+        group is ended, because a worker that outlives its server would keep its GPU's memory.
         """
         if self._process is None:
             return None
@@ -363,11 +363,10 @@ def end_group(
     on_timeout: Callable[[], None] = lambda: None,
     kill_limit_s: float = KILL_LIMIT_S,
 ) -> bool:
-    """End the group that `process` leads with SIGTERM, then SIGKILL after `limit_s`. Returns whether all ended.
+    """End the group that `process` leads: SIGTERM, then SIGKILL after `limit_s`. Returns whether all processes ended.
 
-    `on_timeout` is called before SIGKILL. False is returned only where a process cannot be killed within
-    `kill_limit_s`, such as in a driver call. Signals are blocked, since a second Ctrl-C would leave processes without a
-    parent.
+    `on_timeout` is called before SIGKILL. The result is False only if a process cannot be killed within `kill_limit_s`,
+    for example in a driver call. Signals are blocked, since a second Ctrl-C would leave processes without a parent.
     """
     with block_signals():
         if _wait_group_ended(process, signal.SIGTERM, limit_s):
@@ -380,7 +379,7 @@ def end_group(
 
 
 def signal_group(group_id: int, signum: signal.Signals) -> None:
-    """Send a signal to every process of a group. Does nothing where the group is gone."""
+    """Send a signal to every process of a group. Does nothing if the group is gone."""
     with suppress(ProcessLookupError):
         os.killpg(group_id, signum)
 
@@ -413,7 +412,7 @@ def _wait_group_ended(process: subprocess.Popen[Any], signum: signal.Signals, li
 def free_port() -> int:
     """Return a TCP port of 127.0.0.1 without a listener.
 
-    The kernel assigns others first, so that it stays free until a server that is started now binds it.
+    The kernel assigns other ports first, so the port stays free until a server that starts now binds it.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -471,7 +470,7 @@ def block_signals() -> Iterator[None]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Suspend garbage collection, where many objects are made that stay."""
+    """Suspend garbage collection in a block that creates many objects which stay alive."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

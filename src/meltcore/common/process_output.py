@@ -1,4 +1,4 @@
-"""What a program has printed, as errors show it: its last lines, bounded, without control characters."""
+"""Formats the output of a program for error messages: its last lines, bounded, without control characters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HINT = re.compile(r"For further information visit|For debugging consider|CUDA k
 
 
 def log_tail(path: Path, num_lines: int = _NUM_LINES) -> str:
-    """Return the last `num_lines` lines of a log file that are not empty, or "" if there is no file."""
+    """Return the last `num_lines` lines of a log file that are not empty. Returns "" if there is no file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -31,7 +31,7 @@ def log_tail(path: Path, num_lines: int = _NUM_LINES) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a reason with lines of output below it as one line of bounded length: its first line and the last ones."""
+    """Return a reason and the lines of output below it as one bounded line: the first line and the last ones."""
     first, *lines = _shown_lines(text) or [""]
     kept: list[str] = []
     for line in reversed(lines):
@@ -43,7 +43,7 @@ def one_line(text: str) -> str:
 
 
 def last_error(text: str) -> str:
-    """Return type and message of the last exception in a log's last lines; without one, the last line."""
+    """Return type and message of the last exception in a log's last lines. Without one, return the last line."""
     lines = [line[match.end() :] for line in text.splitlines() if (match := _LOG_PREFIX.match(line))]
     lines = [line.rstrip() for line in lines if line.strip() and not _HINT.match(line.strip())]
     starts = [index for index, line in enumerate(lines) if _EXCEPTION.match(line)]

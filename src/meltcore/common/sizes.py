@@ -1,4 +1,4 @@
-"""Sizes of memory and files in words: each message, table and page writes bytes in one form."""
+"""Formats sizes of memory and files, so that every message, table and page writes bytes in the same form."""
 
 from __future__ import annotations
 

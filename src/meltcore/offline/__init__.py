@@ -1,1 +1,1 @@
-"""The offline API: generation, translation, transcription and synthesis in the process of the caller."""
+"""Provides the offline API: generation, translation, transcription and synthesis in the caller's process."""

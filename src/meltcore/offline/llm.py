@@ -57,7 +57,7 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         """Load a model from a local folder or a hub id, or the bundled model. `settings` are fields of EngineConfig.
 
-        Raises ConfigError when the model or a setting cannot work.
+        Raises ConfigError if the model or a setting cannot work.
         """
         config = EngineConfig(model=model, **settings)
         if config.max_num_batched_tokens is None:
@@ -88,10 +88,10 @@ class LLM:
     ) -> list[Completion]:
         """Answer every prompt (text or token ids), batched by the engine, and return the answers in the same order.
 
-        `sampling` is one value for all prompts, or one per prompt. `token_masks` has a function per prompt. It takes
-        the token ids that were generated so far, and returns which tokens are allowed next: [vocab] bool, or None for
-        all. Raises RequestError for a prompt or a setting that cannot be served; answers that have started are dropped
-        then.
+        `sampling` is one value for all prompts, or one per prompt. `token_masks` has a function or None per prompt. The
+        function takes the token ids that were generated so far, and returns the tokens that are allowed next: [vocab]
+        bool, or None for all tokens. Raises RequestError if a prompt or a setting cannot be served. Answers that have
+        started are then dropped.
         """
         prompt_list = _as_list(prompts)
         sampling_params = _params_per_prompt(sampling or SamplingParams(), len(prompt_list))
@@ -157,7 +157,7 @@ class LLM:
         new_detokenizer: Callable[..., Detokenizer],
         answers: dict[str, tuple[Completion, Detokenizer]],
     ) -> bool:
-        """Queue the next prompts of `pending`, up to the tokens of one step. Returns False when there was none left."""
+        """Queue the next prompts of `pending`, up to the tokens of one step. Returns False if no prompt was left."""
         num_tokens = 0
         for token_ids, sampling, mask in pending:
             self._num_requests += 1

@@ -69,10 +69,10 @@ class Synthesizer:
     ) -> Samples | list[Samples]:
         """Return the speech of each text in order, as float32 mono samples at `sample_rate`.
 
-        A single text returns its samples.
+        A single text returns a single array of samples.
 
         All texts share batches, and a text's speech does not depend on the others. `voice` is one of `voices`, by
-        default the first. `reference` replaces it: audio of a voice that speaks `reference_text`. A `speed` of 2 is
+        default the first. `reference` replaces `voice`: audio in which `reference_text` is spoken. A `speed` of 2 is
         twice as fast, and another `seed` gives another rendering. `num_steps` is 32, 16 or 8; 0 means 32. Raises
         RequestError for a text, voice, reference or setting that cannot be served, and ConfigError for a file that
         cannot be opened.
@@ -96,7 +96,10 @@ class Synthesizer:
         seed: int = 0,
         num_steps: int = 0,
     ) -> Generator[Samples, None, None]:
-        """Yield the speech of a text chunk by chunk, as soon as each is spoken. Joined, it equals `synthesize`'s."""
+        """Yield the speech of a text chunk by chunk, as soon as a chunk is spoken.
+
+        The joined chunks equal the speech that `synthesize` returns.
+        """
         request = self._request(text, voice, reference, reference_text, speed, seed, num_steps)
         for _, samples in self._run([request]):
             yield samples
@@ -120,7 +123,10 @@ class Synthesizer:
         )
 
     def _run(self, requests: list[Synthesize]) -> Iterator[tuple[str, Samples]]:
-        """Yield ids and samples of chunks as they are complete. Requests end with the iteration, however it ends."""
+        """Yield the request id and the samples of each chunk when it is complete.
+
+        All requests are ended when the iteration ends, also after an error.
+        """
         open_ids: set[str] = set()
         try:
             for request in requests:
@@ -140,7 +146,10 @@ class Synthesizer:
                 self._engine.step()
 
     def _reference_bytes(self, reference: Reference) -> bytes:
-        """Return the samples of a reference, as a request has them. Raises ConfigError, RequestError."""
+        """Return the samples of a reference in the form of a request.
+
+        Raises ConfigError if the file cannot be opened, and RequestError if the audio cannot be used.
+        """
         if isinstance(reference, np.ndarray):
             if reference.dtype != np.float32 or reference.ndim != 1:
                 raise RequestError(

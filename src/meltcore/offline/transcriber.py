@@ -62,8 +62,8 @@ class Transcriber:
         Clips of all files share batches. Files are decoded one after another while clips are transcribed, so memory
         does not grow with their length. `language` is the model's code, an English name or a FLORES code.
 
-        Raises RequestError for an unknown language and for audio that cannot be read, which it names, and ConfigError
-        for a file that cannot be opened.
+        Raises RequestError for an unknown language and for audio that cannot be read; the error names the file. Raises
+        ConfigError for a file that cannot be opened.
         """
         code = model_language(language, self.languages)
         if decoder not in get_args(Decoder):
@@ -83,7 +83,7 @@ class Transcriber:
         return transcripts[0] if is_single else transcripts
 
     def _send(self, work: _Work, index: int, file: Audio, language: str, decoder: Decoder) -> tuple[list[str], float]:
-        """Give the clips of a file to the engine. Returns their ids and the file's duration in seconds."""
+        """Send the clips of a file to the engine. Returns their ids and the file's duration in seconds."""
         clips: list[str] = []
         duration_s = 0.0
         try:
@@ -103,9 +103,9 @@ class Transcriber:
 
 
 class _Work:
-    """The clips of one call, in the engine and out of it.
+    """Tracks the clips of one call: waiting, in the engine, and transcribed.
 
-    `words` holds the words of each transcribed clip by its id.
+    `words` holds the words of each transcribed clip by the clip's id.
     """
 
     def __init__(self, engine: BatchEngine[Transcribe, Transcript]) -> None:
@@ -114,19 +114,19 @@ class _Work:
         self._starts: dict[str, float] = {}  # of clips without a transcript, in seconds
 
     def add(self, request: Transcribe, start_s: float) -> None:
-        """Queue a clip that begins at `start_s` of its file, and transcribe while a full batch waits."""
+        """Queue a clip that begins at `start_s` of its file, and run the engine while a full batch waits."""
         self._engine.add(request)
         self._starts[request.request_id] = start_s
         while self._engine.stats().waiting_cost >= self._engine.task.max_cost:
             self._step()
 
     def finish(self) -> None:
-        """Transcribe what is left."""
+        """Transcribe the remaining clips."""
         while self._engine.has_work:
             self._step()
 
     def abort(self) -> None:
-        """End the clips without a transcript, which an error has left."""
+        """End the clips that have no transcript after an error."""
         self._engine.abort(self._starts)
         while self._engine.has_work:
             self._engine.step()
@@ -139,7 +139,10 @@ class _Work:
 
 
 def _content(file: Audio) -> bytes:
-    """Return the content of an audio file; samples become one. Raises ConfigError, RequestError."""
+    """Return the content of an audio file. Samples are converted to a file.
+
+    Raises ConfigError if the file cannot be opened, and RequestError if the samples cannot be used.
+    """
     if isinstance(file, bytes):
         return file
     if isinstance(file, (str, Path)):

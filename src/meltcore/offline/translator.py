@@ -34,10 +34,13 @@ _GPU_SLOTS, _CPU_SLOTS = 512, 32
 
 
 class _LoadedModel:
-    """One checkpoint: its model and tokenizer. `direction` is None where its name does not tell it."""
+    """One checkpoint: its model and tokenizer. `direction` is None if its name states no direction."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        """Load the checkpoint. Raises ConfigError when it, a setting or the memory does not fit."""
+        """Load the checkpoint.
+
+        Raises ConfigError if the checkpoint or a setting cannot work, or if the memory is too small.
+        """
         self.name, self.direction = config.model, find_direction(config.model)
         is_dummy = config.load_format == "dummy"
         checkpoint = open_task_checkpoint(config.model, task_of_part(engine.__name__), is_dummy=is_dummy)
@@ -68,10 +71,10 @@ class Translator:
     ) -> None:
         """Load one checkpoint of IndicTrans2, or several of different directions, from local folders or hub ids.
 
-        The direction is read from the name: en-indic, indic-en or indic-indic. `memory_bytes` counts all checkpoints
-        and their caches. With the normalizer "itt" texts are prepared as IndicTransToolkit does, with "original"
-        without two of its faults. The other parameters are fields of EngineConfig. The default dtype is float16 on a
-        GPU and float32 on a CPU. Raises ConfigError for a setting that cannot work.
+        The direction is read from the name: en-indic, indic-en or indic-indic. `memory_bytes` is the limit for all
+        checkpoints and their caches together. The normalizer "itt" prepares texts as IndicTransToolkit does. "original"
+        does the same without two faults of IndicTransToolkit. The other parameters are fields of EngineConfig. The
+        default dtype is float16 on a GPU and float32 on a CPU. Raises ConfigError for a setting that cannot work.
         """
         names = [models] if isinstance(models, str) else list(models)
         directions = [find_direction(name) for name in names]
@@ -129,7 +132,7 @@ class Translator:
         return results[0] if isinstance(texts, str) else results
 
     def _route(self, source: Language, target: Language, pivot: bool) -> list[tuple[_LoadedModel, Language, Language]]:
-        """Return the checkpoints that lead from `source` to `target`, each with its languages."""
+        """Return the checkpoints that translate from `source` to `target` in turn, each with its two languages."""
         direct = self._find_model(source, target)
         if direct is not None:
             return [(direct, source, target)]
@@ -161,7 +164,10 @@ class Translator:
         ]
 
     def _num_slots(self, model: IndicTrans2, options: BeamOptions, longest: int) -> int:
-        """Return how many sentences are decoded together. Raises ConfigError if memory is not enough for one."""
+        """Return how many sentences are decoded together.
+
+        Raises ConfigError if memory is too small for one sentence.
+        """
         weight_bytes = sum(weight.nbytes for each in self._loaded for weight in each.model.parameters())
         budget = byte_budget(self._config, self._device, weight_bytes)
         free_bytes = int((budget - weight_bytes) * _CACHE_FRACTION)

@@ -1,7 +1,7 @@
-"""Defines what the messages of all tasks of a `BatchEngine` share. Each task adds its requests and results.
+"""Defines the messages that all tasks of a `BatchEngine` share. Each task adds its requests and results.
 
-A task's request is a subclass of `TaskRequest`, its result one of `TaskResult`, both with a tag. All times are
-`time.monotonic()` seconds, one clock for all processes of a machine.
+A task's request is a subclass of `TaskRequest`, and its result a subclass of `TaskResult`, both with a tag. All times
+are `time.monotonic()` seconds, one clock for all processes of a machine.
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ TaskFinishReason = Literal["stop", "abort", "error", "deadline"]
 
 
 class TaskRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Asks the engine for one result. The order is by `priority`, lower values first, then by deadline and arrival.
+    """Asks the engine for one result. Requests run in order of `priority` (lower first), then of deadline and arrival.
 
     A request that has not begun by `deadline_s` is ended. Without a deadline it may wait for any time.
     """
@@ -35,7 +35,10 @@ class TaskTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TaskResult(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Holds a result of one request, or a part of it. The last one has a `finish_reason`, and `error` with "error"."""
+    """Holds the result of one request, or a part of the result.
+
+    The last part has a `finish_reason`. If that is "error", `error` holds the message.
+    """
 
     request_id: str
     finish_reason: TaskFinishReason | None = None
@@ -46,7 +49,7 @@ class TaskResult(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 class BatchStats(msgspec.Struct, array_like=True, frozen=True):
     """Holds gauges and counters of a batch engine after a step. The names of counters end in `_total`.
 
-    Costs are in positions of the task, such as encoder frames; padded costs count the padding of batches too.
+    Costs are in positions of the task, such as encoder frames. Padded costs include the padding of batches.
     """
 
     running: int = 0
@@ -69,5 +72,5 @@ class BatchReady(EngineReady, array_like=True, frozen=True):
 
     @property
     def output_lengths(self) -> Literal["model", "synthetic"]:
-        """Return what ends a result: "synthetic" where random weights have no end of their own."""
+        """Return what ends a result: "synthetic" if random weights have no end of their own, else "model"."""
         return "synthetic" if self.has_synthetic_lengths else "model"

@@ -1,7 +1,7 @@
-"""The channel between the supervisor and an API server process: messages, and connections with them.
+"""Implements the channel between the supervisor and an API server process: messages, and connections with them.
 
-A socket pair that keeps messages apart (SOCK_SEQPACKET), because it can also carry file descriptors, which a pipe
-cannot. Its end means that the process at the other end is gone.
+The channel is a socket pair that preserves message boundaries (SOCK_SEQPACKET), because a socket can carry file
+descriptors, which a pipe cannot. End-of-file on it means that the process at the other end is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a 
 
 
 class Setup(msgspec.Struct, tag="setup", frozen=True):
-    """The first message. The descriptor of the server's statistics comes with it. Answered by `Started`."""
+    """The first message, with the descriptor of the server's statistics. The process answers with `Started`."""
 
     config: ServerConfig  # without models and routes, which follow
     api_server: int  # its row of the statistics and its sockets to the engines, from 1 on
@@ -34,7 +34,7 @@ class Setup(msgspec.Struct, tag="setup", frozen=True):
 
 
 class OpenModel(msgspec.Struct, tag="open_model", frozen=True):
-    """The engines of a model are ready. Answered by `ModelOpened` once the tokenizer is loaded too."""
+    """The engines of a model are ready. The process answers with `ModelOpened` once the tokenizer is loaded too."""
 
     model: int
     engine: msgspec.Raw  # in msgpack: its type is one of the task's
@@ -42,7 +42,7 @@ class OpenModel(msgspec.Struct, tag="open_model", frozen=True):
 
 
 class StatusChanged(msgspec.Struct, tag="status", frozen=True):
-    """A model's status, and the reason that refused requests receive."""
+    """The new status of a model, and the reason that refused requests receive."""
 
     model: int
     status: ModelStatus
@@ -50,14 +50,16 @@ class StatusChanged(msgspec.Struct, tag="status", frozen=True):
 
 
 class AddModel(msgspec.Struct, tag="add_model", frozen=True):
-    """A model whose checkpoint is on this machine: load its tokenizer. The descriptor of its statistics comes along.
+    """Adds a model whose checkpoint is on this machine, with the descriptor of its statistics.
+
+    The process loads the model's tokenizer.
 
     Args:
-        task: None where it could not be found out, because the model cannot be loaded.
-        engines: the number of each replica's engine, in whose folder its sockets are. None stands for a replica without
+        task: The model's task. None means that the task is unknown, because the model cannot be loaded.
+        engines: The number of each replica's engine, in whose folder its sockets are. None stands for a replica without
             an engine.
-        open: the message that opened the model, for a process that starts later.
-        status: the last status, for a process that starts later.
+        open: The message that opened the model, for a process that starts later.
+        status: The last status, for a process that starts later.
     """
 
     model: int
@@ -69,9 +71,9 @@ class AddModel(msgspec.Struct, tag="add_model", frozen=True):
 
 
 class AddUpstream(msgspec.Struct, tag="add_upstream", frozen=True):
-    """A model of other servers, one of `urls` for each replica.
+    """Adds a model of other servers, with one of `urls` for each replica and the descriptor of its statistics.
 
-    Comes with its statistics, and is answered by `ModelOpened`.
+    The process answers with `ModelOpened`.
     """
 
     model: int
@@ -83,13 +85,16 @@ class AddUpstream(msgspec.Struct, tag="add_upstream", frozen=True):
 
 
 class RemoveModel(msgspec.Struct, tag="remove_model", frozen=True):
-    """A model has left the server. Its requests have ended."""
+    """Removes a model that has left the server. Its requests have ended."""
 
     model: int
 
 
 class RoutesChanged(msgspec.Struct, tag="routes", frozen=True):
-    """The models of languages and routes, at the start and when they have changed. order: first names of models."""
+    """The models of languages and routes, sent at the start and after each change.
+
+    `order` holds the names of the models that come first.
+    """
 
     order: tuple[str, ...]
     languages: LanguagesSection
@@ -97,11 +102,11 @@ class RoutesChanged(msgspec.Struct, tag="routes", frozen=True):
 
 
 class AddConnection(msgspec.Struct, tag="connection", frozen=True):
-    """Pass a client's connection, whose descriptor comes with the message, to the API server."""
+    """Passes a client's connection to the API server. The connection's descriptor comes with the message."""
 
 
 class EndRequests(msgspec.Struct, tag="end", frozen=True):
-    """End every open request of a model, or of one of its replicas, with an error."""
+    """Ends every open request of a model, or of one of its replicas, with an error."""
 
     model: int
     message: str
@@ -111,7 +116,10 @@ class EndRequests(msgspec.Struct, tag="end", frozen=True):
 
 
 class ReplicaStarted(msgspec.Struct, tag="replica_started", frozen=True):
-    """An engine is being started for a replica: bind the sockets to it. The statistics say when it gets requests."""
+    """A replica's engine is being started, and the process binds the sockets to it.
+
+    The statistics say when the replica receives requests.
+    """
 
     model: int
     replica: int
@@ -119,7 +127,10 @@ class ReplicaStarted(msgspec.Struct, tag="replica_started", frozen=True):
 
 
 class ReplicaEnded(msgspec.Struct, tag="replica_ended", frozen=True):
-    """A replica's engine has died or was stopped: end its requests with `message`, and close its sockets."""
+    """A replica's engine has died or was stopped.
+
+    The process ends its requests with `message` and closes its sockets.
+    """
 
     model: int
     replica: int
@@ -127,7 +138,7 @@ class ReplicaEnded(msgspec.Struct, tag="replica_ended", frozen=True):
 
 
 class Exit(msgspec.Struct, tag="exit", frozen=True):
-    """Close connections and exit."""
+    """Tells the process to close its connections and to exit."""
 
 
 # --- API server to supervisor --------------------------------------------------------------------------------------
@@ -138,14 +149,17 @@ class Started(msgspec.Struct, tag="started", frozen=True):
 
 
 class ModelOpened(msgspec.Struct, tag="opened", frozen=True):
-    """A model can be served. With `synthetic` its tokenizer is a stand-in, or for speech its tokens are."""
+    """A model can be served.
+
+    With `synthetic`, its tokenizer is a substitute. For speech, the tokens are then a substitute.
+    """
 
     model: int
     synthetic: bool
 
 
 class ModelFailed(msgspec.Struct, tag="model_failed", frozen=True):
-    """This process cannot load what it needs for a model."""
+    """Reports that this process cannot load the files that it needs for a model."""
 
     model: int
     message: str
@@ -188,18 +202,24 @@ class Channel(Generic[_Message]):
         self._decode = msgspec.msgpack.Decoder(message_type).decode
 
     def send(self, message: ToAPIServer | FromAPIServer, descriptor: int | None = None) -> bool:
-        """Send a message now. False when the other end is gone, or has read so little that the buffer is full."""
+        """Send a message without waiting.
+
+        Returns False if the other end is gone, or has read so little that the buffer is full.
+        """
         return self._send(_encode(message), descriptor)
 
     def send_connection(self, connection: socket.socket) -> bool:
-        """Pass `connection` on and close our copy. False as in `send`: then it is still ours."""
+        """Pass `connection` to the other end and close our copy.
+
+        Returns False in the same cases as `send`; our copy then stays open.
+        """
         if not self._send(_CONNECTION, connection.fileno()):
             return False
         connection.close()
         return True
 
     def read(self, on_message: Callable[[_Message, list[int]], None], on_end: Callable[[], object]) -> None:
-        """Start to call `on_message` for each message with its descriptors, and `on_end` once, at the end."""
+        """Start to call `on_message` for each message with its descriptors, and `on_end` once at end-of-file."""
 
         def on_readable() -> None:
             while self._socket.fileno() >= 0:
@@ -218,7 +238,7 @@ class Channel(Generic[_Message]):
         asyncio.get_running_loop().add_reader(self._socket.fileno(), on_readable)
 
     def close(self) -> None:
-        """Close this end. Can be called twice."""
+        """Close this end. A second call does nothing."""
         if self._socket.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()

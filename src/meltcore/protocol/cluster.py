@@ -1,7 +1,8 @@
-"""Defines the lines between a process of Meltcore and the driver of a Ray cluster, its child (JSON over two pipes).
+"""Defines the JSON lines between a process of Meltcore and its child, the driver of a Ray cluster, over two pipes.
 
-Ray stays within the driver: a cluster that loses its head node ends the driver, and nothing else of Meltcore.
-`python -m meltcore.fleet.ray.driver ADDRESS` is the driver. It ends, with what it has started, at the end of its input.
+Only the driver uses Ray: if a cluster loses its head node, the driver ends, but nothing else of Meltcore. `python -m
+meltcore.fleet.ray.driver ADDRESS` is the driver. At the end of its input it ends itself and everything that it has
+started.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Ping(msgspec.Struct, tag="ping", frozen=True):
 
 
 class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
-    """Asks for all living nodes, and which of these checkpoints each of them can load. Answered by `Nodes`.
+    """Asks for all living nodes, and which of these checkpoints each node can load. Answered by `Nodes`.
 
     Args:
-        checkpoints: absolute paths, and ids of the hub.
-        limit_s: time for a node to answer. NVML takes up to 60 s, and a worker process several seconds to start.
-        names: names of known nodes by id, which they keep.
-        used: ids of the nodes that have engines.
+        checkpoints: Absolute paths, and ids of the hub.
+        limit_s: Time for a node to answer. NVML takes up to 60 s, and a worker process several seconds to start.
+        names: Names of known nodes by id. The nodes keep these names.
+        used: Ids of the nodes that have engines.
     """
 
     checkpoints: list[str] = []
@@ -49,16 +50,16 @@ class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     """Asks for an engine process on a node. Answered by `EngineListening` or `EngineEnded`.
 
     Args:
-        engine: number of the engine.
-        command: the command that starts the engine, without the interpreter.
-        client_key: public key of the engine's clients.
-        gpus: indices among the GPUs of the node that Ray may use.
-        gib: memory on each of these GPUs.
-        cpu_engines: number of engines that share the cores of the node.
-        sharing: how engines of one GPU wait for each other.
-        fleet: names the engines that wait for each other.
-        model: name of the model.
-        replica: index of the replica of the model.
+        engine: Number of the engine.
+        command: The command that starts the engine, without the interpreter.
+        client_key: Public key of the engine's clients.
+        gpus: Indices among the GPUs of the node that Ray may use.
+        gib: Memory on each of these GPUs, in GiB.
+        cpu_engines: Number of engines that share the cores of the node.
+        sharing: How engines of one GPU wait for each other.
+        fleet: A name that all engines that wait for each other share.
+        model: Name of the model.
+        replica: Index of the replica of the model.
     """
 
     engine: int
@@ -84,14 +85,14 @@ class KillEngine(msgspec.Struct, tag="kill_engine", frozen=True):
 
 
 class RunOnNodes(msgspec.Struct, tag="run_on_nodes", frozen=True):
-    """Asks every node to run a command of Meltcore as a process. Answered by `CommandStarted`, `CommandEnded` per node.
+    """Asks every node to run a command of Meltcore. Answered by `CommandStarted`, then one `CommandEnded` per node.
 
     Args:
-        command: name and options of the command.
-        limit_s: time for each node.
-        needs_gpu: nodes without a GPU leave the command out.
+        command: Name and options of the command.
+        limit_s: Time limit on each node.
+        needs_gpu: Nodes without a GPU do not run the command.
         takes_gpus: Ray gives all GPUs of the node to the command, so that no other Ray job runs there.
-        has_folder: the command writes a run folder, which the node removes.
+        has_folder: The command writes a run folder, which the node removes.
     """
 
     command: list[str]
@@ -108,11 +109,11 @@ class ClusterNode(msgspec.Struct, frozen=True):
     """A node of the cluster.
 
     Args:
-        name: host name, with the beginning of the node's id where several nodes have the same host name.
-        gib: memory of the GPUs that Ray may give away (`gpu_resource`), by index.
-        reserved_gib: memory that Ray has given to jobs, by index.
-        missing: why the node cannot load a checkpoint, by checkpoint.
-        problem: why no engine can be started there, or "". With a problem nothing else is known of the node.
+        name: Host name. If several nodes have the same host name, the beginning of the node's id is added.
+        gib: Memory in GiB of the GPUs that Ray may assign (`gpu_resource`), by index.
+        reserved_gib: Memory in GiB that Ray has assigned to jobs, by index.
+        missing: The reason why the node cannot load a checkpoint, by checkpoint.
+        problem: Why no engine can be started on the node, or "". With a problem nothing else is known about the node.
     """
 
     name: str
@@ -144,7 +145,7 @@ class ClusterFailed(msgspec.Struct, tag="cluster_failed", frozen=True):
 class EngineListening(msgspec.Struct, tag="listening", frozen=True):
     """An engine process runs and loads its model.
 
-    It is reached by `listening` at `host`; `pid` is its id on its node.
+    Clients reach the engine by `listening` at `host`. `pid` is the process id on its node.
     """
 
     engine: int
@@ -163,8 +164,9 @@ class EngineOutput(msgspec.Struct, tag="output", frozen=True):
 class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
     """An engine process has ended, or could not be started.
 
-    With `no_room` nothing was started, as its node is gone or has no room, so another node may take it. With
-    `is_evicted` the cluster has ended it, or its start, for lack of memory on its node; the process may live on.
+    With `no_room` nothing was started, because the node is gone or has too little memory; another node may take the
+    engine. With `is_evicted` the cluster has ended the engine, or its start, for lack of memory on the node; the
+    process may still run.
     """
 
     engine: int
@@ -174,24 +176,24 @@ class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
 
 
 class ClusterState(msgspec.Struct, tag="cluster_state", frozen=True):
-    """Reports that the head node does not answer any more, or again.
+    """Reports that the head node has stopped to answer, or answers again.
 
-    `problem` says why nothing can be changed, or is "".
+    `problem` says why nothing can be changed. It is empty if the head node answers.
     """
 
     problem: str
 
 
 class CommandStarted(msgspec.Struct, tag="command_started", frozen=True):
-    """The names of the nodes that are asked to run a command."""
+    """The names of the nodes that run a command."""
 
     nodes: list[str]
 
 
 class CommandEnded(msgspec.Struct, tag="command_ended", frozen=True):
-    """The result of a command on a node. A `late` command was ended at its limit, and a `failed` one has no process.
+    """The result of a command on a node. A `late` command was ended at its limit. A `failed` one has no process.
 
-    `output` is its standard output. `reason` is its last line on standard error, or why it did not end.
+    `output` is the command's standard output. `reason` is its last line on standard error, or why it did not end.
     """
 
     node: str

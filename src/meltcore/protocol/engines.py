@@ -1,4 +1,4 @@
-"""Defines what the server knows of the messages of all engines. Tags tell them apart, so one decoder reads them all."""
+"""Defines what the server needs to know about the messages of all engines. Tags distinguish them for one decoder."""
 
 from functools import cache, reduce
 from operator import or_
@@ -15,12 +15,12 @@ FromEngine = EngineOutputs[Any, Any] | EngineReady | ShellFromEngine
 
 @cache
 def from_engine() -> Any:
-    """Return the union of the messages that an engine of any task sends, for a decoder."""
+    """Return the union of the messages that engines of all tasks send, for a decoder."""
     return reduce(or_, (load(task.messages).FromEngine for task in tasks().values()))
 
 
 def shared_stats(stats: EngineStats | BatchStats) -> EngineStats:
-    """Return statistics as the server's shared memory holds them. Pages and tokens of a batch engine are 0."""
+    """Return statistics in the form of the server's shared memory. Pages and tokens of a batch engine are 0."""
     if isinstance(stats, EngineStats):
         return stats
     return EngineStats(

@@ -8,7 +8,7 @@ import msgspec
 
 
 class PlannedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of memory: what it is for, its bytes, and a note."""
+    """A part of memory: its purpose, its bytes, and a note."""
 
     name: str
     size_bytes: int
@@ -16,12 +16,12 @@ class PlannedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One model: where it goes, for which context and concurrency, and how an engine of it divides its budget.
+    """One model: its place, its context and concurrency, and how an engine of the model divides its memory budget.
 
     Args:
-        place: "GPU 0", "CPU" or "another server", in a cluster after the node's name.
-        budget_bytes: budget of one engine on each of its GPUs, or 0 for another server.
-        max_num_seqs: the file's number, where a step is full with fewer.
+        place: "GPU 0", "CPU" or "another server". In a cluster the node's name comes first.
+        budget_bytes: Budget of one engine on each of its GPUs, or 0 for another server.
+        max_num_seqs: The concurrency in fleet.yaml, if a step is full with fewer sequences.
     """
 
     name: str
@@ -37,9 +37,10 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU and the bytes of each model on it, CUDA contexts included. Models that take turns count with the largest.
+    """One GPU and the bytes of each model on it, CUDA contexts included.
 
-    The fleet may use `total_bytes`, which leave out the `others_bytes` of other processes.
+    Of models that take turns, only the largest counts. The fleet may use `total_bytes`, which exclude the
+    `others_bytes` of other processes.
     """
 
     number: int
@@ -51,7 +52,7 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
-    """The host memory of one machine: for engines on its CPU, and pinned for weights that sleep.
+    """The host memory of one machine: for engines on its CPU, and for the pinned weights of sleeping models.
 
     `total_bytes` is the memory for both, or None if it is not known.
     """
@@ -66,13 +67,13 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan of a fleet.
 
     Args:
-        fits: the file fits as it is.
-        changes: what the nearest plan that fits changes, which is this plan.
-        reason: what the file needs and what memory there is, where nothing fits. Such a plan has no GPUs and models.
-        other_changes: other changes that are enough too, either with concurrency and context as they are, or with
-            smaller ones.
-        mig: each layout of MIG slices of the first GPU, and whether the engines fit into it.
-        context_note: what is known of the memory of CUDA contexts and of the driver.
+        fits: True if the fleet fits as fleet.yaml describes it.
+        changes: The changes to fleet.yaml that this plan makes, because only the nearest plan with changes fits.
+        reason: What the fleet needs and which memory exists, if nothing fits. Such a plan has no GPUs and models.
+        other_changes: Other changes that are sufficient too: with unchanged concurrency and context, or with smaller
+            ones.
+        mig: Each layout of MIG slices of the first GPU, and whether the engines fit into it.
+        context_note: What is known about the memory of CUDA contexts and of the driver.
     """
 
     source: str
@@ -94,7 +95,7 @@ def has_smaller_settings(changes: Sequence[str]) -> bool:
 
 
 def other_changes_text(changes: Sequence[str]) -> str:
-    """Return what the other changes of a plan are for."""
+    """Return a text on the purpose of a plan's other changes."""
     if has_smaller_settings(changes):
         return "with smaller settings, and fewer models that take turns"
     return "with context and concurrency as they are"

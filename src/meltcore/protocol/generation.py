@@ -30,8 +30,8 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """Asks the engine to generate one sequence.
 
     A lower `priority` is scheduled earlier; requests of equal priority are scheduled in order of arrival. API servers
-    pack the prompt (`pack_token_ids`). As lists of Python integers 10,000 waiting prompts take hundreds of megabytes,
-    and the C library does not return all of that to the system.
+    pack the prompt (`pack_token_ids`). As lists of Python integers, 10,000 waiting prompts would take hundreds of
+    megabytes, not all of which the C library returns to the system.
     """
 
     request_id: str
@@ -61,7 +61,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(token_ids: bytes | list[int]) -> "array[int]":
-    """Return token ids that may be packed. Raises OverflowError for one that is negative or needs over 32 bits."""
+    """Return token ids, which may be packed. Raises OverflowError for an id that is negative or exceeds 32 bits."""
     unpacked = array(_TOKEN_TYPECODE, token_ids)
     if _IS_SWAPPED and isinstance(token_ids, bytes):
         unpacked.byteswap()
@@ -75,7 +75,7 @@ ToEngine = AddRequest | ShellToEngine
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Holds the log-probabilities at one position: of its token, and of the most probable tokens.
+    """Holds the log-probabilities at one position: of the token there, and of the most probable tokens.
 
     They belong to the raw model distribution, before temperature and penalties.
     """
@@ -86,7 +86,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
-    """Holds the times at which the engine received, scheduled and finished a request, and read its first token."""
+    """Holds the times at which the engine received, scheduled and finished a request and read its first token."""
 
     arrived_s: float
     scheduled_s: float
@@ -162,7 +162,7 @@ class GenerationReady(EngineReady, tag="ready", array_like=True, frozen=True):
         )
 
     def probe(self, request_id: str) -> AddRequest:
-        """Return a prompt of one token, for one token."""
+        """Return a request with a prompt of one token for one output token."""
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         return AddRequest(request_id, pack_token_ids([min(1, self.vocab_size - 1)]), sampling)
 

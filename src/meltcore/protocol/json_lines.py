@@ -17,7 +17,7 @@ import msgspec
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
-    """Asks for the continuation of a prompt, greedy where the temperature is 0.
+    """Asks for the continuation of a prompt. Sampling is greedy if the temperature is 0.
 
     An id may be used again after its request has ended.
     """

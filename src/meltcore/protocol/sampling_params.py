@@ -15,10 +15,10 @@ MIN_TEMPERATURE, MIN_REPETITION_PENALTY = 1e-20, 1e-3
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Holds the sampling parameters of one request, which `check` validates.
 
-    The default is greedy. A `temperature` of 0 means greedy sampling, whatever the other fields are. `top_k` 0 means no
-    limit. `logprobs` None returns none; n returns the sampled token's and the n most probable tokens.
-    `prompt_logprobs` is the same per prompt token except the first. `max_tokens` counts generated tokens, the end token
-    included.
+    The default is greedy. A `temperature` of 0 means greedy sampling, whatever the other fields are. A `top_k` of 0
+    means no limit. With `logprobs` None, no log-probabilities are returned; with n, those of the sampled token and of
+    the n most probable tokens. `prompt_logprobs` is the same for each prompt token except the first. `max_tokens`
+    counts generated tokens, the end token included.
     """
 
     max_tokens: int = 16

@@ -16,7 +16,7 @@ _Stats = TypeVar("_Stats")
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """Ends these requests with reason "abort" and frees their memory. Unknown and finished ids are ignored."""
+    """Ends requests with the finish reason "abort" and frees their memory. Unknown and finished ids are ignored."""
 
     request_ids: list[str]
 
@@ -39,17 +39,17 @@ class ForgetClient(msgspec.Struct, tag="forget", array_like=True, frozen=True):
 
 
 class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
-    """Makes an idle engine give its device memory back; it answers with `Asleep`.
+    """Makes an idle engine release its device memory. The engine answers with `Asleep`.
 
-    With `keep` "host" it copies the weights to pinned host memory. With "disk" it drops them and reads the checkpoint
-    again at `Wake` (levels 1 and 2 of vLLM's sleep mode). The content of caches is lost in both.
+    With `keep` "host" the engine copies the weights to pinned host memory. With "disk" it drops the weights and reads
+    the checkpoint again at `Wake` (levels 1 and 2 of vLLM's sleep mode). The content of caches is lost in both cases.
     """
 
     keep: Literal["host", "disk"] = "host"
 
 
 class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
-    """Makes a sleeping engine take its memory and its weights again; it answers with `Awake`."""
+    """Makes a sleeping engine load its weights into device memory again. The engine answers with `Awake`."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
@@ -77,7 +77,7 @@ class MemoryRow(msgspec.Struct, array_like=True, frozen=True):
 class EngineReady(msgspec.Struct, array_like=True, frozen=True):
     """Reports that the engine can serve. Each engine type adds its limits in a subclass with a tag.
 
-    LOWEST names the limits of which a model's replicas share the lowest value.
+    Replicas of a model share the lowest value of each limit that LOWEST names.
     """
 
     LOWEST: ClassVar[Sequence[str]] = ()
@@ -90,7 +90,7 @@ class EngineReady(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def has_synthetic_lengths(self) -> bool:
-        """Return whether answers have random weights, so that their length follows a rule instead of the weights."""
+        """Return whether random weights give the answers, so that a rule decides the length of an answer."""
         return False
 
     def describe_limits(self) -> str:
@@ -98,7 +98,7 @@ class EngineReady(msgspec.Struct, array_like=True, frozen=True):
         raise NotImplementedError
 
     def probe(self, request_id: str) -> Any:
-        """Return the message of a tiny request, which an engine has to answer before it gets requests of clients."""
+        """Return the message of a tiny request, which an engine must answer before clients' requests are sent to it."""
         raise NotImplementedError
 
 
@@ -124,9 +124,9 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 class ProfileDone(msgspec.Struct, tag="profiled", array_like=True, frozen=True):
-    """Reports the folder of a started profile or the file of a finished one, or the reason why it failed.
+    """Reports the folder of a started profile, the file of a finished profile, or the reason of a failure.
 
-    With the cuda profiler the path is empty: Nsight Systems writes the file.
+    With the cuda profiler the path is empty, because Nsight Systems writes the file.
     """
 
     path: str
@@ -134,13 +134,13 @@ class ProfileDone(msgspec.Struct, tag="profiled", array_like=True, frozen=True):
 
 
 class Asleep(msgspec.Struct, tag="asleep", array_like=True, frozen=True):
-    """Reports that the engine sleeps, or with `error` why it does not: it then serves as before.
+    """Reports that the engine sleeps. With `error` it does not sleep, for this reason, and serves as before.
 
     Args:
-        freed_bytes: device memory that was given back, or host memory for an engine on a CPU.
-        resident_bytes: device memory that the engine holds while it sleeps, such as CUDA graphs.
+        freed_bytes: Device memory that was released, or host memory for an engine on a CPU.
+        resident_bytes: Device memory that the engine holds while it sleeps, such as CUDA graphs.
 
-    Requests that arrive meanwhile are refused.
+    Requests that arrive while the engine sleeps are refused.
     """
 
     freed_bytes: int
@@ -150,7 +150,7 @@ class Asleep(msgspec.Struct, tag="asleep", array_like=True, frozen=True):
 
 
 class Awake(msgspec.Struct, tag="awake", array_like=True, frozen=True):
-    """Reports that the engine serves again, or with `error` why it still sleeps; it may be woken again.
+    """Reports that the engine serves again. With `error` it still sleeps, for this reason, and may be woken again.
 
     `bytes_copied` counts bytes of weights, from the host or from the checkpoint.
     """

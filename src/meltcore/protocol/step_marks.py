@@ -37,7 +37,7 @@ class StepMarks:
     """The marks of one GPU, as an engine of one class sees them."""
 
     def __init__(self, path: Path, priority_class: PriorityClass) -> None:
-        """Map the file and take a word. Raises ConfigError when it cannot be used or all words are taken."""
+        """Map the file and take a word. Raises ConfigError if the file cannot be used or all words are taken."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

@@ -11,15 +11,15 @@ _PROBE_TEXT, _TONE_HZ = "नमस्ते", 220.0
 
 
 class Synthesize(TaskRequest, tag="synthesize", array_like=True, frozen=True, kw_only=True):
-    """Asks for the speech of one text, which the engine cuts at sentence ends, in the voice of a reference.
+    """Asks for the speech of one text in the voice of a reference. The engine cuts the text at sentence ends.
 
     Args:
-        voice: one of the engine's voices, or "" for the voice of `reference`.
+        voice: One of the engine's voices, or "" for the voice of `reference`.
         reference: float32 samples from -1 to 1 in this machine's byte order, mono, at the engine's sample rate.
-        reference_text: the text that is spoken in `reference`.
-        speed: a factor; 2 is twice as fast.
-        seed: the seed of the noise that speech is made of.
-        num_steps: one of the engine's numbers of steps, or 0 for its default.
+        reference_text: The text that is spoken in `reference`.
+        speed: A factor; 2 is twice as fast.
+        seed: The seed of the noise from which speech is generated.
+        num_steps: One of the engine's numbers of steps, or 0 for its default.
     """
 
     text: str
@@ -51,12 +51,12 @@ class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=
     """Reports that a synthesis engine can serve.
 
     Args:
-        voices: names of voices, the default first. Without a voice, every request must bring a reference.
-        max_text: the most characters of a text.
-        min_reference_s: the shortest reference, without the silence at its ends.
-        max_reference_s: the longest reference, without the silence at its ends.
-        steps: the numbers of steps that a request may ask for, the default first.
-        tokens: "synthetic" when a checkpoint has no vocabulary (dummy weights).
+        voices: Names of voices, the default first. If there are no voices, every request must contain a reference.
+        max_text: The maximum number of characters of a text.
+        min_reference_s: The shortest reference in seconds, without the silence at its ends.
+        max_reference_s: The longest reference in seconds, without the silence at its ends.
+        steps: The numbers of steps that a request may choose, the default first.
+        tokens: "synthetic" if a checkpoint has no vocabulary (dummy weights).
     """
 
     voices: list[str]
@@ -77,7 +77,7 @@ class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=
         )
 
     def probe(self, request_id: str) -> Synthesize:
-        """Return a request to speak one word, in the first voice or in the voice of a tone."""
+        """Return a request to speak one word, in the first voice or with a tone as the reference."""
         reference_s = (self.min_reference_s + self.max_reference_s) / 2
         return Synthesize(
             request_id=request_id,
@@ -90,7 +90,7 @@ class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=
 
 
 def _make_tone(sample_rate: int, duration_s: float) -> bytes:
-    """Return float32 samples of a tone, for a model that speaks in the voice of a reference."""
+    """Return float32 samples of a tone, as the reference for a model without voices."""
     step = 2 * math.pi * _TONE_HZ / sample_rate
     return array("f", (0.3 * math.sin(step * index) for index in range(round(sample_rate * duration_s)))).tobytes()
 

@@ -1,11 +1,12 @@
-"""Defines how an engine on another machine is reached: one TCP port per engine, encrypted with CURVE keys.
+"""Defines how clients reach an engine on another machine: one TCP port per engine, encrypted with CURVE keys.
 
-The engine binds a ROUTER socket, and each client (the supervisor, of index 0, and the API servers) connects a DEALER
-socket to it. A file in the folder of the sockets tells either end that the other one is on another machine. Each engine
-process makes a key pair, and so does the supervisor for all clients. Secret keys stay on the machine that made them.
+The engine binds a ROUTER socket, and each client (the supervisor, with index 0, and the API servers) connects a DEALER
+socket to it. A file in the folder of the sockets says that the other end is on another machine. Each engine process
+makes a key pair, and the supervisor makes one for all clients. Secret keys stay on the machine that made them.
 
-A monotonic clock belongs to one machine. Every message therefore begins with the sender's clock, and the receiver moves
-the times within it by the difference to its own clock. Durations before the send are kept, and the transport's is lost.
+A monotonic clock belongs to one machine. So every message begins with the sender's clock, and the receiver shifts the
+times in the message by the difference to its own clock. Durations before the send are kept, and the transport's is
+lost.
 """
 
 from __future__ import annotations
@@ -44,21 +45,24 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class Binding(msgspec.Struct, frozen=True):
-    """What an engine is told: the host name or address to bind, and the public key of its clients."""
+    """Tells an engine how to listen: the host name or address to bind, and the public key of its clients."""
 
     host: str
     client_key: str
 
 
 class Listening(msgspec.Struct, frozen=True):
-    """What an engine reports: the port that it has bound, and its public key."""
+    """The engine's report after it has bound its port: the port, and its public key."""
 
     port: int
     engine_key: str
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
-    """Where an engine is, its public key, and the key pair of its clients. `name` is the node's name in messages."""
+    """The address of an engine, its public key, and the key pair of its clients.
+
+    `name` is the node's name in messages.
+    """
 
     name: str
     host: str
@@ -78,7 +82,10 @@ def write_binding(directory: Path, binding: Binding) -> None:
 
 
 def read_binding(directory: Path) -> Binding | None:
-    """Return what `write_binding` wrote, and remove it, or None for an engine whose clients are on this machine."""
+    """Return the content that `write_binding` wrote, and remove the file.
+
+    Returns None for an engine whose clients are on this machine.
+    """
     path = directory / _BINDING
     if not path.exists():
         return None
@@ -88,14 +95,14 @@ def read_binding(directory: Path) -> Binding | None:
 
 
 def write_listening(directory: Path, listening: Listening) -> None:
-    """Tell the process that started the engine where the engine listens."""
+    """Write where the engine listens, for the process that started the engine."""
     part = directory / f"{_LISTENING}.part"
     part.write_bytes(msgspec.json.encode(listening))
     part.rename(directory / _LISTENING)
 
 
 def read_listening(directory: Path) -> Listening | None:
-    """Return what `write_listening` wrote, or None before the engine listens."""
+    """Return the content that `write_listening` wrote, or None before the engine listens."""
     path = directory / _LISTENING
     return msgspec.json.decode(path.read_bytes(), type=Listening) if path.exists() else None
 
@@ -106,7 +113,7 @@ def write_address(directory: Path, address: EngineAddress) -> None:
 
 
 def read_address(directory: Path) -> EngineAddress | None:
-    """Return what `write_address` wrote, or None for an engine on this machine."""
+    """Return the address that `write_address` wrote, or None for an engine on this machine."""
     path = directory / _ADDRESS
     return msgspec.json.decode(path.read_bytes(), type=EngineAddress) if path.exists() else None
 
@@ -122,7 +129,7 @@ def client_identity(client_index: int) -> bytes:
 
 
 def set_heartbeats(socket: Any) -> None:
-    """Let a ZeroMQ socket notice connections that are lost, as long as its process runs."""
+    """Let a ZeroMQ socket detect lost connections."""
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
 

@@ -26,7 +26,8 @@ class Transcribe(TaskRequest, tag="transcribe", array_like=True, frozen=True, kw
 class Word(msgspec.Struct, array_like=True, frozen=True):
     """Holds one word, its times in seconds from the clip's beginning, and its token ids in the language.
 
-    `logprob` is the log-probability of its tokens together, `no_token_logprob` that none of its frames has a token.
+    `logprob` is the log-probability of all its tokens together. `no_token_logprob` is the log-probability that none of
+    its frames has a token.
     """
 
     text: str
@@ -38,7 +39,7 @@ class Word(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Transcript(TaskResult, tag="transcript", array_like=True, frozen=True, kw_only=True):
-    """Holds the text of a clip, its words, and how many tokens and encoder frames it comes from."""
+    """Holds the text of a clip, its words, and the numbers of its tokens and encoder frames."""
 
     text: str = ""
     words: tuple[Word, ...] = ()

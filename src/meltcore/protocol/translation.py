@@ -7,7 +7,7 @@ from meltcore.protocol.shell import EngineOutputs, ShellFromEngine, ShellToEngin
 
 
 class Translate(TaskRequest, tag="translate", array_like=True, frozen=True, kw_only=True):
-    """Asks for the translation of one sentence. `token_ids` are language tags, pieces and end token of the source."""
+    """Asks for the translation of one sentence. `token_ids` are the source's language tags, pieces and end token."""
 
     token_ids: list[int]
 

@@ -1,4 +1,4 @@
-"""Adds the tokens to a tokenizer that a checkpoint lists beside tokenizer.json, as transformers does."""
+"""Adds to a tokenizer the tokens that a checkpoint lists beside tokenizer.json, as transformers does."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def add_listed_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
     """Add the tokens of a folder's tokenizer_config.json, added_tokens.json and special_tokens_map.json.
 
-    What is listed with an id keeps the flags that it is listed with. A named special token without an id in any file
-    stays text, since the model has no row for it. Raises ConfigError if a file cannot be read, or gives a token
-    another id than it has.
+    A token that is listed with an id keeps its listed flags. A named special token without an id in any file stays
+    text, since the model has no row for it. Raises ConfigError if a file cannot be read, or gives a token another id
+    than the tokenizer does.
     """
     special = named_special_tokens(folder)
     listed = _listed_tokens(folder, {_token_text(value) for value in special}, _added_texts(backend))
@@ -42,9 +42,9 @@ def _added_texts(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _listed_tokens(folder: Path, special: set[str], known: set[str]) -> list[tuple[int, AddedToken, Path]]:
-    """Return the tokens that are listed with ids, in the order of these, and the file of each.
+    """Return the tokens that are listed with ids, sorted by id, and the file of each token.
 
-    tokenizer_config.json replaces what is known of a token, added_tokens.json does not.
+    An entry of tokenizer_config.json replaces a known token. An entry of added_tokens.json does not.
     """
     path = folder / "tokenizer_config.json"
     listed = Fields(read_json(path) if path.exists() else {}, path.name).optional("added_tokens_decoder")

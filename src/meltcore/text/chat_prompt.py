@@ -1,10 +1,11 @@
-"""Renders chats and encodes them, with control tokens of the chat template and plain text of the messages.
+"""Renders chats and encodes them: control tokens of the chat template are tokens, the messages are plain text.
 
-What a template does with a message (trim it, split it, repeat it, ask what it begins with) cannot be followed. So the
-chat is rendered a second time. Stand-ins replace the characters of the messages, and of the request's variables such as
-`documents`, that begin or end control tokens. The control tokens of this second prompt are the template's own. If the
-first prompt has the same ones, it is encoded as it is. Else the second one is, where stand-ins mark what is text.
-Strings that the template itself compares with, such as "</think>", stay in both, so that it treats them alike.
+A template may trim a message, split it, repeat it, or test its beginning, which cannot be traced. So the chat is
+rendered a second time. In the second rendering, stand-ins replace the characters that begin or end control tokens, in
+the messages and in the request's variables such as `documents`. The control tokens of the second prompt are therefore
+the template's own. If the first prompt has the same control tokens, it is encoded as it is. Otherwise the second prompt
+is encoded, in which stand-ins mark the text. Strings with which the template itself compares, such as "</think>", are
+not replaced, so that the template treats both renderings alike.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class ChatPrompt(NamedTuple):
     """The text of a rendered chat.
 
     Args:
-        text: what the model reads, special tokens included.
-        special_tokens: control tokens of the template in the text. None means all that the tokenizer finds.
-        controls: all control tokens of the tokenizer and the template.
+        text: The text that the model reads, special tokens included.
+        special_tokens: The control tokens of the template in the text. None means all control tokens that the tokenizer
+            finds.
+        controls: All control tokens of the tokenizer and the template.
     """
 
     text: str
@@ -46,7 +48,7 @@ class ChatPrompt(NamedTuple):
         return self.controls.encode(self.text, self.special_tokens)
 
     def pieces(self, characters: int) -> Iterator[ChatPrompt]:
-        """Yield the prompt in pieces of that many characters, or of a few more where a control token would be cut."""
+        """Yield the prompt in pieces of `characters` characters, or a few more if a control token would be cut."""
         matches = deque(self.special_tokens or ())
         start = 0
         while start < len(self.text):
@@ -69,12 +71,12 @@ def render_chat(
     special_tokens_in_messages: bool = False,
     check_text: Callable[[str], None] | None = None,
 ) -> ChatPrompt:
-    """Return the prompt of a chat, up to where the answer begins.
+    """Return the prompt of a chat, up to the position at which the answer begins.
 
-    `special_tokens_in_messages` says whether control tokens in the text of messages are tokens. `check_text` is called
-    with the prompt's text before stand-ins are made, which takes long for a long text.
+    With `special_tokens_in_messages`, control tokens in the text of messages are tokens too. `check_text` is called
+    with the prompt's text before stand-ins are made, because that takes long for a long text.
 
-    Raises RequestError (400).
+    Raises RequestError (400) if the template rejects the messages.
     """
     text = template.render(messages, kwargs)
     if check_text is not None:
@@ -104,7 +106,7 @@ def render_chat(
 def _message_strings(value: Any) -> Iterator[str]:
     """Yield all texts in messages or variables of a template, apart from names of fields.
 
-    A name that is no identifier is a text too, since no template can expect it: it may be written as it is.
+    A field name that is no identifier is yielded too, since no template can expect it and so may write it out.
     """
     if isinstance(value, str):
         yield value
@@ -119,9 +121,9 @@ def _message_strings(value: Any) -> Iterator[str]:
 
 
 def _stand_ins(characters: Collection[str], strings: list[str]) -> dict[str, str]:
-    """Return a private-use character for each character. It occurs in none of `strings`.
+    """Return a private-use character for each character. The stand-ins occur in none of `strings`.
 
-    Raises RequestError (400) if too few of them are left.
+    Raises RequestError (400) if too few private-use characters are left.
     """
     used = set(chain(*strings))
     unused = (char for char in map(chr, chain(*_PRIVATE_USE)) if char not in used)
@@ -136,9 +138,9 @@ def _stand_ins(characters: Collection[str], strings: list[str]) -> dict[str, str
 
 
 def _replace_characters(value: Any, stand_ins: dict[str, str], pattern: re.Pattern[str]) -> Any:
-    """Return messages or variables with stand-ins for characters.
+    """Return messages or variables in which stand-ins replace characters.
 
-    `pattern` matches the characters, and before them the strings that are kept.
+    `pattern` matches the strings to keep first, then the characters to replace.
     """
     if isinstance(value, str):
         return pattern.sub(lambda found: stand_ins.get(found[0], found[0]), value)

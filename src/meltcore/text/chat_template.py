@@ -69,8 +69,8 @@ class ChatTemplate:
     ) -> ChatTemplate | MissingTemplate:
         """Load the template in the file `path`, else the template of --tokenizer, else the checkpoint's.
 
-        A checkpoint whose template is absent or broken gives the reason, since it can still complete texts. Raises
-        ConfigError for a fault of the file `path`, which was named to be used.
+        If the checkpoint's template is absent or broken, returns a MissingTemplate with the reason, since the model can
+        still complete texts. Raises ConfigError if the file `path` cannot be used.
         """
         try:
             tokens = _special_tokens(checkpoint)
@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
-        """Return the template that `find_source` finds, or None.
+        """Return the template that `find_source` finds in a folder. Returns None if there is none.
 
         Raises ConfigError, which names the file that cannot be read.
         """
@@ -105,8 +105,8 @@ class ChatTemplate:
     def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
         """Return the prompt for `messages`, which ends where the assistant's answer begins.
 
-        None in kwargs leaves a variable at its default. Raises RequestError (400) with the template's own message where
-        the template rejects the messages or fails on them.
+        A value of None in `kwargs` leaves a variable at its default. Raises RequestError (400) with the template's own
+        message if the template rejects the messages or fails on them.
         """
         kwargs = kwargs or {}
         for name in sorted(_RESERVED_VARIABLES & kwargs.keys()):
@@ -138,7 +138,7 @@ def _constants(node: nodes.Node) -> frozenset[str]:
 
 
 def _sought_strings(tree: nodes.Template) -> frozenset[str]:
-    """Return the strings that a template compares with, or gives to a method that looks for them in a text."""
+    """Return the strings that a template compares with, or passes to a method that searches a text for them."""
     where: list[nodes.Node] = []
     for compare in tree.find_all(nodes.Compare):
         where += [compare.expr, *(operand.expr for operand in compare.ops)]
@@ -152,17 +152,17 @@ def _sought_strings(tree: nodes.Template) -> frozenset[str]:
 
 
 class MissingTemplate:
-    """Stands for the chat template of a model that has none, or one that cannot be used."""
+    """Stands for the chat template of a model that has no template, or has one that cannot be used."""
 
     is_usable = False
     source = ""
 
     def __init__(self, reason: str | None = None) -> None:
-        """Hold why the template cannot be used. None means that there is no template."""
+        """Store why the template cannot be used. None means that there is no template."""
         self.reason = reason
 
     def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:  # noqa: ARG002
-        """Raise RequestError (400), since the model takes no chats."""
+        """Raise RequestError (400), because the model cannot answer chats."""
         fault = (
             "this model has no chat template" if self.reason is None else f"this model takes no chats: {self.reason}"
         )
@@ -173,7 +173,10 @@ class MissingTemplate:
 
 
 def _checkpoint_source(checkpoint: Checkpoint) -> str | None:
-    """Return the template's source, from --tokenizer first, or None without a template. Raises ConfigError."""
+    """Return the source of the template of --tokenizer, else of the checkpoint. Returns None without a template.
+
+    Raises ConfigError if a file cannot be read.
+    """
     folders = [checkpoint.tokenizer_folder] if checkpoint.gguf else [checkpoint.tokenizer_folder, checkpoint.folder]
     for folder in folders:
         source = None if folder is None else find_source(folder, tokenizer_config(folder))
@@ -187,7 +190,10 @@ def _checkpoint_source(checkpoint: Checkpoint) -> str | None:
 
 
 def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the texts of special tokens by name. The tokenizer that is used names them. Raises ConfigError."""
+    """Return the texts of special tokens by name, as the tokenizer in use names them.
+
+    Raises ConfigError if a file cannot be read.
+    """
     if checkpoint.text_folder is not None:
         return special_token_texts(checkpoint.text_folder)
     from meltcore.text.gguf_tokenizer import special_tokens
@@ -206,10 +212,10 @@ def tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def find_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the source of a folder's chat template, or None without a template. `config` is its tokenizer_config.json.
+    """Return the source of a folder's chat template, or None without a template.
 
-    It is chat_template.jinja, else `chat_template` of tokenizer_config.json or of chat_template.json. Raises
-    ConfigError for a template that cannot be read.
+    The source is chat_template.jinja, else `chat_template` of tokenizer_config.json or of chat_template.json. `config`
+    is the folder's tokenizer_config.json. Raises ConfigError if the template cannot be read.
     """
     path = folder / "chat_template.jinja"
     if path.exists():
@@ -243,8 +249,8 @@ def _read_text(path: Path) -> str:
 def special_token_texts(folder: Path) -> dict[str, str]:
     """Return the texts of bos_token, eos_token and the other named special tokens of a folder, as transformers does.
 
-    Each field whose name ends in `_token` is one. A file has a plain text or an added-token object for each.
-    Raises ConfigError for a file that cannot be read.
+    Each field whose name ends in `_token` names a special token, as a plain text or an added-token object. Raises
+    ConfigError if a file cannot be read.
     """
     config = _special_settings(folder)
     found = {name: value for name, value in config.items() if name.endswith("_token")}
@@ -273,9 +279,9 @@ def named_special_tokens(folder: Path) -> list[str | dict[str, Any]]:
 
 
 def _special_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, whose fields special_tokens_map.json replaces.
+    """Return tokenizer_config.json with the fields of special_tokens_map.json in place of its own.
 
-    The latter is not read where the former has `added_tokens_decoder`.
+    special_tokens_map.json is not read if tokenizer_config.json has `added_tokens_decoder`.
     """
     config = tokenizer_config(folder)
     path = folder / "special_tokens_map.json"

@@ -1,10 +1,10 @@
 """Finds control tokens in text, and encodes a text in which only some of them are tokens.
 
-A tokenizer takes the text of a control token for the token wherever it stands. In a prompt, only those that the chat
-template has written may be tokens; the same characters in a message are text.
+A tokenizer turns the text of a control token into the token wherever it occurs. In a prompt, only the control tokens
+that the chat template has written may be tokens; the same characters in a message are text.
 
 Control tokens are the special tokens of a vocabulary, and other added tokens that steer a chat. DeepSeek-R1's distilled
-models publish the tokens of their turns as text (`"special": false`), and so do others. Such a token is known by its
+models, among others, publish the tokens of their turns as text (`"special": false`). Such a token is recognized by its
 text, or because the chat template writes it.
 """
 
@@ -37,7 +37,7 @@ class Match(NamedTuple):
 
 
 class ControlTokens:
-    """The special tokens of a vocabulary, its tokens of turns, and the added tokens `written` by a chat template."""
+    """The special tokens of a vocabulary, its turn tokens, and the added tokens `written` by a chat template."""
 
     def __init__(self, backend: tokenizers.Tokenizer, written: frozenset[str] = frozenset()) -> None:
         self._backend = backend
@@ -54,12 +54,12 @@ class ControlTokens:
         self.last_characters = frozenset(text[-1] for text in self.texts)
 
     def for_template(self, written: frozenset[str], sought: frozenset[str]) -> ControlTokens:
-        """Return these tokens, and the added tokens in brackets that a chat template writes.
+        """Return these tokens together with the added tokens in brackets that a chat template writes.
 
         Args:
-            written: the strings that the template may write.
-            sought: the strings that the template looks for in messages. A token in one of them stays as it is, since
-                messages are meant to have it: `</think>` ends the reasoning of an earlier answer.
+            written: The strings that the template may write.
+            sought: The strings that the template searches for in messages. A token in such a string is not added, since
+                messages may contain it: `</think>` ends the reasoning of an earlier answer.
         """
         key = written, sought
         found = self._of_templates.get(key)
@@ -74,7 +74,7 @@ class ControlTokens:
         return found
 
     def _to_special(self, token: AddedToken) -> AddedToken:
-        """Return an added token as the text encoder must have it, which reads special tokens as text."""
+        """Return an added token, marked as special if it is a control token. The text encoder reads those as text."""
         if token.special or token.content not in self._ids:
             return token
         sides = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
@@ -97,7 +97,7 @@ class ControlTokens:
     def occur_in(self, text: str) -> bool:
         """Return whether encoding `text` as a whole would find a control token.
 
-        The text is searched piece by piece, since each token that is found takes a kilobyte.
+        The text is searched piece by piece, since each token that is found takes a kilobyte of memory.
         """
         overlap = max(map(len, self.texts), default=1)
         return any(self.find(text[at : at + _PIECE_CHARS + overlap]) for at in range(0, len(text), _PIECE_CHARS))
@@ -116,7 +116,7 @@ class ControlTokens:
         return {text[:length] for text, length in cuts}, {text[length:] for text, length in cuts}
 
     def encode(self, text: str, matches: Sequence[Match]) -> list[int]:
-        """Return the token ids of `text`, in which `matches`, in order, are control tokens and nothing else is."""
+        """Return the token ids of `text`. Only the characters of `matches`, in order, become control tokens."""
         backend, marks = self._text_encoder
         parts, end = [], 0
         for match in matches:
@@ -130,9 +130,9 @@ class ControlTokens:
 
     @cached_property
     def _text_encoder(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-        """A tokenizer to which control tokens are text, and by control token the mark that it reads instead.
+        """A tokenizer that reads control tokens as text, and the mark that stands for each control token in its input.
 
-        It shares the vocabulary. Marks are unknown outside, so that no message can contain one.
+        The tokenizer shares the vocabulary. Marks are not known outside, so no message can contain one.
         """
         backend = tokenizers.Tokenizer(self._backend.model)
         if self._backend.normalizer is not None:
@@ -153,9 +153,10 @@ class ControlTokens:
 
     @cached_property
     def _replacements(self) -> dict[int, list[int]]:
-        """The ids that stand for an id of the text encoder, which is a mark or text that is one control token.
+        """The ids that replace an id of the text encoder, which is the id of a mark or of a control token's text.
 
-        A vocabulary may hold the text of a control token as a word. Then its characters are encoded one by one.
+        A vocabulary may contain the text of a control token as a word. The characters of this word are encoded one by
+        one.
         """
         backend, marks = self._text_encoder
         replacements: dict[int, list[int]] = {

@@ -1,4 +1,4 @@
-"""Converts token ids to text as they arrive, without incomplete characters and text that may begin a stop string."""
+"""Converts token ids to text as they arrive. Holds back incomplete characters and possible stop strings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MAX_WINDOW_TOKENS = 8  # a character takes at most 4 byte tokens; more unfinishe
 
 
 class IncrementalDecoder(Protocol):
-    """Converts token ids to text one by one. The results, joined, are the text of all ids."""
+    """Converts token ids to text one by one. The joined results are the text of all ids."""
 
     def add(self, token_id: int) -> str:
-        """Return the text that is complete with this token."""
+        """Return the text that this token completes."""
 
     def flush(self) -> str:
-        """Return the text of the tokens that were incomplete."""
+        """Return the remaining text, of tokens whose characters are incomplete."""
 
 
 class _ByteDecoder:
@@ -42,9 +42,9 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """Decodes any other vocabulary, where the text of a token depends on its neighbors.
+    """Decodes any other vocabulary, in which the text of a token depends on its neighbors.
 
-    A short window of tokens is decoded twice, without and with the new token. The new text is the difference. It is
+    A short window of tokens is decoded twice, without and with the new token. The difference is the new text. It is
     held back while it ends in an unfinished character.
     """
 
@@ -69,10 +69,9 @@ class _WindowDecoder:
         return text
 
     def _last_tokens(self, context: Sequence[int]) -> list[int]:
-        """Return the last tokens of a context that have text together: a decoder drops no space after them.
+        """Return the last tokens of a context that together have text, so that a decoder drops no space after them.
 
-        Bytes that are no character are left out, since a decoder takes neighboring byte tokens for valid together or
-        not at all.
+        Bytes that are no character are left out: a decoder judges neighboring byte tokens together, as valid or not.
         """
         for length in range(1, min(len(context), MAX_WINDOW_TOKENS) + 1):
             if self._is_text(context[-length:]):
@@ -95,12 +94,13 @@ class _WindowDecoder:
 
 
 class UnfinishedContext(NamedTuple):
-    """The tokens that a text continues, divided where they leave a character unfinished.
+    """The tokens that a text continues, divided at a character that they leave unfinished.
 
     Args:
-        finished_ids: tokens before the first byte of that character.
-        unfinished_ids: tokens with bytes of that character: at most three, and hidden tokens among them.
-        unfinished: bytes of the character, which the next tokens complete, or none if all characters are finished.
+        finished_ids: The tokens before the first byte of the unfinished character.
+        unfinished_ids: The tokens with bytes of the unfinished character: at most three, and hidden tokens among them.
+        unfinished: The bytes of the unfinished character, which the next tokens complete. Empty if all characters are
+            finished.
     """
 
     finished_ids: Sequence[int]
@@ -109,7 +109,7 @@ class UnfinishedContext(NamedTuple):
 
 
 def divide_context(tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int]) -> UnfinishedContext:
-    """Divide the tokens that a text continues. A prompt of token ids may end anywhere, also within a character."""
+    """Divide the tokens that a text continues. A prompt of token ids may also end within a character."""
     hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
     tail, starts = b"", list[tuple[int, int]]()  # of each visible token: its index, and the length of the tail with it
     for index in range(len(context) - 1, -1, -1):
@@ -128,7 +128,7 @@ def divide_context(tokenizer: Tokenizer, skip_special_tokens: bool, context: Seq
 
 
 def text_to_continue(tokenizer: Tokenizer, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-    """Return the text of a prompt, without the unfinished character that the text of its answer begins with."""
+    """Return the text of a prompt without its unfinished character, which begins the text of the answer."""
     context = divide_context(tokenizer, skip_special_tokens, token_ids)
     if not context.unfinished:
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -144,7 +144,8 @@ def incremental_decoder(
     """Return the cheapest decoder that is correct for the tokenizer's vocabulary.
 
     `context` holds the tokens that the text continues. If they leave a character unfinished, the first text completes
-    it. Some vocabularies drop the space at the beginning of a text, but not where a text continues.
+    the character. Some vocabularies drop the space at the beginning of a text, but not if the text continues another
+    one.
     """
     divided = divide_context(tokenizer, skip_special_tokens, context)
     if tokenizer.is_byte_level:
@@ -155,11 +156,11 @@ def incremental_decoder(
 class Detokenizer:
     """Converts the tokens of one answer to text, at a constant cost per token.
 
-    The results of `add` and `flush`, joined, are the text of all ids. After a stop string no more text is returned:
-    `token_count` then counts the tokens up to and including the one that completed it.
+    The joined results of `add` and `flush` are the text of all ids. After a stop string no more text is returned, and
+    `token_count` counts the tokens up to and including the token that completed the stop string.
 
     With a `reasoning_parser`, reasoning is not returned but appended to `reasoning`, which the caller empties.
-    Reasoning is not searched for stop strings, and whitespace between it and the answer is dropped. `prompt` decides
+    Reasoning is not searched for stop strings. Whitespace between reasoning and answer is dropped. `prompt` decides
     whether the text starts with reasoning.
     """
 
@@ -174,7 +175,7 @@ class Detokenizer:
     ) -> None:
         """Create a detokenizer.
 
-        With `continues_prompt` the text goes on from the prompt's text, as a completion does.
+        With `continues_prompt` the text continues the prompt's text, as in the completions API.
         """
         context = prompt if continues_prompt else ()
         self._decoder = incremental_decoder(tokenizer, params.skip_special_tokens, context)
@@ -194,9 +195,9 @@ class Detokenizer:
         self.matched_stop: str | None = None
 
     def add(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
-        """Return the new text of the answer, and the stop string that ended it or None.
+        """Return the new text of the answer, and the stop string that ended the answer or None.
 
-        A stop string that is completed by one of the first `min_tokens` tokens does not end the answer.
+        A stop string that one of the first `min_tokens` tokens completes does not end the answer.
         """
         if self.matched_stop is not None:
             return "", self.matched_stop
@@ -221,7 +222,7 @@ class Detokenizer:
         return token_id in self._hidden_ids
 
     def flush(self) -> str:
-        """Return the text still held back, once the answer has ended without a stop string."""
+        """Return the text that is still held back, after the answer has ended without a stop string."""
         if self.matched_stop is not None:
             return ""
         text = self._decoder.flush()
@@ -234,7 +235,7 @@ class Detokenizer:
         return released_text if self.matched_stop is not None else released_text + self._stop_strings.release()
 
     def _on_hidden_token(self, token_id: int) -> str:
-        """Return the text completed before a hidden token, and switch between reasoning and answer at its marks."""
+        """Return the text that precedes a hidden token. A reasoning mark switches between reasoning and answer."""
         if self._parser is None or token_id not in (self._parser.start_id, self._parser.end_id):
             return ""
         text = self._decoder.flush()

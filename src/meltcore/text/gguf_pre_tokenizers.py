@@ -15,13 +15,13 @@ from tokenizers import normalizers, pre_tokenizers
 
 
 class PreTokenizer(NamedTuple):
-    """How a text becomes words before byte-level BPE merges characters within each word.
+    """Describes how a text is split into words before byte-level BPE merges characters within each word.
 
     Args:
-        steps: steps in the order in which they are applied. The last one writes bytes as characters.
-        normalizer: changes the text before the steps, or None.
-        ignore_merges: whether a word that is a token stays whole.
-        add_bos: whether a text begins with BOS if tokenizer.ggml.add_bos_token is absent.
+        steps: The steps in the order of their application. The last step writes bytes as characters.
+        normalizer: Changes the text before the steps. None changes nothing.
+        ignore_merges: Keeps a word that is a token whole, without applying merges.
+        add_bos: Begins a text with BOS if tokenizer.ggml.add_bos_token is absent.
     """
 
     steps: tuple[pre_tokenizers.PreTokenizer, ...]

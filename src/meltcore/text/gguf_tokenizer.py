@@ -66,9 +66,9 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
 
 
 def tokenizer_reasons(path: Path) -> list[str]:
-    """Return the reasons why the kind of a GGUF file's tokenizer is not supported, without building it.
+    """Return the reasons why the kind of a GGUF file's tokenizer is not supported, without building the tokenizer.
 
-    An empty list for a file without tokens, of which its reader says so.
+    Returns an empty list for a file without tokens, which the reader of the file reports.
     """
     return _kind_reasons(GGUFModel(path))
 
@@ -76,8 +76,8 @@ def tokenizer_reasons(path: Path) -> list[str]:
 def broken_reasons(path: Path) -> list[str]:
     """Return the reason why the tokenizer of a GGUF file cannot be built, although its kind is supported.
 
-    It is not built for that, which takes seconds for 262,144 tokens. An empty list also for a file without tokens, of
-    which its reader says so.
+    The tokenizer is not built for this check, since building takes seconds for 262,144 tokens. Returns an empty list
+    also for a file without tokens, which the reader of the file reports.
     """
     gguf = GGUFModel(path)
     if f"{PREFIX}tokens" not in gguf.metadata or _kind_reasons(gguf):
@@ -122,8 +122,8 @@ def template_source(gguf: GGUFModel) -> str | None:
 def _read_vocabulary(gguf: GGUFModel) -> tuple[dict[str, int], np.ndarray[Any, Any], list[str]]:
     """Return the ids of tokens, the types of all rows, and notes on values that are not read as they are stored.
 
-    Raises ConfigError for a token that occurs twice, at which llama.cpp ends, for more characters than the limits, and
-    where texts in English have no tokens. Empty tokens get names.
+    Raises ConfigError if a token occurs twice, which llama.cpp rejects too, if the tokens exceed the limits of
+    characters, or if printable ASCII has no tokens. Empty tokens get names.
     """
     tokens = gguf.texts(f"{PREFIX}tokens")
     types, retyped = token_types(gguf, tokens)
@@ -176,7 +176,7 @@ def _check_tokens(gguf: GGUFModel, vocab: dict[str, int], types: np.ndarray[Any,
 
 
 def _read_merges(gguf: GGUFModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the merges of a byte-level vocabulary. Raises ConfigError for a wrong one."""
+    """Return the merges of a byte-level vocabulary. Raises ConfigError for an invalid merge."""
     if f"{PREFIX}merges" not in gguf.metadata:
         raise ConfigError(f"{gguf.path} lacks {PREFIX}merges; name a tokenizer with --tokenizer")
     merges: list[tuple[str, str]] = []
@@ -196,9 +196,9 @@ def _read_merges(gguf: GGUFModel, vocab: dict[str, int]) -> list[tuple[str, str]
 
 
 def _read_scores(gguf: GGUFModel, types: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the scores of a SentencePiece vocabulary in float64.
+    """Return the scores of a SentencePiece vocabulary as float64.
 
-    Raises ConfigError if they are missing, for another number of them, and for one that is not finite.
+    Raises ConfigError if the scores are missing, if their number is not the number of tokens, or if one is not finite.
     """
     key = f"{PREFIX}scores"
     if key not in gguf.metadata:
@@ -255,11 +255,11 @@ def space_normalizer(*, add_space: bool) -> normalizers.Normalizer:
 def merges_from_scores(
     vocab: dict[str, int], scores: np.ndarray[Any, Any], types: np.ndarray[Any, Any]
 ) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece vocabulary: it joins the neighbors that give the token of highest score.
+    """Return the merges of a SentencePiece vocabulary, which joins the neighbors whose token has the highest score.
 
-    Tokens of equal score are joined in the order of their ids. Pairs that give the same token are joined with the
-    longest left neighbor first, as in published tokenizer.json files. Control tokens, bytes and other tokens that are
-    matched whole result from no merge. The list ends with the token that brings it above MAX_MERGES.
+    Tokens of equal score are joined in the order of their ids. Among pairs that give the same token, the pair with the
+    longest left neighbor is joined first, as in published tokenizer.json files. Control tokens, bytes and other tokens
+    that are matched whole result from no merge. The list ends with the token that brings its length above MAX_MERGES.
     """
     by_score = np.argsort(-scores[: len(vocab)], kind="stable")
     tokens = list(vocab)
@@ -276,7 +276,7 @@ def merges_from_scores(
 
 
 def _set_added_tokens(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos: bool) -> None:
-    """Make the tokenizer add BOS and EOS tokens where special tokens are asked for."""
+    """Make the tokenizer add BOS and EOS tokens when it encodes with special tokens."""
     tokens = special_tokens(gguf)
     template, used = ["$A"], []
     if read_flag(gguf, "add_bos_token", default=add_bos) and tokens.get("bos_token"):

@@ -1,7 +1,7 @@
 """Writes the tokenizer and chat template of a checkpoint folder as the metadata of a GGUF file.
 
-gguf_tokenizer.py reads them. A GGUF file names its kind of tokenizer, so a tokenizer.json must be of one of these kinds
-in every part: byte-level BPE with a known pattern, or BPE with SentencePiece's spaces and bytes.
+gguf_tokenizer.py reads the metadata. A GGUF file names only the kind of its tokenizer, so every part of a
+tokenizer.json must match one kind: byte-level BPE with a known pattern, or BPE with SentencePiece's spaces and bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Vocabulary:
     """The tokens of a tokenizer.json with their types, as many as the embedding has rows."""
 
     def __init__(self, path: Path, content: dict[str, Any], num_rows: int) -> None:
-        """Take the tokens from the parsed file. Raises ConfigError for what a GGUF file cannot express."""
+        """Read the tokens from the parsed file. Raises ConfigError if a GGUF file cannot express a token."""
         self.path, self.model = path, content["model"]
         self.is_sentencepiece = bool(self.model.get("byte_fallback"))
         vocab, unknown = self.model.get("vocab"), self.model.get("unk_token")
@@ -193,7 +193,7 @@ def _is_found_by_text(vocabulary: _Vocabulary, token_id: int) -> bool:
 
 
 def check_tokenizer(checkpoint: Checkpoint, written: GGUFModel) -> None:
-    """Raise ConfigError unless a GGUF file gives the end tokens, and for random texts the tokens, of the checkpoint."""
+    """Raise ConfigError unless the GGUF file has the checkpoint's end tokens and encodes random texts the same way."""
     ours = Checkpoint(checkpoint.name, written.path.parent, read_config(written), {}, written)
     lost = [each for each in checkpoint.eos_token_ids if each not in ours.eos_token_ids and each < _num_rows(ours)]
     if lost:

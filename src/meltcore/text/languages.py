@@ -1,4 +1,4 @@
-"""The languages that models of speech and translation share, under all their names. No package is needed."""
+"""Lists the languages that speech and translation models share, under all their names. Needs no package."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Language(NamedTuple):
 
     Args:
         code: FLORES code, which is also the language's tag in the model's input.
-        text_code: the code by which the text steps treat it, which may be another language's (ODDITIES).
-        script: Unicode's name of its script.
+        text_code: The code that selects the language's text processing. It may be another language's code (ODDITIES).
+        script: Unicode's name of the script.
         names: English names without the script, and ISO 639 codes.
     """
 
@@ -60,9 +60,9 @@ CODES = [code for code, _ in _ALL_LANGUAGES]
 
 
 def english_name(language: str, param: str) -> str:
-    """Return the English name of a language that a client names by code or name, in any case.
+    """Return the English name of a language. `language` is a code or a name, in any case.
 
-    Errors name the request's field `param`. Raises RequestError (400) for an unknown language.
+    Raises RequestError (400) for an unknown language; the error names the request's field `param`.
     """
     folded = language.strip().casefold()
     for code, names in _ALL_LANGUAGES:
@@ -72,7 +72,7 @@ def english_name(language: str, param: str) -> str:
 
 
 def code_among(name: str, languages: Sequence[str]) -> str | None:
-    """Return the member of `languages` that a client means by code or English name, in any case, or None."""
+    """Return the member of `languages` for a code or English name, in any case. Returns None if there is none."""
     folded = name.strip().casefold()
     for member in languages:
         if member.casefold() == folded:

@@ -1,12 +1,12 @@
 """Defines which models write reasoning before an answer, and which part of a text is reasoning.
 
-Reasoning stands between two tokens that are not special, so skipping special tokens does not hide it. A chat template
-may write the first of them: a prompt that ends with the start token starts reasoning, as DeepSeek-R1's does. A prompt
+Reasoning stands between a start and an end token. Neither is special, so skipping special tokens does not hide them. A
+chat template may write the start token: a prompt that ends with it starts reasoning, as DeepSeek-R1's does. A prompt
 that ends with start and end token starts the answer, whatever whitespace follows.
 
-A model reasons if its type is listed here, or if its chat template has one of the tokens in its text: to begin an
-answer with it, or to drop the reasoning of earlier answers. So models that are trained on the answers of a reasoning
-model are known by their templates, whatever their type.
+A model reasons if its type is listed here, or if its chat template contains one of the tokens. A template uses a token
+to begin an answer, or to drop the reasoning of earlier answers. So models that were trained on the answers of a
+reasoning model are recognized by their templates, whatever their type.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def reasoning_parser(
 ) -> ReasoningParser | None:
     """Return the reasoning parser for the model of a config.json with a chat template.
 
-    None where the model writes no reasoning, or its tokenizer lacks the tokens around it.
+    Returns None if the model writes no reasoning, or if its tokenizer lacks the tokens around the reasoning.
     """
     reasoning_format = REASONING_FORMATS.get(config.get("model_type", ""), _THINK_FORMAT)
     is_listed = config.get("model_type", "") in REASONING_FORMATS

@@ -1,4 +1,4 @@
-"""Finds stop strings in a stream of text, and holds back only what could begin one."""
+"""Finds stop strings in a stream of text, and holds back only text that could begin a stop string."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Matcher:
 def _compute_fallback_lengths(pattern: str) -> array[int]:
     """Return, for each prefix of `pattern`, the length of its longest proper prefix that is also its suffix.
 
-    All answers of a request, which may be a thousand, and later requests share the array. It is never changed.
+    All answers of a request, which may be a thousand, and later requests share the array, which is never changed.
     """
     fallback_lengths = array("I", bytes(array("I").itemsize * len(pattern)))
     length = 0
@@ -49,9 +49,10 @@ def _compute_fallback_lengths(pattern: str) -> array[int]:
 
 
 class StopStrings:
-    """Searches one text for several stop strings. The first to be completed wins; at the same character, the longest.
+    """Searches one text for several stop strings. The stop string that is completed first wins.
 
-    The result does not depend on how the text is divided into calls.
+    If several are completed at the same character, the longest wins. The result does not depend on how the text is
+    divided into calls.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
@@ -63,8 +64,9 @@ class StopStrings:
     def feed(self, text: str, *, counts: bool = True) -> tuple[str, str | None]:
         """Return the text that can be shown now, and the stop string that was completed or None.
 
-        With `include_stop` the shown text ends after the stop string, else before it. Without `counts` a string that
-        is completed in `text` is shown as any other text. One that only begins there is found in a later call.
+        With `include_stop` the shown text ends after the stop string, else before it. Without `counts` a stop string
+        that is completed in `text` is shown as ordinary text. A stop string that only begins in `text` is found in a
+        later call.
         """
         start = len(self._held_text)
         self._held_text += text
@@ -83,6 +85,6 @@ class StopStrings:
         return visible_text, None
 
     def release(self) -> str:
-        """Return the text still held back, when no more text will arrive."""
+        """Return the text that is still held back, after the last text has arrived."""
         text, self._held_text = self._held_text, ""
         return text

@@ -44,7 +44,7 @@ _deadline: ContextVar[float] = ContextVar("deadline")
 
 
 class TemplateLimitError(Exception):
-    """A template computes for too long, or makes too long a text."""
+    """Reports that a template computes for too long, or makes a text that is too long."""
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -74,14 +74,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - a keyword of the template may have any name
-        """Call a macro, a method or a global, unless an argument would make it take too long."""
+        """Call a macro, a method or a global. Raises TemplateLimitError if an argument would make it take too long."""
         __self.check_time()
         args = _with_lists(args) if getattr(__obj, "__name__", "") == "join" else args
         _check_arguments(getattr(__obj, "__name__", ""), (getattr(__obj, "__self__", None), *args), kwargs.values())
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """Return the sandboxed method for `str.format`, or None. Refuses formats with a width of millions."""
+        """Return the sandboxed method for `str.format`. Returns None for other values.
+
+        The method rejects formats with a width of millions.
+        """
         wrapped = super().wrap_str_format(value)
         if wrapped is not None and _WIDE_FORMAT.search(value.__self__):
             raise TemplateLimitError("formats a text of a million characters or more")
@@ -102,7 +105,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def check_time(self) -> None:
-        """Raise TemplateLimitError once the time of `limit_cpu_time` is over. It looks at the clock now and then."""
+        """Raise TemplateLimitError after the time of `limit_cpu_time`. Only some of the calls read the clock."""
         if next(self._steps) % _STEPS_PER_CHECK == 0 and time.thread_time() > _deadline.get():
             raise TemplateLimitError(f"it computes for more than {MAX_CPU_S:g} s")
 
@@ -118,7 +121,7 @@ def limit_cpu_time() -> Iterator[None]:
 
 
 class _LimitingTransformer(NodeTransformer):
-    """Lets each loop count its iterations, and `~` the characters of its result."""
+    """Rewrites a template so that each loop counts its iterations, and each `~` the characters of its result."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja finds it by this name
         self.generic_visit(node)
@@ -151,7 +154,7 @@ class _GenerationBlock(Extension):
 
 @pass_environment
 def _items(environment: TemplateEnvironment, items: Iterable[Any]) -> Iterable[Any]:
-    """Return what a loop iterates over, counted."""
+    """Return the items over which a loop iterates, and count each of them."""
     if isinstance(items, Undefined):
         return items  # whose error names the variable
 
@@ -165,7 +168,7 @@ def _items(environment: TemplateEnvironment, items: Iterable[Any]) -> Iterable[A
 
 
 def _join(parts: list[Any]) -> str:
-    """Return the text that `~` makes of its operands."""
+    """Return the text that `~` makes from its operands."""
     for part in parts:
         _check_size(part)
     texts = list(map(soft_str, parts))
@@ -190,12 +193,12 @@ def _with_checked_arguments(name: str, function: Callable[..., Any]) -> Callable
 
 
 def _with_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments with lists for ranges and generators, whose length can be checked."""
+    """Return the arguments with ranges and generators converted to lists, whose length can be checked."""
     return tuple(list(each) if isinstance(each, range | Iterator) else each for each in args)
 
 
 def _check_arguments(name: str, args: Sequence[Any], named: Iterable[Any]) -> None:
-    """Raise TemplateLimitError if a method or filter would make a text or list of millions."""
+    """Raise TemplateLimitError if a method or filter would make a text or list of millions of elements."""
     values = [*args, *named]
     if name in _SIZE_FILTERS:
         for value in values[1:]:
@@ -213,7 +216,10 @@ def _check_arguments(name: str, args: Sequence[Any], named: Iterable[Any]) -> No
 
 
 def _check_size(value: Any) -> None:
-    """Raise TemplateLimitError for a nested value with too many parts or characters, each counted where it occurs."""
+    """Raise TemplateLimitError if a nested value has too many parts or characters.
+
+    A part counts each time it occurs.
+    """
     if isinstance(value, str):
         _check_length(len(value))
         return

@@ -24,9 +24,10 @@ OTHER_LAYOUTS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte of each printable character in a byte-level vocabulary.
+    """Return the byte for which each printable character stands in a byte-level vocabulary.
 
-    The table is GPT-2's: printable Latin-1 bytes stand for themselves, the other 68 take the characters from U+0100 on.
+    The table is GPT-2's: printable Latin-1 bytes stand for themselves. The characters from U+0100 on stand for the
+    other 68 bytes.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(NUM_BYTES) if byte not in set(printable)]
@@ -39,7 +40,7 @@ _ALPHABET = byte_alphabet()
 class Tokenizer:
     """Holds a checkpoint's tokenizer.
 
-    `is_synthetic` marks the substitute for a dummy model without one.
+    `is_synthetic` is True for the substitute tokenizer of a dummy model without a tokenizer.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, is_synthetic: bool = False) -> None:
@@ -56,15 +57,15 @@ class Tokenizer:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The control tokens, which text outside of a chat template is not taken for."""
+        """The control tokens. Outside of a chat template, their characters in a text are ordinary text."""
         return ControlTokens(self._backend)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, allow_missing: bool = False) -> Tokenizer:
-        """Load the tokenizer of a checkpoint, or of --tokenizer.
+        """Load the tokenizer of --tokenizer, else of the checkpoint.
 
-        With `allow_missing` a checkpoint without a tokenizer.json gets a synthetic tokenizer. Raises ConfigError if
-        the tokenizer is missing or broken.
+        With `allow_missing` a checkpoint without a tokenizer.json gets a synthetic tokenizer. Raises ConfigError if the
+        tokenizer is missing or broken.
         """
         folder = checkpoint.text_folder
         if folder is None:
@@ -139,7 +140,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token within a text. The bytes of all tokens, joined and decoded, are the text.
 
-        A decoder may drop the space that a text begins with: `decode` has the text of a first token.
+        A decoder may drop the space at the beginning of a text. `decode` returns the text of a first token.
         """
         result = self._token_bytes.get(token_id)
         if result is None:
@@ -158,7 +159,7 @@ class Tokenizer:
             return token.encode()
 
     def _bytes_after_a_letter(self, token: str) -> bytes:
-        """Return the bytes of a token where it does not begin the text. A byte token stands for one byte."""
+        """Return the bytes of a token that does not begin the text. A byte token stands for one byte."""
         byte = _BYTE_TOKEN.fullmatch(token)
         if byte is not None and "ByteFallback" in self._decoder_steps:
             return bytes([int(byte[1], 16)])
@@ -170,7 +171,10 @@ class Tokenizer:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json. Raises ConfigError if the library cannot read it, or would panic over a text."""
+    """Read a tokenizer.json.
+
+    Raises ConfigError if the library cannot read it, or would panic when it encodes a text.
+    """
     try:
         _check_prefix(path)
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -184,7 +188,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _check_prefix(path: Path) -> None:
-    """Raise ValueError for a merge without the prefix of continued words, over which the library ends the process."""
+    """Raise ValueError if a merge lacks the prefix of continued words. The library would abort the process."""
     content = path.read_bytes()
     if _PREFIX.search(content) is None:
         return
@@ -197,7 +201,7 @@ def _check_prefix(path: Path) -> None:
 
 
 def _missing_reason(folder: Path) -> str:
-    """Return why a folder without tokenizer.json has no tokenizer, and the way to one."""
+    """Return why a folder without tokenizer.json has no tokenizer, and how to get one."""
     fault = f"{folder} has no tokenizer.json"
     others = [name for name in OTHER_LAYOUTS if (folder / name).exists()]
     if not others:

@@ -1,4 +1,4 @@
-"""Transcripts of whole files: words with times, subtitles, and the languages of a transcriber by all their names."""
+"""Builds transcripts of whole files: words with times, subtitles, and the names of a transcriber's languages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _PAUSE_S, _SEGMENT_S = 0.6, 6.0
 class SpokenWord(NamedTuple):
     """A word, its times in seconds from the beginning of the file, and its token ids in the language.
 
-    `logprob` is the log-probability of its tokens together, `no_token_logprob` that none of its frames has a token.
+    `logprob` is the log-probability of all its tokens together. `no_token_logprob` is the log-probability that none of
+    its frames has a token.
     """
 
     text: str
@@ -41,7 +42,7 @@ class Transcription(NamedTuple):
         return join_words(self.words)
 
     def segments(self) -> list[list[SpokenWord]]:
-        """Group words to segments that end at a pause, or before they are too long to be read as a subtitle."""
+        """Group words into segments. A segment ends at a pause, or before it is too long to be read as a subtitle."""
         segments: list[list[SpokenWord]] = []
         for word in self.words:
             segment = segments[-1] if segments else []
@@ -79,9 +80,10 @@ def place_words(start_s: float, words: Iterable[Word]) -> list[SpokenWord]:
 
 
 def model_language(name: str | None, languages: Sequence[str]) -> str:
-    """Return the model's code of a language that a client names by code, English name or FLORES code, in any case.
+    """Return the model's code of a language. `name` is a code, an English name or a FLORES code, in any case.
 
-    Raises RequestError (400) for no name, since the model does not detect languages, and for one it does not have.
+    Raises RequestError (400) for a language that the model does not have. Raises it also if `name` is None, since the
+    model does not detect languages.
     """
     known = ", ".join(languages)
     if name is None:

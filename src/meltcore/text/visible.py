@@ -1,4 +1,4 @@
-"""Tells texts that show something from those that do not: no model is asked about the latter."""
+"""Tells whether a text shows anything. Texts that show nothing are not sent to a model."""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ _Result = TypeVar("_Result")
 
 
 class NoDriverError(MeltcoreError):
-    """This machine has no NVIDIA driver."""
+    """Reports that this machine has no NVIDIA driver."""
 
 
 class GpuLostError(MeltcoreError):
-    """The driver lists a GPU that it can no longer reach, or that needs a reset."""
+    """Reports a GPU that the driver lists but can no longer reach, or that needs a reset."""
 
 
 class Nvml:
@@ -74,7 +74,7 @@ class Nvml:
         return f"{version // 1000}.{version % 1000 // 10}"
 
     def count(self) -> int:
-        """Return the number of GPUs of the driver, those that a cgroup denies included."""
+        """Return the number of GPUs of the driver. GPUs to which a cgroup denies access count too."""
         return int(pynvml.nvmlDeviceGetCount())
 
     def device(self, index: int) -> Any:
@@ -88,8 +88,8 @@ class Nvml:
     def gpus(self) -> list[Any]:
         """Return handles of the GPUs in NVML's order, along the PCI bus.
 
-        NVML also lists GPUs that a cgroup denies to this job; they are left out, as CUDA does. Raises GpuLostError for
-        a GPU that is lost or needs a reset.
+        NVML also lists GPUs to which a cgroup denies access. They are left out, as in CUDA. Raises GpuLostError if a
+        GPU is lost or needs a reset.
         """
         handles = []
         for index in range(self.count()):
@@ -249,7 +249,7 @@ class Nvml:
         return [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
 
     def process_bytes(self, handle: Any) -> dict[int, int]:
-        """Return the memory of each compute process on a GPU or MIG device whose memory the driver tells."""
+        """Return the memory of each compute process on a GPU or MIG device, if the driver reports it."""
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         return {int(each.pid): int(each.usedGpuMemory) for each in processes if each.usedGpuMemory is not None}
 
@@ -278,7 +278,7 @@ class Nvml:
     def nvlink_errors(self, device: Any, link: int) -> int:
         """Return the sum of replays, recoveries and flit CRC errors since the driver was loaded.
 
-        From Blackwell on NVML lacks these counters (nvml.h); there the sum is of recoveries and effective errors.
+        From Blackwell on NVML lacks these counters (nvml.h). The sum is then of recoveries and effective errors.
         """
         counters = (pynvml.NVML_NVLINK_ERROR_DL_REPLAY, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
                     pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT)  # fmt: skip
@@ -351,10 +351,10 @@ class Nvml:
 
 
 class NvmlWithTimeout(Nvml):
-    """Forwards each call to `inner` with a time limit: on a dying GPU a driver call may never return.
+    """Forwards each call to `inner` with a time limit, because a driver call may never return on a dying GPU.
 
     A call past its limit raises NVML's TIMEOUT, which readers report as unreadable, and the GPU is not read again. The
-    thread of such a call stays behind and ends with the process.
+    thread of such a call continues until the process ends.
     """
 
     def __init__(self, inner: Nvml, limit_s: float = CALL_LIMIT_S) -> None:
@@ -381,7 +381,7 @@ class NvmlWithTimeout(Nvml):
 
 
 def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWithTimeout:
-    """Load the driver's library by `start`, whose errors pass through. Raises MeltcoreError if it hangs."""
+    """Load the driver's library with `start`, whose errors pass through. Raises MeltcoreError if the call hangs."""
     try:
         return NvmlWithTimeout(call_with_timeout(limit_s, start))
     except TimeoutError as error:

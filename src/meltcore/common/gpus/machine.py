@@ -1,4 +1,4 @@
-"""What a fleet may use of one machine: its GPUs and its host memory. A node of a cluster reports the same."""
+"""Describes the GPUs and host memory of one machine that a fleet may use. Each node of a cluster reports them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NO_GPU = ("", "nodevfiles", "none", "void")  # what launchers set for no GPU
 
 
 class VisibleGpu(NamedTuple):
-    """A GPU, numbered among the visible GPUs. All processes and the driver together use `used_bytes`.
+    """A GPU, numbered among the visible GPUs. `used_bytes` is the memory of all processes and the driver together.
 
-    `problem` says why NVML tells no memory of it, for example because it shares the host's memory. Its bytes are 0
-    then.
+    `problem` says why NVML reports no memory, for example because the GPU shares the host's memory. The byte counts are
+    then 0.
     """
 
     number: int
@@ -36,9 +36,9 @@ class VisibleGpu(NamedTuple):
     problem: str = ""
 
     def with_known_size(self, limit_bytes: int) -> VisibleGpu:
-        """Return this GPU, where the driver tells no memory with `limit_bytes`, the memory that a fleet may use of it.
+        """Return this GPU. If the driver reports no memory, its size becomes `limit_bytes`, which a fleet may use.
 
-        Raises ConfigError if neither is known (0).
+        Raises ConfigError if `limit_bytes` is 0 too.
         """
         if self.problem and not limit_bytes:
             wanted = f"gpus: [{{id: {self.number}, memory: ...}}]"
@@ -47,9 +47,9 @@ class VisibleGpu(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What a fleet may use: GPUs, bytes of host memory, and the driver's version, which is "" without a driver.
+    """The resources that a fleet may use: GPUs, bytes of host memory, and the driver's version ("" without a driver).
 
-    `problem` says why there may be GPUs that cannot be used, so that only models on the CPU can be planned.
+    `problem` says why some GPUs may be unusable. Then only models on the CPU can be planned.
     """
 
     gpus: tuple[VisibleGpu, ...]
@@ -65,7 +65,7 @@ class Machine(NamedTuple):
 
 
 def named_gpus(value: str) -> list[str]:
-    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names. CUDA stops at an empty or negative entry.
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names. As in CUDA, an empty or negative entry ends the list.
 
     Raises ConfigError for a word that names no GPU.
     """
@@ -83,7 +83,7 @@ def named_gpus(value: str) -> list[str]:
 
 
 def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if numbers in CUDA_VISIBLE_DEVICES may differ from NVML's: CUDA orders GPUs by speed.
+    """Raise ConfigError if numbers in CUDA_VISIBLE_DEVICES may differ from NVML's, since CUDA orders GPUs by speed.
 
     `gpu_names` are the product names of all GPUs of the machine.
     """
@@ -96,9 +96,9 @@ def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> Non
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number.
+    """Return the GPUs in CUDA_VISIBLE_DEVICES. Without the variable, return the numbers of all GPUs.
 
-    Raises ConfigError for a variable that names no GPU, and if a GPU may be there that cannot be counted.
+    Raises ConfigError if the variable contains a word that names no GPU, or if GPUs may exist that cannot be counted.
     """
     value = os.environ.get(VISIBLE)
     if value is not None:
@@ -112,9 +112,9 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 @cache
 def _count_driver_gpus(driver_file: Path) -> int:
-    """Return the number of GPUs of the driver that the file belongs to.
+    """Return the number of GPUs of the driver to which the file belongs.
 
-    Raises ConfigError if the driver does not say.
+    Raises ConfigError if the driver does not report the number.
     """
     from pynvml import NVMLError
 
@@ -135,8 +135,9 @@ def _count_driver_gpus(driver_file: Path) -> int:
 
 
 def gpu_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment in which CUDA sees these GPUs only, by number or UUID.
+    """Return the environment in which CUDA sees only these GPUs. `names` are NVML's numbers, or UUIDs.
 
-    Without the order CUDA numbers the fastest GPU first, and NVML, of which the numbers are, the first on the PCI bus.
+    The environment fixes the order. By default CUDA gives the fastest GPU number 0, but NVML the first GPU on the PCI
+    bus.
     """
     return {VISIBLE: ",".join(names), _ORDER: "PCI_BUS_ID"}

@@ -18,7 +18,7 @@ MetricType = Literal["gauge", "counter", "fixed"]
 
 @dataclass(frozen=True)
 class GpuMetric:
-    """One metric. `feature` is what a GPU type needs for it, and a health verdict needs each `required` metric."""
+    """One metric. `feature` is the GPU feature that the metric needs. A health verdict needs each `required` metric."""
 
     key: str
     name: str

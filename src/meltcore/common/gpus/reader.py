@@ -53,10 +53,10 @@ GPM_METRIC_IDS: dict[str, int] = {
 class Sample(msgspec.Struct, kw_only=True, tag="sample"):
     """One reading of one GPU.
 
-    `gpu` is an index into RecordingStart.gpus. `t_s` is the time before the first value, `read_s` the duration of all
-    of them. `clock_reasons` are names of metrics.py. `xids` are the critical errors since the previous sample.
-    `gpm_window_s` is the length of the window of the GPM means. `lost` marks the last sample of a GPU that fell off the
-    bus.
+    `gpu` is an index into RecordingStart.gpus. `t_s` is the time before the first value, and `read_s` the duration of
+    the whole reading. `clock_reasons` are names of metrics.py. `xids` are the critical errors since the previous
+    sample. `gpm_window_s` is the length of the window of the GPM means. `lost` marks the last sample of a GPU that fell
+    off the bus.
     """
 
     t_s: float
@@ -70,10 +70,10 @@ class Sample(msgspec.Struct, kw_only=True, tag="sample"):
 
 
 class GpmWindow:
-    """GPM performance counters (Hopper and later), as means over the shortest sufficient window.
+    """GPM performance counters (Hopper and later), as means over the shortest window that is long enough.
 
-    A reading is kept until a younger one is old enough. Each sample thus has a window of at least MIN_GPM_WINDOW_S even
-    where samples come more often; windows then overlap.
+    A reading is kept until a newer reading is old enough. So each sample has a window of at least MIN_GPM_WINDOW_S even
+    if samples come more often; windows then overlap.
     """
 
     def __init__(self, nvml: Nvml, gpu: GpuDevice) -> None:
@@ -194,6 +194,6 @@ def _to_value(metric: GpuMetric, reading: Reading, gpu_type: GpuType) -> Value:
 
 
 def absent_value(error: NVMLError, gpu_type: GpuType, feature: Feature | None) -> Absent:
-    """Return NOT_APPLICABLE where driver and table agree that `gpu_type` lacks `feature`, else UNKNOWN."""
+    """Return NOT_APPLICABLE if the driver and the table agree that `gpu_type` lacks `feature`, else UNKNOWN."""
     unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
     return NOT_APPLICABLE if unsupported and feature is not None and lacks_feature(gpu_type, feature) else UNKNOWN

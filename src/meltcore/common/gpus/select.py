@@ -16,7 +16,7 @@ from meltcore.common.options import is_number
 
 
 class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """Identity of a GPU or of a MIG device. `index` is the GPU's in nvidia-smi."""
+    """Identity of a GPU or of a MIG device. `index` is the GPU's index in nvidia-smi."""
 
     index: int
     name: str
@@ -37,7 +37,7 @@ class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True)
 class GpuDevice:
-    """A selected GPU. `device` is NVML's handle of the whole GPU, `handle` is the MIG device's, or the GPU's itself.
+    """A selected GPU. `device` is NVML's handle of the whole GPU. `handle` is the MIG device's, or also the GPU's.
 
     Most values are read from the whole GPU. A MIG device has only its own memory and GPM counters.
     """
@@ -53,12 +53,12 @@ def select_gpus(
 ) -> list[GpuDevice]:
     """Return the GPUs of `requested`, else of CUDA_VISIBLE_DEVICES, else all GPUs.
 
-    Each occurs once, in the given order.
+    Each GPU occurs once, in the given order.
 
     `requested` is the value of `--gpu`: comma-separated nvidia-smi indices, UUIDs or UUID prefixes, MIG UUIDs, or
     MIG-GPU-UUID/GPU instance/compute instance (the form of older drivers). With `split_mig`, MIG devices replace a GPU
-    in MIG mode, since programs can only run on them. Raises ConfigError for a name that matches no GPU or several, and
-    if no GPU is left.
+    in MIG mode, since programs can only run on them. Raises ConfigError if a name matches no GPU or several, or if no
+    GPU is left.
     """
     selected = _select(nvml, requested, environment)
     if split_mig:
@@ -115,7 +115,10 @@ def _find_by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
 
 
 def _find_by_instance(nvml: Nvml, mig_devices: Sequence[GpuDevice], name: str) -> GpuDevice | None:
-    """Return the MIG device of MIG-GPU-UUID/GPU instance/compute instance, if it is alone in its GPU instance."""
+    """Return the MIG device of a name MIG-GPU-UUID/GPU instance/compute instance.
+
+    Returns None unless the device is alone in its GPU instance.
+    """
     uuid, _, instances = name.removeprefix("MIG-").partition("/")
     instance = instances.partition("/")[0]
     matching_instances = [

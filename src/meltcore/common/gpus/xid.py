@@ -1,4 +1,4 @@
-"""XID errors, which the driver reports when a GPU or a program on it fails. One event set watches all GPUs."""
+"""Reads XID errors, which the driver reports if a GPU or a program on it fails. One event set watches all GPUs."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,13 +33,13 @@ MEANINGS: dict[int, str] = {
 
 
 def describe(xid: int) -> str:
-    """Return "XID 48 (uncorrectable ECC error)", or the number alone."""
+    """Return a text such as "XID 48 (uncorrectable ECC error)". An unknown XID has only its number."""
     meaning = MEANINGS.get(xid)
     return f"XID {xid}" + (f" ({meaning})" if meaning else "")
 
 
 class XidWatch:
-    """Registers every GPU once; `take` returns the XIDs since the last call, UNKNOWN after a failure."""
+    """Registers every GPU once. `take` returns the XIDs since the last call, or UNKNOWN after a failure."""
 
     def __init__(self, nvml: Nvml, gpus: Sequence[GpuDevice]) -> None:
         self._nvml = nvml

@@ -1,1 +1,1 @@
-"""Text of speech synthesis: the characters of a checkpoint, and the chunks that a text is spoken in. No torch."""
+"""Prepares the text of speech synthesis: the characters of a checkpoint, and the chunks to speak. Needs no torch."""

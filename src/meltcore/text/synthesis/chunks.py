@@ -1,4 +1,4 @@
-"""Cuts a text into the chunks that are spoken one by one, and says how long each takes, as IndicF5 does."""
+"""Cuts a text into chunks that are spoken one by one, and computes the length of each, as IndicF5 does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 class ReferenceText(NamedTuple):
     """The text of a reference with the ending that the model expects, its ids, and the reference's frames and rate.
 
-    `frames` are the frames of `seconds`, without the frame that a centered transform adds.
+    `frames` is the number of frames in `seconds`, without the frame that a centered transform adds.
     """
 
     text: str
@@ -35,7 +35,7 @@ class ReferenceText(NamedTuple):
 
     @classmethod
     def read(cls, text: str, vocabulary: Vocabulary, *, frames: int, seconds: float) -> ReferenceText:
-        """Complete the text. Raises RequestError for a text that a reference of this length cannot hold."""
+        """Complete the reference's text. Raises RequestError if a reference of this length cannot contain the text."""
         text = _SPACES.sub(" ", text).strip()
         if not is_visible(text) or len(text) > _MAX_REFERENCE_TEXT:
             raise RequestError(
@@ -100,9 +100,9 @@ def _check_characters(text: str, param: str) -> None:
 
 
 def split_text(text: str, max_bytes: int) -> list[str]:
-    """Join the parts between punctuation marks to chunks of at most max_bytes of UTF-8, or of one character.
+    """Join the parts between punctuation marks to chunks of at most `max_bytes` of UTF-8, or of one character.
 
-    A longer part is cut between words, and a longer word between characters.
+    A part that is too long is cut between words, and a word that is too long is cut between characters.
     """
     chunks: list[str] = []
     current_chunk = ""
@@ -116,7 +116,7 @@ def split_text(text: str, max_bytes: int) -> list[str]:
 
 
 def _fitting_pieces(part: str, max_bytes: int) -> list[str]:
-    """Return a part in pieces of at most max_bytes, where a piece has several characters."""
+    """Return a part in pieces of at most `max_bytes`. A single character may be longer."""
     if len(part.encode()) <= max_bytes:
         return [part] if part else []
     pieces: list[str] = []

@@ -23,10 +23,10 @@ _NO_SPACE_AFTER = " :'\""
 
 
 def characters(text: str) -> list[str]:
-    """Return the characters that the model reads of a text: the text's own, with some quotation marks replaced.
+    """Return the characters of a text that the model reads. Some quotation marks are replaced.
 
     A word of ASCII gets a space before it, unless it follows a space, colon or quotation mark. F5-TTS cuts text with
-    jieba, and this is what remains of it without Chinese (and without its dictionary's AT&T and C++). Raises
+    jieba; without Chinese text and without the words AT&T and C++ of jieba's dictionary, only this rule remains. Raises
     RequestError for Chinese characters, which the model reads as pinyin.
     """
     found: list[str] = []
@@ -45,10 +45,13 @@ def characters(text: str) -> list[str]:
 
 
 class Vocabulary:
-    """The ids of characters. What is not in it is read as a space."""
+    """The ids of characters. A character outside the vocabulary is read as a space."""
 
     def __init__(self, ids: Mapping[str, int] | None, size: int) -> None:
-        """Use ids from 0 to size - 1. Without `ids` characters have any of these, as random weights need."""
+        """Store the ids, which are from 0 to size - 1.
+
+        Without `ids`, characters get arbitrary ids, for random weights.
+        """
         self._ids, self.size = ids, size
 
     @property
@@ -64,9 +67,9 @@ class Vocabulary:
 
 
 def load_vocabulary(checkpoint: Checkpoint, *, is_dummy: bool) -> Vocabulary:
-    """Read vocab.txt, one character or syllable a line, whose number is its id.
+    """Read vocab.txt, which has one character or syllable per line. The line number, from 0, is the id.
 
-    Raises ConfigError for a missing or unreadable file, and for one that does not begin with a space.
+    Raises ConfigError if the file is missing or unreadable, or if it does not begin with a space.
     """
     path = _find_file(checkpoint)
     if path is None:

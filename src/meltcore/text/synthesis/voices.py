@@ -1,4 +1,4 @@
-"""Finds a voice by its name, which may have blanks and brackets, or by the stem of its published file."""
+"""Finds a voice by its name, which may contain spaces and brackets, or by the stem of its published file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FILE_NUMBER = re.compile(r"_\d{5}$")
 
 
 def find_voice(name: str, voices: Sequence[str]) -> str:
-    """Return the voice that `name` means: in any case, with or without blanks, brackets and a file's number.
+    """Return the voice that `name` means: in any case, with or without spaces, brackets and a file's number.
 
-    Raises RequestError for a name that means none or several, with the voices there are.
+    Raises RequestError if no voice or several voices match; the error lists the voices.
     """
     if name in voices:
         return name

@@ -1,6 +1,6 @@
-"""The text side of translation: languages, sentences, what IndicProcessor does to them, and SentencePiece ids.
+"""Handles the text of translation: languages, sentences, IndicProcessor's preparation, and SentencePiece ids.
 
-Importing it raises ConfigError where the packages of `meltcore[translate]` are not installed.
+Importing the package raises ConfigError if the packages of `meltcore[translate]` are not installed.
 """
 
 from importlib.util import find_spec

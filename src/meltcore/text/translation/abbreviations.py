@@ -1,7 +1,7 @@
 """Lists words whose period ends no sentence: initials, titles and abbreviations of English and of Indian languages.
 
-The lists are Moses' own, from sacremoses. Words of all Indian scripts are compared by their letters in Devanagari, in a
-spelling that unites what each language writes in its own way: the initial M is एम, ऐम, ಎಂ, எம் and എം.
+The lists are Moses' own, from sacremoses. Words of all Indian scripts are compared by their letters in Devanagari. The
+spelling unites what each language writes in its own way: the initial M is एम, ऐम, ಎಂ, எம் and എം.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ _DOUBLED_CONSONANT = re.compile("(.)\u094d\\1")
 
 @cache
 def english_abbreviations() -> tuple[frozenset[str], frozenset[str]]:
-    """Return words after whose period a sentence goes on, always and before numbers. Imported here: it takes 0.2 s."""
+    """Return the words after whose period a sentence continues: always, and before numbers only.
+
+    The lists are imported here, since the import takes 0.2 s.
+    """
     from sacremoses.corpus import NonbreakingPrefixes
 
     always, before_numbers = set(_ENGLISH_TITLES.split()), set(_ENGLISH_BEFORE_NUMBERS.split())
@@ -60,17 +63,17 @@ def english_abbreviations() -> tuple[frozenset[str], frozenset[str]]:
 
 
 def plain_arabic(word: str) -> str:
-    """Return a word without Arabic vowel signs, and with Urdu's letters for those that look like them."""
+    """Return a word without Arabic vowel signs, with Urdu's letters in place of Arabic letters that look alike."""
     return unicodedata.normalize("NFC", word).translate(_ARABIC_LETTERS | _VOWEL_SIGNS)
 
 
 def may_be_arabic_initial(word: str) -> bool:
-    """Return whether a plain word in Arabic letters names a letter, be it a word too."""
+    """Return whether a plain word in Arabic letters is the name of a letter. Such a name may be a word too."""
     return len(word) == 1 or word in _ARABIC_INITIALS or word in ARABIC_INITIALS_AND_WORDS
 
 
 def is_abbreviation(word: str, text_code: str, *, is_before_number: bool) -> bool:
-    """Return whether a sentence goes on after this word and a period. Initials of all scripts are abbreviations."""
+    """Return whether a sentence continues after this word and a period. Initials of all scripts are abbreviations."""
     if len(word) == 1:
         return word.isalpha()
     if word in _ARABIC_INITIALS:
@@ -86,7 +89,7 @@ def is_abbreviation(word: str, text_code: str, *, is_before_number: bool) -> boo
 
 @cache
 def _known_words(text_code: str) -> frozenset[str]:
-    """Return how initials sound in all Indian languages, and the other words of Moses' lists."""
+    """Return the sound keys of initials in all Indian languages, and the other words of Moses' lists."""
     from sacremoses.corpus import NonbreakingPrefixes
 
     prefixes = NonbreakingPrefixes()
@@ -100,5 +103,5 @@ def _known_words(text_code: str) -> frozenset[str]:
 
 
 def _sound_key(letters: str) -> str:
-    """Return letters in Devanagari without what languages spell in different ways."""
+    """Return letters in Devanagari, without the letters that languages spell differently."""
     return _DOUBLED_CONSONANT.sub(r"\1", letters.translate(_SOUND_TABLE)).removesuffix("\u094d")

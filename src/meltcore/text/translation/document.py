@@ -1,4 +1,4 @@
-"""Prepares a text for a translation model, and puts the model's outputs together again."""
+"""Prepares a text for a translation model, and joins the model's outputs to the translation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SHOWN_CHARS = 60
 
 
 class Sentence(NamedTuple):
-    """A sentence as a model reads it, and what the placeholders in it stand for."""
+    """A sentence in the form that a model reads, and the texts for which its placeholders stand."""
 
     token_ids: list[int]
     placeholders: dict[str, str]
 
 
 class Document(NamedTuple):
-    """The sentences of a text, and what is before, between and after them."""
+    """The sentences of a text, and the strings before, between and after them."""
 
     sentences: list[Sentence]
     separators: list[str]
@@ -39,10 +39,10 @@ def prepare(
     limit: int,
     normalizer: Normalizer = "itt",
 ) -> Document:
-    """Split a text into sentences and prepare each for the model. Empty text has no sentences.
+    """Split a text into sentences and prepare each sentence for the model. Empty text has no sentences.
 
-    The model reads at most `limit` tokens of a sentence, and `normalizer` is explained at `preprocess`. Raises
-    RequestError for a text in another script than the language's, and for a sentence that is too long.
+    The model reads at most `limit` tokens of a sentence; `preprocess` explains `normalizer`. Raises RequestError if the
+    text is in another script than the language's, or if a sentence is too long.
     """
     if is_visible(text):  # fillers belong to a script too
         check_script(text, source, "src_lang")

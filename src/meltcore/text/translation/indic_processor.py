@@ -1,8 +1,8 @@
 """Prepares sentences for IndicTrans2 and restores its outputs, as IndicTransToolkit 1.1.1's IndicProcessor does.
 
-`preprocess` returns the text and a map of placeholders, which `postprocess` takes back. Neither keeps state, so
-sentences can be translated in any order. Faults of the published code are reproduced, since it prepares what the models
-are used with. ODDITIES names these faults, and DIFFERENCES names what is done in another way here.
+`preprocess` returns the text and a map of placeholders, which `postprocess` takes as an argument. Neither function
+keeps state, so sentences can be translated in any order. Faults of the published code are reproduced, because the
+models are used with its output. ODDITIES names these faults, and DIFFERENCES names what is done differently here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DIFFERENCES: dict[str, str] = {
 
 
 class PreprocessedText(NamedTuple):
-    """A sentence as a model reads it, without its language tags, and what each placeholder in it stands for."""
+    """A sentence as a model reads it, without language tags, and the text for which each placeholder stands."""
 
     text: str
     placeholders: dict[str, str]
@@ -124,8 +124,8 @@ def preprocess(
 ) -> PreprocessedText:
     """Return a sentence as the model reads it: plain punctuation and digits, placeholders, words apart, in Devanagari.
 
-    `order` puts the entities of one kind in the order in which they get numbers, each once. The normalizer "original"
-    repairs the oddities "literal-nukta" and "ascii-visarga". Raises RequestError for a sentence of more than
+    `order` returns the entities of one kind, each once, in the order in which they get numbers. The normalizer
+    "original" repairs the oddities "literal-nukta" and "ascii-visarga". Raises RequestError for a sentence of more than
     MAX_SENTENCE_CHARS characters.
     """
     if len(sentence) > MAX_SENTENCE_CHARS:
@@ -143,9 +143,9 @@ def preprocess(
 
 
 def postprocess(text: str, language: Language, placeholders: dict[str, str]) -> str:
-    """Return a model's output in its own script, without placeholders, and with punctuation marks at their words.
+    """Return a model's output in the language's script, without placeholders, and with punctuation next to its words.
 
-    `placeholders` are the source sentence's, as `preprocess` returns them.
+    `placeholders` are those that `preprocess` returned for the source sentence.
     """
     if language.script == "Arabic":
         for mark in "؟۔،":
@@ -162,7 +162,10 @@ def postprocess(text: str, language: Language, placeholders: dict[str, str]) -> 
 
 
 def _restore_placeholder(text: str, spelling: str, entity: str) -> str:
-    """Return the text with an entity for each of its placeholder's spellings; a longer number is another's."""
+    """Return the text with `entity` in place of a spelling of its placeholder.
+
+    A spelling that is followed by a digit belongs to another placeholder.
+    """
     if spelling not in text:
         return text
     is_open = spelling[-1].isdecimal()
@@ -187,7 +190,7 @@ def _insert_placeholders(text: str, order: Callable[[list[str]], Iterable[str]])
 
 
 def _spellings(placeholder: str) -> list[str]:
-    """Return the spellings in which a model may write a placeholder like <ID1>, in the order of their replacement."""
+    """Return the spellings in which a model may write a placeholder like <ID1>, in the order of replacement."""
     number = placeholder[3:-1]
     latin = [form.format(word, number) for word in ("ID", "id") for form in _LATIN_FORMS]
     return latin + [form.format(word, number) for word in _ID_SPELLINGS for form in _INDIC_FORMS]
@@ -195,7 +198,7 @@ def _spellings(placeholder: str) -> list[str]:
 
 @cache
 def _moses_tools() -> tuple[Any, Any, Any]:
-    """Return the normalizer, tokenizer and detokenizer of English. Imported here: they take 0.2 s."""
+    """Return the normalizer, tokenizer and detokenizer of English. They are imported here, which takes 0.2 s."""
     from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 
     return MosesPunctNormalizer(), MosesTokenizer(lang="en"), MosesDetokenizer(lang="en")

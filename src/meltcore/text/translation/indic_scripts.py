@@ -1,7 +1,8 @@
 """Normalizes, splits, transliterates and rejoins text in the scripts of India, as indic-nlp-library-itt 0.1.1 does.
 
-Scripts that descend from Brahmi lie in Unicode blocks of the same order, so that one offset is the same sound in all.
-Faults of that library are reproduced, since they are in what the published code gives a model (ODDITIES names them).
+The Unicode blocks of scripts that descend from Brahmi have the same order, so that one offset is the same sound in all
+of them. Faults of the library are reproduced, because the published models are used with its output. ODDITIES names
+these faults.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _QUOTES_AND_DASHES = (
 
 
 class _Script(NamedTuple):
-    """Replacements of a script, in order. `first` is done before the common replacements, and `then` after them.
+    """Replacements of a script, in order: `first`, then the common replacements, then `then`.
 
-    `nuktas` are letters with a dot, and the letters without it that they become together with a nukta. Letters and
+    `nuktas` maps letters with a dot to the letters without a dot that form them together with a nukta. Letters and
     replacements are offsets in the block.
     """
 
@@ -49,7 +50,7 @@ class _Script(NamedTuple):
 
 
 def _dandas(block: int, *, pipe: bool) -> tuple[tuple[str, str], ...]:
-    """Return the replacements of a block's reserved dandas, and of the pipe character, by the shared ones."""
+    """Return replacements that turn a block's reserved dandas, and the pipe character, into the shared dandas."""
     own = ((chr(block + 0x64), _DANDA), (chr(block + 0x65), _DOUBLE_DANDA))
     return (*own, ("|", _DANDA)) if pipe else own
 
@@ -116,7 +117,7 @@ _CANDRA_A, _VOWEL_E = "\u0972", "\u090f"
 
 @cache
 def _replacements(text_code: str, normalizer: Normalizer) -> tuple[tuple[str, str], ...]:
-    """Return all replacements of a language in their order."""
+    """Return all replacements of a language, in the order of their application."""
     block = _BLOCKS[text_code]
     script = _SCRIPTS[block]
     # Oddity "literal-nukta": the six characters \u093C, not the character with that code point
@@ -129,10 +130,10 @@ def _replacements(text_code: str, normalizer: Normalizer) -> tuple[tuple[str, st
 
 @cache
 def _visarga_pattern(text_code: str, normalizer: Normalizer) -> regex.Pattern[str]:
-    """Return a pattern of the colons that become a visarga: after a letter of the script.
+    """Return a pattern of the colons that become a visarga, which are colons after a letter of the script.
 
-    Oddity "ascii-visarga": after an ASCII character from 0 to a backslash, an u, or a letter of the code points of the
-    block's bounds.
+    By the oddity "ascii-visarga", these are instead colons after an ASCII character from 0 to a backslash, after a u,
+    or after a letter that occurs in the written code points of the block's bounds.
     """
     block = _BLOCKS[text_code]
     if normalizer == "original":
@@ -142,7 +143,7 @@ def _visarga_pattern(text_code: str, normalizer: Normalizer) -> regex.Pattern[st
 
 
 def normalize(text: str, text_code: str, normalizer: Normalizer = "itt") -> str:
-    """Return `text` with one spelling for each letter of a language's script, of which `text_code` is a Language's."""
+    """Return `text` with one spelling for each letter of a script. `text_code` is the `text_code` of a Language."""
     if text_code == "ur":
         for old, new in _QUOTES_AND_DASHES:
             text = text.replace(old, new)
@@ -163,7 +164,7 @@ _NUMBERS_APART = regex.compile(r"(?:[0-9]+ [,.:/] )+[0-9]+")
 
 
 def split_words(text: str, text_code: str) -> str:
-    """Return `text` with one space around every punctuation mark but those within numbers and dates."""
+    """Return `text` with one space around every punctuation mark, except marks within numbers and dates."""
     pattern = _PERSO_ARABIC_MARK if text_code == "ur" else _INDIC_MARK
     text = _SPACES.sub(" ", pattern.sub(r" \1 ", text.replace("\t", " "))).strip(" ")
     if text_code == "ur":
@@ -177,9 +178,9 @@ _SPACE_AFTER = regex.compile(r"([#$(\[{<@]) ")
 
 
 def join_words(text: str) -> str:
-    """Undo `split_words`: attach punctuation marks to the words they belong to. Quotation marks open and close in turn.
+    """Undo `split_words`: attach punctuation marks to the words to which they belong.
 
-    Text like @RA or @LA becomes a quotation mark (oddity "quote-markers").
+    Quotation marks open and close in turn. Text like @RA or @LA becomes a quotation mark (oddity "quote-markers").
     """
     text = _join_numbers(text)
     text = _SPACES_AROUND.sub(r"\1", text)
@@ -194,7 +195,7 @@ def join_words(text: str) -> str:
 
 
 def _join_numbers(text: str) -> str:
-    """Remove the spaces in numbers and dates, but not from one at the text's start (oddity "first-number")."""
+    """Remove the spaces in numbers and dates, except in a number at the start of the text (oddity "first-number")."""
     parts, end = [], 0
     for match in _NUMBERS_APART.finditer(text):
         if match.start() > end:
@@ -204,9 +205,9 @@ def _join_numbers(text: str) -> str:
 
 
 def transliterate(text: str, from_code: str, to_code: str) -> str:
-    """Return `text` with the letters of one language's script replaced by another language's.
+    """Return `text` with the letters of one language's script replaced by the letters of another language's script.
 
-    Text in a script outside the family, and text from or to one, stays.
+    Text in a script outside the Brahmi family stays as it is. So does all text if either language has such a script.
     """
     table = _transliteration_table(from_code, to_code)
     return text.translate(table) if table else text
@@ -227,7 +228,7 @@ def _transliteration_table(from_code: str, to_code: str) -> dict[int, int]:
 
 
 def _tamil_offset(offset: int) -> int:
-    """Return the letter for a sound that Tamil writes with another one: it has one stop and one nasal per row."""
+    """Return the offset of the letter with which Tamil writes a sound. Tamil has one stop and one nasal per row."""
     row, column = divmod(offset - 0x15, 5)
     if 0x15 <= offset <= 0x28 and offset != 0x1C and column in (1, 2, 3):
         return 0x15 + 5 * row

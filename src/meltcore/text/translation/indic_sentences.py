@@ -1,10 +1,11 @@
-"""Finds where sentences of Indian languages end, by the rules of indic-nlp-library 0.92, as IndicTrans2's code does.
+"""Finds the ends of sentences of Indian languages by the rules of indic-nlp-library 0.92, as IndicTrans2's code does.
 
-A period ends no sentence where the line has a danda, if the language writes one, and no mark does after a digit. Words
-that are alone before a period belong to the sentences around them, as initials and abbreviations do. The library
-differs in five ways. It splits marks in a row and closing quotation marks from their sentence, knows fewer titles, and
-loses an initial after a word that is alone. It joins without a limit what is split here from 500 characters on, and
-cuts addresses and file names in Latin letters at their marks.
+If the line has a danda and the language writes dandas, a period ends no sentence. No mark ends a sentence after a
+digit. A word that is alone before a period belongs to the sentences around it, as initials and abbreviations do.
+
+The library differs in five ways. It separates marks in a row, and closing quotation marks, from their sentence. It
+knows fewer titles. It loses an initial after a word that is alone. It joins such words without a limit, while lines are
+split here from 500 characters on. It cuts addresses and file names in Latin letters at their marks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MAX_MERGED_CHARS = 500  # about half of the tokens that a model reads
 
 
 class _Stop(NamedTuple):
-    """Marks where a sentence may end, and where what follows begins."""
+    """Marks the position at which a sentence may end, and the position at which the following text begins."""
 
     start: int
     marks: str
@@ -40,7 +41,7 @@ class _Stop(NamedTuple):
 
 
 def indic_sentence_ends(line: str, text_code: str) -> list[int]:
-    """Return where sentences of a line end, by the rules of the Language with this `text_code`."""
+    """Return the positions at which sentences of a line end, by the rules of the Language with this `text_code`."""
     has_danda = text_code in _WITH_DANDA and _DANDAS.search(line) is not None
     found = (_END if has_danda else _END_WITHOUT_DANDA).finditer(line)
     stops = [_Stop(each.start(), each.group(1), each.end()) for each in found]
@@ -59,7 +60,10 @@ def indic_sentence_ends(line: str, text_code: str) -> list[int]:
 
 
 def _merge_ends(line: str, stops: list[_Stop], text_code: str) -> Iterator[int]:
-    """Yield the ends that stay. Abbreviations, and words alone before a period, belong to the sentences around them."""
+    """Yield the sentence ends that remain after merging.
+
+    Abbreviations, and words that are alone before a period, belong to the sentences around them.
+    """
     start, last = 0, 0  # last: the end before this part, which stays unless the part joins
     is_open, is_closed = False, True  # whether the next part joins, and whether no word alone does
     for stop in [*stops, _Stop(len(line), "", len(line))]:

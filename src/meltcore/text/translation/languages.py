@@ -23,8 +23,9 @@ _MAX_SHOWN_CHARS = 60
 def find_language(name: str, param: str) -> Language:
     """Return the language that `name` means: a FLORES code, an English name or an ISO 639 code, in any case.
 
-    A script may follow (`ks-Deva`, `Sindhi (Arabic)`), and must for Kashmiri, Manipuri and Sindhi, which have two.
-    Errors name the request's field `param`. Raises RequestError for an unknown name and for a name without its script.
+    A script may follow (`ks-Deva`, `Sindhi (Arabic)`). It is required for Kashmiri, Manipuri and Sindhi, which have two
+    scripts. Raises RequestError for an unknown name and for a missing script; the error names the request's field
+    `param`.
     """
     found = _languages_by_name().get(_name_key(name), ())
     if len(found) == 1:
@@ -45,7 +46,7 @@ def needed_direction(source: Language, target: Language) -> Direction:
 
 
 def find_direction(checkpoint: str) -> Direction | None:
-    """Return the direction in the last part of a checkpoint's name or path, or None if it names none.
+    """Return the direction in the last part of a checkpoint's name or path. Returns None if it names no direction.
 
     Fairseq's checkpoints are published in a folder `fairseq_model` within the folder that has the name.
     """
@@ -55,10 +56,10 @@ def find_direction(checkpoint: str) -> Direction | None:
 
 
 def check_script(text: str, language: Language, param: str) -> None:
-    """Raise RequestError if the letters of `text` are of other scripts and none is in the language's own script.
+    """Raise RequestError if `text` has letters of other scripts and no letter of the language's own script.
 
-    Latin letters do not count, since names and loanwords in them are common in all languages. So a text in Latin
-    letters alone is in no wrong script, and neither is a text without letters.
+    Latin letters do not count, since names and loanwords in Latin letters are common in all languages. So a text with
+    only Latin letters passes, and so does a text without letters.
     """
     own, other = _script_patterns(language.script)
     letter = other.search(text)
@@ -72,7 +73,7 @@ def check_script(text: str, language: Language, param: str) -> None:
 
 @cache
 def _script_patterns(script: str) -> tuple[regex.Pattern[str], regex.Pattern[str]]:
-    """Return patterns of a letter of `script`, and of a letter that is neither of it nor Latin."""
+    """Return two patterns: a letter of `script`, and a letter that is neither of `script` nor Latin."""
     own = rf"\p{{Script={script}}}"
     return regex.compile(own), regex.compile(rf"[\p{{L}}--{own}--\p{{Script=Latin}}]", regex.V1)
 
@@ -83,7 +84,7 @@ def _name_key(name: str) -> str:
 
 @cache
 def _languages_by_name() -> dict[str, tuple[Language, ...]]:
-    """Return the languages by the key of each name: one, or several that differ in script."""
+    """Return the languages by the key of each name. A name has several languages if they differ in script."""
     table: dict[str, tuple[Language, ...]] = {}
     for language in LANGUAGES:
         script = language.code.partition("_")[2]

@@ -52,7 +52,7 @@ _BOUNDARIES = tuple(
 
 @cache
 def _letter_table() -> dict[int, str]:
-    """Return the replacement of each character. Other forms of letters and Arabic characters become Urdu's."""
+    """Return the replacement of each character. Other forms of letters, and Arabic letters, become Urdu's letters."""
     plain = regex.compile(f"[{_PLAIN_LETTERS}]")
     table = {ord(letter): other for letter, other in {**_LETTERS, **_OTHER_FORMS, _TATWEEL: ""}.items()}
     table |= {0x0660 + digit: chr(0x06F0 + digit) for digit in range(10)}
@@ -65,7 +65,10 @@ def _letter_table() -> dict[int, str]:
 
 
 def normalize_perso_arabic(text: str) -> str:
-    """Return `text` without short vowels, with Urdu's letters, and spaces between it, marks, digits and Latin words."""
+    """Return `text` with Urdu's letters and without short vowels.
+
+    Spaces separate Urdu text from punctuation marks, digits and Latin words.
+    """
     text = _DIACRITIC.sub("", _SPACE.sub(" ", text).strip())
     text = text.translate(_letter_table())
     for pair, letter in _PAIRS:

@@ -1,4 +1,4 @@
-"""Splits text into the sentences that a model translates one by one, and puts translations in their places."""
+"""Splits text into the sentences that a model translates one by one, and joins the translations again."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _MAX_WORD_CHARS = 40  # of an abbreviation
 def split_sentences(text: str, language: Language) -> tuple[list[str], list[str]]:
     """Return the sentences of a text, and the strings before, between and after them: one more string than sentences.
 
-    Joined in turn they are the text. A line break ends a sentence, and so does a period, also Urdu's. A period does not
-    end one after an abbreviation, an initial or a list number. In English and Arabic letters no mark ends a sentence
-    before a small letter. Text without a visible character has no sentence.
+    Strings and sentences in turn, joined, are the text. A line break ends a sentence, and so does a period, also
+    Urdu's. A period after an abbreviation, an initial or a list number does not end a sentence. In English and in
+    Arabic letters, no mark ends a sentence before a small letter. Text without a visible character has no sentence.
     """
     sentences: list[str] = []
     separators: list[str] = []
@@ -55,7 +55,10 @@ def split_sentences(text: str, language: Language) -> tuple[list[str], list[str]
 
 
 def join_sentences(translations: list[str], separators: list[str]) -> str:
-    """Return translations with the separators of `split_sentences`, and a space where two sentences had none."""
+    """Return translations joined by the separators of `split_sentences`.
+
+    Two sentences without a separator get a space between them.
+    """
     before = [separators[0], *(separator or " " for separator in separators[1:-1])]
     if not translations:
         return separators[0]
@@ -63,7 +66,7 @@ def join_sentences(translations: list[str], separators: list[str]) -> str:
 
 
 def _nonempty_lines(text: str) -> list[tuple[str, int]]:
-    """Return the lines with text and where each begins."""
+    """Return the lines that have text, each with the position of its start."""
     lines, start = [], 0
     for match in _LINE_BREAKS.finditer(text):
         lines.append((text[start : match.start()], start))
@@ -73,7 +76,7 @@ def _nonempty_lines(text: str) -> list[tuple[str, int]]:
 
 
 def _sentence_ends(line: str, language: Language) -> list[int]:
-    """Return where sentences of a line end."""
+    """Return the positions at which sentences of a line end."""
     if language.script not in ("Latin", "Arabic"):
         return indic_sentence_ends(line, language.text_code)
     ends, start, initial_end = [], 0, -1  # initial_end: of the initial or abbreviation just before
@@ -89,7 +92,10 @@ def _sentence_ends(line: str, language: Language) -> list[int]:
 
 
 def _is_continued(line: str, match: regex.Match[str], start: int, initial_end: int, language: Language) -> bool:
-    """Return whether the sentence from `start` goes on after this period: it ends an abbreviation or a list number."""
+    """Return whether the sentence from `start` continues after this period.
+
+    It continues if the period ends an abbreviation or a list number.
+    """
     found = _LAST_WORD.search(line[max(start, match.start() - _MAX_WORD_CHARS) : match.start()])
     written = found.group() if found else ""
     word = plain_arabic(written)

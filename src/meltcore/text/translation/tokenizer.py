@@ -1,4 +1,4 @@
-"""Converts between text and the ids of IndicTrans2: SentencePiece pieces, looked up in a dictionary of the model.
+"""Converts between text and the ids of IndicTrans2: SentencePiece pieces that are looked up in the model's dictionary.
 
 Layout of a checkpoint: model.SRC and model.TGT (SentencePiece models), dict.SRC.json and dict.TGT.json (ids by piece).
 In fairseq's layout they are vocab/model.SRC and .TGT, and final_bin/dict.SRC.txt and .TGT.txt. The ids of SentencePiece
@@ -43,7 +43,7 @@ class TranslationTokenizer(Protocol):
 
 
 def check_tags(tags: frozenset[str], source: Language, target: Language) -> None:
-    """Raise RequestError (400) for a language without a tag."""
+    """Raise RequestError (400) if a language has no tag in `tags`."""
     for param, language in (("src_lang", source), ("tgt_lang", target)):
         if language.code not in tags:
             known = ", ".join(sorted(tags))
@@ -54,7 +54,7 @@ class SentencePieceTokenizer:
     """The tokenizer of a published checkpoint."""
 
     def __init__(self, folder: Path, source_vocab_size: int, target_vocab_size: int) -> None:
-        """Read the four files in `folder`. The sizes must be the model's embeddings'.
+        """Read the four files in `folder`. The vocabulary sizes must be the sizes of the model's embeddings.
 
         Raises ConfigError for a missing or invalid file, and for an id beyond the model's vocabulary.
         """
@@ -89,16 +89,16 @@ class SentencePieceTokenizer:
 
 
 class SyntheticTokenizer:
-    """Makes ids for dummy weights, which have no tokenizer: one per piece of at most 3 characters of a word.
+    """Makes ids for dummy weights, which have no tokenizer: one id per piece of at most 3 characters of a word.
 
-    So a token has about 2.5 characters of any script, as real vocabularies have. Texts that it decodes mean nothing.
+    So a token has about 2.5 characters of any script, as in real vocabularies. The decoded texts mean nothing.
     """
 
     _FIRST_PIECE_ID = UNK_ID + 1 + len(TAGS)
     _PIECE_CHARS = 3
 
     def __init__(self, source_vocab_size: int) -> None:
-        """Raise ConfigError for a vocabulary without an id beside the tags' ids."""
+        """Store the vocabulary size. Raises ConfigError if it leaves no id beside the ids of the language tags."""
         needed = self._FIRST_PIECE_ID + 1
         if source_vocab_size < needed:
             raise ConfigError(f"a synthetic tokenizer needs encoder_vocab_size {needed}; got {source_vocab_size}")
