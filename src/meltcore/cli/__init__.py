@@ -1,1 +1,1 @@
-"""The command line: `main.py` finds the command; each module has a command's options and runs it."""
+"""The command line: `main.py` finds the command. Each module has the options of a command and runs it."""

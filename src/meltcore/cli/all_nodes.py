@@ -1,4 +1,4 @@
-"""Runs `meltcore snapshot`, `certify` or `bench` on all nodes of a Ray cluster, and reports on them together."""
+"""Runs `meltcore snapshot`, `certify` or `bench` on all nodes of a Ray cluster, and reports on the nodes together."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 def add_ray_options(
     parser: argparse.ArgumentParser, default_limit: str, act: Callable[[argparse.Namespace], int]
 ) -> None:
-    """Add `--ray`, with which a command does `act`, and the time limit of a node with a text for its default."""
+    """Add `--ray`, with which the command calls `act`, and `--node-limit`, the time limit of a node.
+
+    `default_limit` describes the default limit in the help text.
+    """
     from meltcore.common.options import ActOption, not_empty, number
 
     group = parser.add_argument_group("several nodes")
@@ -32,7 +35,7 @@ def add_ray_options(
 
 
 def refuse_with_ray(args: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError for the first of these options that was given: it is about one node."""
+    """Raise ConfigError if one of these options was given with --ray, because they concern a single node."""
     from meltcore.common.errors import ConfigError
 
     for name in names:
@@ -49,10 +52,10 @@ def run_on_all_nodes(
     takes_gpus: bool = False,
     out: str | None = None,
 ) -> "NodesReport":
-    """Run the command, which prints one JSON document, on all nodes; print and write the report, and return it.
+    """Run a command that prints one JSON document on all nodes. Print, write and return the report.
 
-    nodes.json and report.html are written to a run folder in `out`, or nowhere without it. Raises ConfigError if the
-    cluster cannot be reached, and where no node has a GPU that the command needs.
+    nodes.json and report.html are written to a run folder in `out`. If `out` is None, nothing is written. Raises
+    ConfigError if the cluster cannot be reached, and if no node has a GPU that the command needs.
     """
     import time
     from datetime import UTC, datetime
@@ -106,14 +109,14 @@ def run_on_all_nodes(
 
 
 def exit_status(report: "NodesReport") -> int:
-    """Return 0 where all nodes are alike, 1 where one deviates, and 2 where one has failed."""
+    """Return 0 if all nodes are alike, 1 if a node deviates, and 2 if a node has failed."""
     from meltcore.measure.documents.verdicts import MEANINGS
 
     return MEANINGS[report.verdict].exit_code
 
 
 def certificate_status(report: "NodesReport") -> int:
-    """Return the exit status of the worst node, as Nagios defines it: UNKNOWN if one failed, WARN if one is slow."""
+    """Return the exit status of the worst node in Nagios's terms: UNKNOWN if a node failed, WARN if a node is slow."""
     from meltcore.measure.documents.certificate import Certificate
     from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
 

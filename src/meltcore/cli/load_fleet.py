@@ -23,7 +23,7 @@ _SHARED_SETTINGS = ("processes", "seed", "api_key")
 
 
 def run_fleet(args: argparse.Namespace) -> int:
-    """Measure the fleet, save and print the result, and return the exit status, as `meltcore load` has it."""
+    """Measure the fleet, save and print the result, and return the exit status as `meltcore load` does."""
     import msgspec
     from rich.console import Console
 
@@ -49,7 +49,7 @@ def run_fleet(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> "FleetLoadConfig":
-    """Return the settings of the command line. Raises ConfigError for options of a load on one model."""
+    """Return the settings of the command line. Raises ConfigError for options that only a load on one model has."""
     from meltcore.common.errors import ConfigError
     from meltcore.common.options import check_unused, from_options
     from meltcore.measure.load.config import LoadConfig, Timeouts
@@ -65,7 +65,10 @@ def _config(args: argparse.Namespace) -> "FleetLoadConfig":
 def _measure(
     args: argparse.Namespace, config: "FleetLoadConfig", folder: "RunFolder", console: "Console"
 ) -> "FleetLoad":
-    """Run the load while the GPUs are recorded: with --monitor, or where the server is on this machine and has some."""
+    """Run the load while the GPUs are recorded.
+
+    The GPUs are recorded with --monitor, or if the server is on this machine and the machine has GPUs.
+    """
     import msgspec
 
     from meltcore.measure.load.fleet.fleet_run import measure_fleet
@@ -92,9 +95,9 @@ def _measure(
 
 @contextmanager
 def _recorded(args: argparse.Namespace, url: str, path: "Path") -> Iterator[bool]:
-    """Record the GPUs during the block. Yields whether they are recorded.
+    """Record the GPUs during the block. Yields whether the GPUs are recorded.
 
-    Raises NoDriverError if --monitor asks for a recording.
+    Raises NoDriverError if --monitor requires a recording and there is no driver.
     """
     from meltcore.common.errors import MeltcoreError
     from meltcore.common.gpus.driver import NoDriverError

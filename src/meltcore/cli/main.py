@@ -1,6 +1,6 @@
-"""`meltcore COMMAND ...`: find the command's module, parse, call, print errors as one line.
+"""`meltcore COMMAND ...`: find the command's module, parse the options, call it, and print errors as one line.
 
-Only the chosen command's module is imported, and it imports its real work when run, so `meltcore --help` stays fast.
+Only the module of the command is imported. It imports what it needs when it runs, so `meltcore --help` stays fast.
 """
 
 import argparse
@@ -104,9 +104,10 @@ def _fill_closed_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 done and the answer is no, 2 error, 130 interrupted.
+    """Run a command and return its exit code.
 
-    It returns 141 where the reader of its output is gone, as after `| head -1`, and then prints nothing.
+    The code is 0 for success, 1 if the answer is no, 2 for an error, and 130 if interrupted. It is 141 if the reader of
+    the output is gone, as after `| head -1`. Nothing is printed then.
     """
     _fill_closed_streams()
     check_output()
@@ -154,7 +155,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
-    """Return the parser of a command; its help ends with examples and definitions of the command's metrics."""
+    """Return the parser of a command. Its help ends with examples and with definitions of the command's metrics."""
     epilog = f"examples:\n{module.EXAMPLES.rstrip()}"
     metrics = getattr(module, "METRICS", ())
     if metrics:

@@ -1,4 +1,4 @@
-"""`meltcore profile`: when a GPU was idle, and why, from a profiler's trace."""
+"""`meltcore profile`: find when and why a GPU was idle, from the trace of a profiler."""
 
 import argparse
 from contextlib import suppress
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _record_nsys(args: argparse.Namespace) -> "Path":
-    """Run the command under nsys; return the export of its report. Raises ConfigError without a report."""
+    """Run the command under nsys, and return the path of the exported report. Raises ConfigError without a report."""
     import time
     from pathlib import Path
 
@@ -195,7 +195,7 @@ def _poster(args: argparse.Namespace, option: str) -> "Callable[[str], ApiRespon
 
 
 def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":
-    """Make the server record; return the path of its trace, and the SM activity of --gpu in percent.
+    """Let the server record. Returns the path of its trace, and the SM activity of --gpu in percent, or None.
 
     Raises ConfigError if the server does not support it.
     """

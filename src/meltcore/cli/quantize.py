@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the quantized checkpoint and print its size. Raises ConfigError if that is impossible."""
+    """Write the quantized checkpoint and print its size. Raises ConfigError if the checkpoint cannot be quantized."""
     from pathlib import Path
 
     from rich.console import Console

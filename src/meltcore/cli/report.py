@@ -1,4 +1,4 @@
-"""`meltcore report`: join all evidence about a node to one card, or render the page of one run again."""
+"""`meltcore report`: join all evidence about a node into one card, or render the page of a run again."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ exit status of a card: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, 4 INCOMPLETE; 2 also f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the places of the evidence, and the options of the card and of a single run's page."""
+    """Add the locations of the evidence, and the options of the card and of the page of a single run."""
     parser.add_argument(
         "places", nargs="+", metavar="DIR", help="run folders, folders of run folders, or files such as a snapshot"
     )
@@ -61,10 +61,10 @@ def _evidence_types(text: str) -> "list[EvidenceType]":
 
 
 def run(args: argparse.Namespace) -> int:
-    """Render one run's page, or join evidence to a card, and return the exit code.
+    """Render the page of a run, or join evidence into a card, and return the exit code.
 
-    The exit code of a card follows from its verdict. Raises ConfigError if there is nothing to join, or for --output
-    or --export with a card.
+    The exit code of a card follows from its verdict. Raises ConfigError if there is nothing to join, and if --output or
+    --export is given with a card.
     """
     from pathlib import Path
 

@@ -10,10 +10,10 @@ from typing import Any
 
 @contextmanager
 def signals_as_ctrl_c() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP interrupt as Ctrl-C does, so that no process stays on a GPU.
+    """Let SIGTERM and SIGHUP interrupt as Ctrl-C does, so that no process stays on a GPU.
 
-    `timeout` and job schedulers send SIGTERM, the end of an ssh session sends SIGHUP. SIGHUP stays ignored where it is
-    ignored already, as under nohup.
+    `timeout` and job schedulers send SIGTERM. The end of an ssh session sends SIGHUP. If SIGHUP is already ignored, as
+    under nohup, it stays ignored.
     """
     previous_handlers: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, _interrupt)}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -26,9 +26,10 @@ def signals_as_ctrl_c() -> Iterator[None]:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Interrupt by SIGINT, which may have a handler or be ignored.
+    """Interrupt with SIGINT, even if SIGINT is ignored.
 
-    A shell script starts its background programs with SIGINT ignored, which Python keeps; they are interrupted, too.
+    A shell script starts its background programs with SIGINT ignored, and Python keeps this. These programs are
+    interrupted too.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.default_int_handler(signum, frame)
@@ -36,7 +37,10 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _handle_sighup(*_: object) -> None:
-    """Interrupt as SIGTERM, and discard output if the terminal is gone: its error would cost the result."""
+    """Interrupt as SIGTERM does.
+
+    If the terminal is gone, output is discarded, because its error would lose the result.
+    """
     # Both the kernel and the shell send it; a second one must not interrupt the orderly end.
     signal.signal(signal.SIGHUP, lambda *_: None)
     for fd in (1, 2):

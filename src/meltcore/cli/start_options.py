@@ -1,4 +1,4 @@
-"""Options of the verbs that start servers: in the background or not, how each start is loaded, its time limit."""
+"""Options of commands that start servers: starts in the background, the load of each start, and its time limit."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -29,9 +29,9 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start_daemon(args: argparse.Namespace, config: "ServerConfig", source: "OneModel | PlannedFleet") -> int | None:
-    """Start a server in the background where --daemon asks for it. Returns its exit status, or None without --daemon.
+    """Start a server in the background if --daemon is given. Returns its exit status, or None without --daemon.
 
-    Raises ConfigError for options that need --daemon.
+    Raises ConfigError for options that require --daemon.
     """
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.common.errors import ConfigError
@@ -74,7 +74,7 @@ def add_start_options(parser: argparse.ArgumentParser, concurrency: str = "1,32"
 
 
 def start_options(args: argparse.Namespace, arguments: tuple[str, ...]) -> "StartOptions":
-    """Read the options of `add_start_options`. Raises ConfigError for a value out of its form or range."""
+    """Read the options of `add_start_options`. Raises ConfigError if a value is malformed or out of range."""
     from meltcore.common.options import from_options
     from meltcore.measure.experiments.compare.starts import StartOptions
     from meltcore.measure.load.config import LoadConfig
@@ -86,9 +86,10 @@ def start_options(args: argparse.Namespace, arguments: tuple[str, ...]) -> "Star
 
 
 def start_printers(console: "Console", totals: Mapping[str, int]) -> "tuple[Callable[[str], None], OnStart]":
-    """Return two callbacks (report, on_start): one prints a server's messages, the other a line per start.
+    """Return two callbacks (report, on_start).
 
-    `totals` holds the number of starts of each set.
+    `report` prints a message of a server, and `on_start` prints a line for each start. `totals` has the number of
+    starts of each set.
     """
     from rich.markup import escape
 

@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End the selected servers. Returns 1 when one is still draining.
+    """End the selected servers. Returns 1 if a server is still draining, else 0.
 
-    Raises ConfigError when the choice is not clear.
+    Raises ConfigError if the options do not select servers unambiguously.
     """
     from meltcore.common.errors import ConfigError
     from meltcore.fleet.daemon import running, stop

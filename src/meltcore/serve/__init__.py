@@ -1,1 +1,1 @@
-"""The server: the HTTP API over one or several models, its API server processes, and what it talks to. No torch."""
+"""The server: the HTTP API over one or several models, its API server processes, and the servers it calls. No torch."""

@@ -1,7 +1,7 @@
 """An API server process: `python -m meltcore.serve.api_server_main`, with its channel as standard input.
 
-It serves the connections that the supervisor passes to it, with its own sockets to the engines and its own row of the
-shared statistics. The end of the channel means that the supervisor is gone, and ends this process.
+The process serves the connections that the supervisor passes to it. It has its own sockets to the engines and its own
+row of the shared statistics. When the channel ends, the supervisor is gone, and the process ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from meltcore.serve.upstream.http_backend import HttpBackend
 
 
 class APIServer:
-    """One API server process, from its setup to its end."""
+    """One API server process, from its setup until it ends."""
 
     def __init__(self, channel_socket: socket.socket, setup: Setup, stats_fd: int) -> None:
         config = self._config = setup.config
@@ -138,7 +138,7 @@ class APIServer:
             backend.replica_ended(message.replica, message.message)
 
     def _add_connection(self, descriptors: list[int]) -> None:
-        """Serve a connection. When this process is out of descriptors, the kernel has closed it already."""
+        """Serve a connection. If this process has no free descriptors, the kernel has already closed the connection."""
         if descriptors:
             self._http.add_connection(socket.socket(fileno=descriptors[0]))
         else:
@@ -215,7 +215,7 @@ class APIServer:
         backend.connect(replica, folder, self._setup.api_server, on_unreadable)
 
     async def _load_text(self, number: int, backend: EngineBackend) -> Any:
-        """Return what the model needs beside its engines, or None if it needs nothing or the load fails."""
+        """Return what the model needs beside its engines. Returns None if it needs nothing or the load fails."""
         try:
             return await asyncio.to_thread(backend.load)
         except MeltcoreError as error:

@@ -1,4 +1,4 @@
-"""GET /openapi.json, and at /docs Swagger UI for it, whose files come from a Python package and not from a CDN."""
+"""GET /openapi.json, and Swagger UI for it at /docs. Swagger UI's files come from a Python package, not from a CDN."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _WITHOUT_PACKAGE = f"""{_HEAD}</head>
 
 
 def _swagger_folder() -> Path | None:
-    """Return the folder with Swagger UI's files, or None without the package."""
+    """Return the folder with Swagger UI's files, or None if the package is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     folder = None if spec is None or spec.origin is None else Path(spec.origin).with_name("dist")
     return (
@@ -78,7 +78,10 @@ def _read(file: Path) -> tuple[bytes, bytes]:
 
 
 class ApiDocs:
-    """These routes as a raw ASGI application. They need no API key: they hold nothing of a user or of a model."""
+    """The routes as a raw ASGI application.
+
+    They need no API key, because they contain nothing of a user or of a model.
+    """
 
     def __init__(self) -> None:
         self._folder = folder = _swagger_folder()

@@ -1,4 +1,7 @@
-"""The endpoints of requests that models answer: each task names its own, and dwani.ai's chats have no task."""
+"""The endpoints of requests that models answer.
+
+Each task names its own endpoints; dwani.ai's chats belong to no task.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def build_app(
     keys: ApiKeys,
     tracing: Tracing | None = None,
 ) -> ASGIApp:
-    """Build the ASGI application, behind the gate that checks origins and keys."""
+    """Build the ASGI application. A gate before it checks origins and keys."""
 
     def forwarding(own: Endpoint | None) -> ForwardingEndpoint:
         return ForwardingEndpoint(own, models, config, log)
@@ -88,9 +88,9 @@ def build_app(
 
 
 class _Shortcut:
-    """Passes requests that models answer directly to their endpoint, and all others through `app`.
+    """Passes requests that models answer directly to their endpoint, and all other requests to `app`.
 
-    Responses of Starlette's own, such as a redirect, get a request id too.
+    Responses that Starlette makes by itself, such as a redirect, get a request id too.
     """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
@@ -159,7 +159,7 @@ class _Endpoint:
 
 
 class _Handlers:
-    """The responses of all routes whose requests no model answers."""
+    """The responses of all routes that no model answers."""
 
     def __init__(self, models: ModelTable, config: ServerConfig, metrics: Metrics) -> None:
         self._models = models
@@ -168,9 +168,11 @@ class _Handlers:
         self._status = Status(models)
 
     async def health(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
-        """Answer "ready", or "degraded" and which models where one or a replica cannot serve, or 503 where none can.
+        """Answer "ready", "degraded" or 503, by the models that can serve.
 
-        A model that sleeps can: its requests wait. Where all wait for the server that asks, the answer is 508.
+        "degraded" names the models that cannot serve or lack a replica. The answer is 503 if no model can serve. A
+        model that sleeps can serve, because its requests wait. The answer is 508 if all models wait for the server that
+        sends this request.
         """
         backends = self._models.backends
         problems = {backend.names[0]: backend.health.problem() for backend in backends}
@@ -197,7 +199,10 @@ class _Handlers:
         return answer
 
     async def _check_circle(self, scope: Scope) -> None:
-        """Raise RequestError (508) if each model waits for upstreams that wait for a server on the request's way."""
+        """Raise RequestError (508) if all models wait in a circle.
+
+        The upstreams of each model then wait for a server which this request has passed.
+        """
         if not may_probe(scope):
             return
         circles = {backend.names[0]: await backend.health.circle(scope) for backend in self._models.backends}
@@ -269,14 +274,14 @@ class _Handlers:
 
 
 def _model_card(backend: Backend, name: str) -> dict[str, Any]:
-    """Return a model's card with the first of its names as `root`; of one that sleeps, with its status."""
+    """Return a model's card with the first of its names as `root`. The card of a model that sleeps has its status."""
     status = backend.health.status
     card = backend.model_card(name) | {"root": backend.names[0]}
     return card if status == "ready" else card | {"status": status}
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
-    """Answer an unexpected exception in OpenAI's error form. Starlette raises it on to the log."""
+    """Answer an unexpected exception in OpenAI's error form. Starlette then raises it again for the log."""
     return _error_response(request, RequestError(f"the server failed: {type(error).__name__}", status=500))
 
 

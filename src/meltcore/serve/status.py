@@ -1,4 +1,4 @@
-"""GET /v1/status: what a person wants to see of a running server, in JSON; GET /metrics has everything for machines."""
+"""GET /v1/status: the state of a running server for people, in JSON. GET /metrics has everything for machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT_S = 0.9
 
 
 class Status:
-    """Reads the counts of all models, and the GPUs that this machine's driver shows."""
+    """Reads the counts of all models, and the GPUs that the driver of this machine shows."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
@@ -28,9 +28,10 @@ class Status:
         self._gpus = GpuLoadReader()
 
     async def read(self) -> dict[str, Any]:
-        """Return the status. `languages` has codes for a translation that no translation model limits.
+        """Return the status.
 
-        `substitutes` has languages that a model may not know, and what it gets instead.
+        `languages` has the language codes for a translation, if no translation model limits them. `substitutes` has the
+        languages that a model may not know, with the languages that the model gets instead.
         """
         return {
             "models": [_model(backend) for backend in self._models.backends],
@@ -66,7 +67,7 @@ class GpuLoadReader:
         self._read_s = 0.0
 
     async def read(self) -> list[dict[str, Any]]:
-        """Return the GPUs: none without a driver, or while it does not answer."""
+        """Return the GPUs. Returns no GPUs without a driver, or while the driver does not answer."""
         if self._query is None or (self._query.done() and time.monotonic() - self._read_s > _KEPT_S):
             self._query = asyncio.create_task(asyncio.to_thread(query_gpus))
             self._read_s = time.monotonic()
@@ -75,7 +76,10 @@ class GpuLoadReader:
 
 
 def query_gpus() -> list[dict[str, Any]]:
-    """Return name, bytes of memory and utilization (0 to 1, or None where a GPU has no such reading) of each GPU."""
+    """Return the name, the bytes of memory and the utilization (0 to 1) of each GPU.
+
+    The utilization is None if a GPU does not report it.
+    """
     try:
         nvml = Nvml()  # stays open: only the first one loads the driver's library
     except NoDriverError:

@@ -57,7 +57,7 @@ class SharingSection(FleetSection, frozen=True, kw_only=True):
 
     @property
     def sm_percent(self) -> int | None:
-        """The share of SMs for engines below the class interactive under MPS, or None without MPS."""
+        """The share of SMs, in percent, for engines below the class interactive under MPS. None without MPS."""
         return self.mps_sm_percent if self.means == "mps" else None
 
 
@@ -69,9 +69,9 @@ class EngineSharing(SharingSection, frozen=True, kw_only=True):
 
 
 class EngineSettings(FleetSection, frozen=True, kw_only=True):
-    """Holds what fleet.yaml and the flags of `serve` alike say of a model's engines.
+    """The settings of a model's engines that fleet.yaml and the flags of `serve` have in common.
 
-    A field that is None is decided from the checkpoint and the device, and printed.
+    If a field is None, its value is chosen from the checkpoint and the device, and printed.
     """
 
     tokenizer: Annotated[
@@ -175,7 +175,7 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
 
 
 class EngineConfig(EngineSettings, frozen=True, kw_only=True):
-    """Holds the settings that an engine process needs to start. `memory_bytes` None takes what is free."""
+    """The settings with which an engine process starts. If `memory_bytes` is None, the engine takes the free memory."""
 
     model: str  # local folder or hub id
     device: Annotated[str, setting("auto, cpu, cuda or cuda:N.", group=ENGINE_GROUP)] = "auto"
@@ -228,7 +228,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def debug_options(self) -> tuple[str, ...]:
-        """Return the debug switches and the flags that disable an optimization, which results state."""
+        """Return the debug switches and the flags that disable an optimization. Results state them."""
         flags = {
             "--enforce-eager": self.enforce_eager,
             "--no-enable-prefix-caching": not self.enable_prefix_caching,

@@ -1,4 +1,4 @@
-"""Defines the types of fields of fleet.yaml, with their limits and what errors say is expected."""
+"""Defines the types of fields of fleet.yaml, with their limits and the expected values that errors state."""
 
 from __future__ import annotations
 
@@ -87,4 +87,4 @@ Device: TypeAlias = Literal["auto", "cpu"] | Annotated[tuple[GpuId, ...], Meta(m
 
 
 class FleetSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Is the base of all parts of fleet.yaml: fields by name, no unknown ones."""
+    """The base of all sections of fleet.yaml. Fields are set by name, and unknown fields are errors."""

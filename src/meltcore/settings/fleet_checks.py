@@ -1,4 +1,4 @@
-"""Checks what one field of fleet.yaml cannot say alone: names, references, and settings that exclude each other."""
+"""Checks what a single field of fleet.yaml cannot show: names, references, and settings that exclude each other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ _PROCESS_ONLY = (
 
 
 class FleetError(Exception):
-    """Reports a fault of fleet.yaml: the path of its key and what is wrong there, without the file's name."""
+    """Reports a fault of fleet.yaml with the path of the key and what is wrong there.
+
+    The file's name is added later.
+    """
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"{path}: {message}" if path else message)
@@ -87,7 +90,7 @@ def _check_gpus(spec: FleetSpec) -> None:
 
 
 def _check_names(spec: FleetSpec) -> None:
-    """Refuse two names alike. Names that differ in case only are alike to people who type them."""
+    """Refuse two equal names. Names that differ only in case count as equal, because users confuse them."""
     owners: dict[str, str] = {}
     for path, name in _names(spec):
         owner = owners.setdefault(name.casefold(), path)
@@ -150,7 +153,7 @@ def _check_kind(model: ModelSection, path: str) -> None:
 
 
 def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
-    """Refuse settings of a model with an engine of Meltcore's that engines of its task would ignore."""
+    """Refuse settings that engines of the model's task would ignore. The model has an engine of Meltcore's own."""
     for name, names in setting_tasks().items():
         if name in changed and model.task not in names:
             raise FleetError(
@@ -165,12 +168,15 @@ def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
 
 
 def _has_tokens(model: ModelSection) -> bool:
-    """Return whether the queue of an upstream server counts tokens, by the length of JSON bodies. Uploads have none."""
+    """Return whether the queue of an upstream server counts tokens, which are estimated from the length of JSON bodies.
+
+    Uploads have no tokens.
+    """
     return not tasks()[model.task].is_upload
 
 
 def _check_limits(spec: FleetSpec) -> None:
-    """Refuse bounds of queues that no model of the fleet has."""
+    """Refuse limits of queues that no model of the fleet has."""
     tasks_by_setting = setting_tasks()
     for name in sorted(_changed(spec.limits) & tasks_by_setting.keys()):
         names = tasks_by_setting[name]
@@ -185,7 +191,7 @@ def _check_limits(spec: FleetSpec) -> None:
 
 
 def _check_command(model: ModelSection, command: str, path: str) -> None:
-    """Check the names in braces: known, given by a field, and the port among them."""
+    """Check the names in braces. All must be known and have a value, and {port} must be among them."""
     import shlex
 
     if command in UPSTREAM_TEMPLATES:
@@ -233,7 +239,7 @@ def _check_device(spec: FleetSpec, model: ModelSection, path: str) -> None:
 
 
 def _require_model(spec: FleetSpec, path: str, name: str, task: str) -> None:
-    """Raise FleetError unless `name` is a model, and one of this task."""
+    """Raise FleetError unless `name` is a model of this task."""
     owner = spec.resolve(name)
     if owner is None:
         known = [each for _, each in _names(spec)]
@@ -297,7 +303,7 @@ def _check_keys(spec: FleetSpec) -> None:
 
 
 def _check_sharing(spec: FleetSpec) -> None:
-    """Refuse settings that another means of sharing than the chosen one reads: they would be ignored."""
+    """Refuse settings that only another means of GPU sharing reads than the chosen one. They would be ignored."""
     sharing, changed = spec.sharing, _changed(spec.sharing)
     others = {"none": ("mps_sm_percent", "min_share", "max_wait_ms", "step_ms"), "pacing": ("mps_sm_percent",)}
     for name in others.get(sharing.means, ()):

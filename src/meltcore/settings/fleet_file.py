@@ -51,7 +51,10 @@ def load_fleet(path: str | Path) -> FleetSpec:
 
 
 def parse_fleet(text: str, name: str = "fleet.yaml") -> FleetSpec:
-    """Return the checked contents of the text of a fleet.yaml, which errors call `name`. Raises ConfigError."""
+    """Parse the text of a fleet.yaml and return its checked contents. Errors call the file `name`.
+
+    Raises ConfigError.
+    """
     try:
         spec: FleetSpec = _convert_struct(_read_yaml(text), FleetSpec, "")
         check_fleet(spec)
@@ -64,7 +67,10 @@ _INT_TAG, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """Reads plain values only, and refuses a key that stands twice: YAML would keep the last one silently."""
+    """Reads only plain YAML values, and refuses a key that occurs twice.
+
+    YAML itself would silently keep the last one.
+    """
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
@@ -86,7 +92,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
 
 
 def _plain_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """Return a number in plain decimal digits. Raises FleetError for YAML's other forms."""
+    """Return a number that is written in plain decimal digits. Raises FleetError for YAML's other number formats."""
     if _PLAIN_NUMBER.fullmatch(node.value) is None:
         shown = _shown(node.value)
         raise FleetError(
@@ -102,7 +108,7 @@ for _tag in (_INT_TAG, _FLOAT_TAG):
 
 
 def _count_nodes(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of nodes below and with `node`, with aliases expanded. Raises FleetError past a limit.
+    """Return the number of nodes of the tree at `node`, with aliases expanded. Raises FleetError past a limit.
 
     `known` has the numbers of nodes by id, and 0 for nodes that are being counted.
     """
@@ -130,7 +136,7 @@ def _read_yaml(text: str) -> Any:
 
 
 def _convert_struct(value: Any, struct: type[Any], path: str) -> Any:
-    """Return `value`, a mapping, as a `struct`. Raises FleetError for a key that it does not know or lacks."""
+    """Return the mapping `value` as a `struct`. Raises FleetError if a key is unknown or missing."""
     if not isinstance(value, dict):
         raise FleetError(
             path, f"got {_shown(value)}; must be a mapping with keys of {_names(struct.__struct_fields__)}"
@@ -147,7 +153,7 @@ def _convert_struct(value: Any, struct: type[Any], path: str) -> Any:
 
 
 def _convert(value: Any, hint: Any, path: str) -> Any:
-    """Return `value` as the type `hint`. Raises FleetError with its path."""
+    """Return `value` as the type `hint`. Raises FleetError with the path of the value."""
     base, meta = (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
     if get_origin(base) in (Union, UnionType):
         if value is None and NoneType in get_args(base):

@@ -246,24 +246,25 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> ModelKind:
-        """Whether an engine of Meltcore's, a server at a URL or a server from a command runs the model."""
+        """What runs the model: an engine of Meltcore's own, a server at a URL, or a server that a command starts."""
         return "url" if self.url is not None else "command" if self.command is not None else "engine"
 
     @property
     def upstream_paths(self) -> tuple[str, ...]:
-        """The paths whose requests a `url` or a `command` gets."""
+        """The paths whose requests are sent to the server of a `url` or a `command`."""
         return self.paths or tuple(tasks()[self.task].paths)
 
     @property
     def is_sleepable(self) -> bool:
-        """Whether its memory may be given to other models while they have requests."""
+        """Whether other models may use the model's memory while they have requests."""
         return self.residency == "sleepable"
 
     @property
     def replica_gpus(self) -> list[tuple[int, ...]]:
-        """The GPUs that the file names for each replica, `tensor_parallel_size` each. Without GPUs any may be used.
+        """The GPUs that the file names for each replica, `tensor_parallel_size` GPUs each.
 
-        With fewer GPUs than replicas need, replicas share them in turns.
+        If the file names no GPUs, any may be used. If it names fewer GPUs than the replicas need, replicas share them
+        in turns.
         """
         if isinstance(self.device, str):
             return [()] * self.replicas
@@ -273,12 +274,12 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def has_context(self) -> bool:
-        """Whether its engines are told a context length and a concurrency, which a plan may lower."""
+        """Whether the engines get a context length and a concurrency, which a plan may lower."""
         return tasks()[self.task].has_context
 
 
 class LimitsSection(FleetSection, frozen=True, kw_only=True):
-    """Limits of requests. Those of queues are per model and replaced by the model's own."""
+    """Limits of requests. The limits of queues are per model, and a model's own limits replace them."""
 
     max_body: Annotated[Bytes | None, setting("Largest request body (default: 8MiB).", group=LIMITS_GROUP)] = None
     max_queue: Annotated[
@@ -334,18 +335,18 @@ class LimitsSection(FleetSection, frozen=True, kw_only=True):
 
     @property
     def max_body_bytes(self) -> int:
-        """The largest request body."""
+        """The largest allowed size of a request body, in bytes."""
         return MAX_BODY_BYTES if self.max_body is None else self.max_body
 
     def of(self, model: ModelSection) -> LimitsSection:
-        """Return the limits of one model, whose own bounds of its queue replace the bounds of all models."""
+        """Return the limits of one model. Its own limits of its queue replace the limits of all models."""
         names = ("max_queue", "max_queue_tokens", "max_queue_chars", "max_queue_audio_s")
         own = {name: value for name in names if (value := getattr(model, name)) is not None}
         return msgspec.structs.replace(self, **own)
 
 
 class KeySection(FleetSection, frozen=True, kw_only=True):
-    """One API key. The file names where the key is, or its hash, never the key."""
+    """One API key. The file says where the key is, or has its hash, but never the key."""
 
     name: Annotated[KeyName, Meta(description="Its name in logs and metrics.")]
     env: Annotated[VariableName | None, Meta(description="Environment variable that holds the key.")] = None
@@ -389,7 +390,7 @@ class TimeoutsSection(FleetSection, frozen=True, kw_only=True):
 
 
 class ResidencySection(FleetSection, frozen=True, kw_only=True):
-    """When sleepable models that share memory take turns. Without effect where no model is sleepable."""
+    """The rules by which sleepable models that share memory take turns. No effect if no model is sleepable."""
 
     minimum_s: Annotated[Seconds, Meta(description="Time that a woken model stays awake.")] = 5.0
     turn_s: Annotated[
@@ -420,7 +421,7 @@ class FleetSpec(FleetSection, frozen=True, kw_only=True):
     sharing: Annotated[SharingSection, Meta(description="How classes share a GPU in time.")] = SharingSection()
 
     def resolve(self, name: str) -> str | None:
-        """Return the model's name for its name or an alias, or None without such a model."""
+        """Return the name of the model with this name or alias. Returns None if there is no such model."""
         if name in self.models:
             return name
         return next((model for model, section in self.models.items() if name in section.aliases), None)

@@ -1,4 +1,4 @@
-"""Defines which models answer requests that name a language, or no model: two sections of fleet.yaml."""
+"""Defines which models answer requests that name a language or no model, in two sections of fleet.yaml."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TranslationRule(FleetSection, frozen=True, kw_only=True):
 
 
 class LanguagesSection(FleetSection, frozen=True, kw_only=True):
-    """Which model serves which language, for requests that name a language and no model."""
+    """The models that serve each language, for requests that name a language and no model."""
 
     translation: Annotated[
         tuple[TranslationRule, ...], Meta(description="Directions; the first rule that matches decides.")
@@ -56,12 +56,12 @@ class LanguagesSection(FleetSection, frozen=True, kw_only=True):
 
     @property
     def substitute_lists(self) -> dict[str, tuple[str, ...]]:
-        """`substitute` with a tuple for every language."""
+        """The languages of `substitute`, with a tuple of substitutes for each language."""
         return {name: (each,) if isinstance(each, str) else each for name, each in self.substitute.items()}
 
 
 class TranslateRoute(FleetSection, frozen=True, kw_only=True):
-    """What answers `/v1/translate`."""
+    """The model that answers `/v1/translate`."""
 
     backend: Annotated[
         Literal["indictrans2", "llm"],
@@ -75,7 +75,7 @@ class TranslateRoute(FleetSection, frozen=True, kw_only=True):
 
     @property
     def system_message(self) -> str:
-        """`prompt`, or the words that ask to translate."""
+        """`prompt`, or the default prompt that asks to translate."""
         return self.prompt or (
             "You are a translation model. Translate the following text from {source} to {target}. "
             "Answer with the translation alone."
@@ -83,7 +83,7 @@ class TranslateRoute(FleetSection, frozen=True, kw_only=True):
 
 
 class ChatRoute(FleetSection, frozen=True, kw_only=True):
-    """What answers the chat routes whose requests name no model."""
+    """The model that answers the chat routes whose requests name no model."""
 
     model: Annotated[Name | None, Meta(description="A generation model (default: the first of the file).")] = None
     prompt: Annotated[
@@ -97,7 +97,7 @@ class ChatRoute(FleetSection, frozen=True, kw_only=True):
 
     @property
     def system_message(self) -> str:
-        """`prompt`, or the words that ask for one short sentence."""
+        """`prompt`, or the default prompt that asks for one short sentence."""
         if self.prompt is not None:
             return self.prompt
         return (
@@ -107,7 +107,7 @@ class ChatRoute(FleetSection, frozen=True, kw_only=True):
 
 
 class RoutesSection(FleetSection, frozen=True, kw_only=True):
-    """Models behind routes whose requests do not name one."""
+    """The models of routes whose requests do not name a model."""
 
     translate: Annotated[TranslateRoute, Meta(description="`/v1/translate` and `/translate`.")] = TranslateRoute()
     chat: Annotated[ChatRoute, Meta(description="`/v1/indic_chat`, `/v1/chat_direct` and `/v1/speech_to_speech`.")] = (

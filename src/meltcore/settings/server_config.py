@@ -62,13 +62,13 @@ class ModelConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names that requests may use. The first stands in metrics and logs."""
+        """Return the names that requests may use. The first name is used in metrics and logs."""
         return self.served_model_name or (self.engine.model,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Holds the settings of a server: its models, and the sections of fleet.yaml that are for all of them."""
+    """The settings of a server: its models, and the sections of fleet.yaml that apply to all models."""
 
     models: tuple[ModelConfig, ...]
     upstream: dict[str, ModelSection] = field(default_factory=dict)  # after `models` in statistics

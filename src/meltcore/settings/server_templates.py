@@ -1,6 +1,6 @@
-"""Command templates of servers: ours, vLLM, SGLang, llama.cpp, TensorRT-LLM; names in braces stand for values.
+"""Command templates of servers: Meltcore, vLLM, SGLang, llama.cpp and TensorRT-LLM. Names in braces stand for values.
 
-A fleet starts upstream servers from them, and `meltcore compare-backends` starts all of them.
+A fleet starts upstream servers from the templates, and `meltcore compare-backends` starts all servers from them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from meltcore.common.gpus.machine import gpu_environment
 
 
 class ServerTemplate(NamedTuple):
-    """A command line, and by setting what is added where it is given.
+    """A command line, and for each setting the flags that are added if the setting is given.
 
-    An empty text: the server needs no flag for it. A setting that is not in `flags` is one that the server lacks.
+    An empty text means that the server needs no flag for the setting. The server lacks a setting that is not in
+    `flags`.
     """
 
     command: str
@@ -101,10 +102,10 @@ UPSTREAM_TEMPLATES = tuple(name for name in TEMPLATES if name != "meltcore")  # 
 
 
 def fill_command(command: str, values: Mapping[str, str | None], name: str) -> list[str]:
-    """Return the words of a command line with `values` in place of names in braces, each word whole.
+    """Return the words of a command line with `values` in place of names in braces. A word with a blank stays one word.
 
-    `name` begins every error. Raises ConfigError for a text that is no command line or has no {port}, an unknown name
-    in braces, and one whose value is None.
+    `name` begins every error. Raises ConfigError if the text is no command line or has no {port}, if a name in braces
+    is unknown, and if its value is None.
     """
     try:
         words = shlex.split(command)
@@ -116,9 +117,9 @@ def fill_command(command: str, values: Mapping[str, str | None], name: str) -> l
 
 
 def find_program(arguments: Sequence[str], environment: Mapping[str, str], python: str | None, name: str) -> list[str]:
-    """Return the arguments with the whole path of their program; `python` stands for a program of that name.
+    """Return the arguments with the full path of their program. `python` replaces a program of the name "python".
 
-    Raises ConfigError if the program is not there.
+    Raises ConfigError if the program does not exist.
     """
     program = arguments[0]
     if python is not None and program in ("python", "python3"):
@@ -133,9 +134,10 @@ def find_program(arguments: Sequence[str], environment: Mapping[str, str], pytho
 
 
 def server_environment(python: str | None, gpus: Sequence[str] | None, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return our environment without our modules, with the server's own Python first in PATH.
+    """Return the environment of this process without its module path, with the server's own Python first in PATH.
 
-    The server may see `gpus`, as CUDA_VISIBLE_DEVICES names them, and by default the GPUs that this process sees.
+    The server may see `gpus`, which have the names of CUDA_VISIBLE_DEVICES. By default it may see the GPUs of this
+    process.
     """
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     if python is not None:

@@ -1,4 +1,4 @@
-"""`meltcore compare-backends`: measure the same work on several servers, in the user's set-ups."""
+"""`meltcore compare-backends`: measure the same load on several servers, in the user's environments."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ _PAIRS = {  # by field of BackendOptions: flag, metavar, help
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, the backends and what differs for each, the equal settings and the load."""
+    """Add the model, the backends with their own options, the common settings and the load."""
     from meltcore.common.options import add_options, number
     from meltcore.measure.load.config import LoadConfig, parse_numbers
     from meltcore.settings.server_templates import TEMPLATES
@@ -155,7 +155,7 @@ def _run_line(made: "BackendRun") -> str:
 
 
 def _plan(args: argparse.Namespace) -> "BackendsPlan":
-    """Return the plan of the command line. Raises ConfigError for names and values that cannot work."""
+    """Return the plan that the command line describes. Raises ConfigError for invalid names and values."""
     import os
     from typing import get_args
 
@@ -198,7 +198,7 @@ def _plan(args: argparse.Namespace) -> "BackendsPlan":
 def _options(
     args: argparse.Namespace, backends: tuple[str, ...], known: tuple[str, ...]
 ) -> "dict[str, BackendOptions]":
-    """Return what differs per backend. Raises ConfigError for a name that is not among `backends`."""
+    """Return the options of each backend. Raises ConfigError for a name that is not in `backends`."""
     from meltcore.common.errors import ConfigError
     from meltcore.measure.experiments.compare.backend_plan import BackendOptions
 
@@ -229,7 +229,7 @@ def _options(
 
 
 def _pair(text: str, flag: str) -> tuple[str, str]:
-    """Split NAME=VALUE. Raises ConfigError if one of them is empty."""
+    """Split NAME=VALUE. Raises ConfigError if the name or the value is empty."""
     from meltcore.common.errors import ConfigError
 
     name, _, value = text.partition("=")
@@ -239,7 +239,7 @@ def _pair(text: str, flag: str) -> tuple[str, str]:
 
 
 def _load(args: argparse.Namespace) -> "BackendsLoad":
-    """Return the load of each run. Raises ConfigError for a workload that cannot be opened."""
+    """Return the load of each run. Raises ConfigError if a workload cannot be opened."""
     import sys
 
     from meltcore.common.errors import ConfigError

@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End the fleet. Returns 1 when it is still draining after the limit.
+    """End the fleet. Returns 1 if the fleet is still draining after the limit, else 0.
 
-    Raises ConfigError when the choice is not clear.
+    Raises ConfigError if no fleet or several fleets match.
     """
     from meltcore.fleet.daemon import find_fleet, stop
 

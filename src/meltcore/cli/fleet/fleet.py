@@ -1,4 +1,4 @@
-"""`meltcore fleet init FILE`: a fleet.yaml to begin with."""
+"""`meltcore fleet init FILE`: write a first fleet.yaml."""
 
 import argparse
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file. Raises ConfigError if it exists or cannot be written."""
+    """Write the file. Raises ConfigError if the file exists or cannot be written."""
     from importlib import resources
     from pathlib import Path
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the logs. Raises ConfigError without a log."""
+    """Print the logs. Raises ConfigError if there is no log."""
     from meltcore.fleet.daemon import PlannedFleet, find_fleet, running, state_dir
     from meltcore.fleet.run.logs import find_logs, log_folder, print_logs
 

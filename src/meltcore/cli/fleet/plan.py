@@ -72,9 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
-    """Return the plan for empty GPUs of the sizes of --vram, and that machine.
+    """Return the plan for empty GPUs of the sizes in --vram, and a machine with these GPUs.
 
-    Keys and programs are not looked for here.
+    Keys and programs of the fleet are not checked here.
     """
     from meltcore.common.gpus.machine import Machine, VisibleGpu
     from meltcore.common.sizes import GIB
@@ -139,7 +139,7 @@ def run(
     args: argparse.Namespace,
     find: "Callable[[argparse.Namespace, FleetSpec], tuple[FoundPlan, Machine]]" = _plan_for_machine,
 ) -> int:
-    """Print the plan, by default for this machine; returns 0 where the file fits as it is, else 1."""
+    """Print the plan, by default for this machine. Returns 0 if the file fits as it is, else 1."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing: headers that are here, or published shapes
     from pathlib import Path
 
@@ -181,7 +181,7 @@ def run(
 
 
 def _check_writable(args: argparse.Namespace) -> None:
-    """Raise ConfigError if --write names a file that exists and is not the fleet itself."""
+    """Raise ConfigError if --write names an existing file that is not the fleet itself."""
     from pathlib import Path
 
     from meltcore.common.errors import ConfigError
@@ -192,7 +192,7 @@ def _check_writable(args: argparse.Namespace) -> None:
 
 
 def _write_fleet(args: argparse.Namespace, plan: "Plan | None") -> str:
-    """Write the fleet with the changes of its plan, nothing for None; returns a line that says so."""
+    """Write the fleet with the changes of its plan. Returns a line that says so. Without a plan nothing is written."""
     from pathlib import Path
 
     from meltcore.common.files import write_atomic

@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line per engine. Returns 1 when a model cannot serve.
+    """Print a line per engine. Returns 1 if a model cannot serve, else 0.
 
-    Raises ConfigError when no fleet runs, and for --nvml with engines on the nodes of a cluster.
+    Raises ConfigError if no fleet runs, and for --nvml if the engines are on the nodes of a cluster.
     """
     import json
 

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reload, and print what changed. Raises ConfigError for an invalid file: then nothing has changed."""
+    """Reload, and print what has changed. Raises ConfigError if the file is invalid. Nothing has changed then."""
     from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
     from meltcore.fleet.daemon import find_fleet
 

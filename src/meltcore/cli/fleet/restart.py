@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Restart, and wait until each engine is ready. Raises ConfigError when one does not come back."""
+    """Restart, and wait until each engine is ready. Raises ConfigError if an engine does not come back."""
     from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
     from meltcore.fleet.daemon import find_fleet
 

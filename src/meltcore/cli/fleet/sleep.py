@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Wait until it sleeps. Raises ConfigError for a model that cannot sleep."""
+    """Wait until the model sleeps. Raises ConfigError if the model cannot sleep."""
     from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
     from meltcore.fleet.daemon import find_fleet
 

@@ -35,10 +35,10 @@ def _run_on_ray(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace, **site: Any) -> int:
-    """Serve until a signal, or start a fleet in the background. Returns 1 where a model has failed or is pending then.
+    """Serve until a signal, or start a fleet in the background.
 
-    `FleetPlanner` explains `site`, by default this machine. Raises ConfigError, before anything starts, where the fleet
-    does not fit.
+    Returns 1 if a model of a fleet in the background has failed or is pending. `FleetPlanner` explains `site`, which is
+    this machine by default. Raises ConfigError, before anything starts, if the fleet does not fit.
     """
     from pathlib import Path
 

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Wait until it can serve. Raises ConfigError if it does not wake."""
+    """Wait until the model can serve. Raises ConfigError if the model does not wake."""
     from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
     from meltcore.fleet.daemon import find_fleet
 

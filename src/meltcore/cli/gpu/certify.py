@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from meltcore.common.options import number
 
     def exit_unknown(message: str) -> NoReturn:
-        """Exit with UNKNOWN in place of argparse's status 2, which a monitor would read as FAIL."""
+        """Exit with UNKNOWN. argparse would exit with status 2, which a monitor reads as FAIL."""
         parser.print_usage(sys.stderr)
         parser.exit(EXIT_UNKNOWN, f"{parser.prog}: UNKNOWN: {message}\n")
 
@@ -133,7 +133,7 @@ def _certify(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace, certify: Callable[[argparse.Namespace], int] = _certify) -> int:
-    """Run the command. Every failure exits with UNKNOWN: a monitor would read status 1 as WARN, and 2 as FAIL."""
+    """Run the command. Every failure exits with UNKNOWN, because a monitor reads status 1 as WARN and 2 as FAIL."""
     import traceback
 
     from pynvml import NVMLError

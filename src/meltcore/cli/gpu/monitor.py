@@ -78,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(monitor: "Monitor", duration_s: float | None) -> int:
-    """Print one line per second and GPU until the time is up, a signal, or every GPU is lost; then the summary."""
+    """Print one line per second and GPU until the time is up, a signal comes, or every GPU is lost.
+
+    Then print the summary.
+    """
     import signal
     import time
 

@@ -63,7 +63,7 @@ def _run_on_nodes(args: argparse.Namespace) -> int:
 
 
 def _take_snapshot(requested: str | None) -> "Snapshot":
-    """Take the snapshot; without a driver it has no GPUs, and a note says so."""
+    """Take the snapshot. Without a driver it has no GPUs and a note that says so."""
     from contextlib import suppress
 
     from pynvml import NVMLError

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_on_all_nodes(args: argparse.Namespace) -> int:
-    """Run the command on all nodes of a cluster; returns the exit code."""
+    """Run the command on all nodes of a cluster. Returns the exit code."""
     from meltcore.cli.all_nodes import exit_status, refuse_with_ray, run_on_all_nodes
     from meltcore.common.options import check_unused, from_options
     from meltcore.fleet.plan.cluster import absolute_path

@@ -1,4 +1,4 @@
-"""dwani.ai's chats: /v1/indic_chat, /v1/chat_direct and /v1/chat. One JSON request, one JSON answer."""
+"""dwani.ai's chats: /v1/indic_chat, /v1/chat_direct and /v1/chat, each with a JSON request and a JSON answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TalkRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DwaniChatEndpoint(Endpoint):
-    """Reads one of the three requests, and answers with a language model's text."""
+    """Reads a request of one of the three forms, and answers with the text of a language model."""
 
     paths = dwani_paths = (INDIC_CHAT, CHAT_DIRECT, CHAT)
     operations = (

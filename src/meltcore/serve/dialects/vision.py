@@ -1,4 +1,4 @@
-"""dwani.ai's routes of images and PDF files, which need a vision model: each answers 501 and says so."""
+"""dwani.ai's routes for images and PDF files, which need a vision model. Each route answers 501."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATHS = ("/app-extract-text", *(f"/v1/{name}{end}" for name in _NAMES for end in
 
 
 class VisionEndpoint(Endpoint):
-    """Refuses a request, once its body has arrived: a client that is still sending would not read the answer."""
+    """Refuses a request after its body has arrived, since a client that is still sending would not read the answer."""
 
     paths = dwani_paths = PATHS
     operations = tuple(

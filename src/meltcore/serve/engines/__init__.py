@@ -1,1 +1,1 @@
-"""Engines in processes of their own: how they are started, reached and watched."""
+"""Engines in processes of their own: how they are started, connected and watched."""

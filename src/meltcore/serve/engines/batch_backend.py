@@ -1,4 +1,4 @@
-"""Requests whose answers come whole: one or several messages to a batch engine, and the last result of each."""
+"""Requests whose answer is complete when it arrives: one or several messages to an engine, and the result of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BatchPart(Child):
     def __init__(
         self, ticket: BatchTicket, message: Callable[..., TaskRequest], cost: int, waiting_tokens: int = 0
     ) -> None:
-        """Add a message to a request. `message` makes it from its request_id, priority and arrived_s."""
+        """Add a message to a request. `message` makes the message from its request_id, priority and arrived_s."""
         super().__init__(ticket, cost, waiting_tokens)
         self._message = message
 
@@ -35,12 +35,12 @@ class BatchPart(Child):
         return [self._message(request_id=self.request_id, priority=ticket.priority, arrived_s=ticket.arrived_s)]
 
     def open_ids(self) -> Sequence[str]:
-        """Return its id."""
+        """Return the id of the message."""
         return [self.request_id]
 
 
 class BatchTicket(Ticket[BatchPart]):
-    """One request, and the future that the last of its results resolves."""
+    """One request, and the future that is resolved when its last result has arrived."""
 
     def __init__(self, arrived_s: float) -> None:
         super().__init__(arrived_s)
@@ -53,9 +53,9 @@ class BatchTickets(OpenTickets[BatchPart]):
     async def results(
         self, ticket: BatchTicket, default_class: PriorityClass, *, units: float, cost: float
     ) -> list[Any]:
-        """Return the result of each message of a request. Cancelling it ends the work in the engines.
+        """Return the result of each message of a request. Cancelling the call ends the work in the engines.
 
-        `admit` explains units and cost. Raises RequestError (429, 500, 503, 504).
+        `OpenTickets.admit` explains units and cost. Raises RequestError (429, 500, 503, 504).
         """
         parts = list(ticket.children)
         if not parts:
@@ -67,7 +67,7 @@ class BatchTickets(OpenTickets[BatchPart]):
     def on_output(self, replica: int, output: TaskResult) -> None:
         """Give a message its last result.
 
-        A result from a lost replica is dropped where another replica works on the message.
+        A result from a lost replica is dropped if another replica works on the message.
         """
         part = self.find(output.request_id, replica)
         if part is None or output.finish_reason is None:
@@ -101,7 +101,7 @@ class BatchTickets(OpenTickets[BatchPart]):
 
 
 class BatchBackend(EngineBackend):
-    """The engines of a model whose answers come whole. For the queue, a replica runs `slots` messages together."""
+    """The engines of a model that sends complete answers. The queue counts `slots` messages for each replica."""
 
     slots = 64
     tickets: BatchTickets | None = None
@@ -117,14 +117,14 @@ class BatchBackend(EngineBackend):
             self.tickets.on_output(replica, output)
 
     async def results(self, messages: Sequence[Callable[..., TaskRequest]], costs: Sequence[int], units: float) -> Any:
-        """Return the results of a request's messages, in order. Cancelling it ends the work.
+        """Return the results of a request's messages, in order. Cancelling the call ends the work in the engines.
 
         Raises RequestError (429, 500, 503, 504).
 
         Args:
-            messages: make the messages from their request_id, priority and arrived_s.
-            costs: what each message counts for in the choice of a replica.
-            units: units of the queue's second bound.
+            messages: functions that make the messages from their request_id, priority and arrived_s.
+            costs: cost of each message for the choice of a replica.
+            units: units of the request for the second bound of the queue.
         """
         self._loaded()
         self._live_replicas()

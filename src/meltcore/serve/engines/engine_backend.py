@@ -1,4 +1,4 @@
-"""What the backends of all engines of ours share: a queue, sockets, the death of replicas, profiles, readiness."""
+"""What the backends of all Meltcore engines share: a queue, sockets, exits of replicas, profiles and readiness."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Model = TypeVar("_Model")
 class EngineBackend:
     """The engines of one model, one per replica, as one API server process sees them.
 
-    `purpose` says in errors what the model does, and where. `unit` is the unit of the second bound of its queue.
+    `purpose` says in errors what the model does, and where. `unit` is the unit of the second bound of the queue.
     """
 
     purpose: str
@@ -46,7 +46,7 @@ class EngineBackend:
         request_timeout_s: float,
         class_shares: Sequence[int] = EQUAL_SHARES,
     ) -> None:
-        """Create the backend of a model of the task that its statistics name."""
+        """Create the backend of a model. The statistics of the model name its task."""
         self.config = config
         self.names = config.names
         self.paths: Sequence[str] = tuple(tasks()[stats.task].paths)
@@ -62,19 +62,19 @@ class EngineBackend:
 
     @property
     def chats(self) -> bool:
-        """Whether it takes chats."""
+        """Whether the model takes chats."""
         return False
 
     def load(self) -> Any:
-        """Return what the model needs beside its engines, such as a tokenizer. It runs in a thread.
-
-        Raises ConfigError.
-        """
+        """Return what the model needs beside its engines, such as a tokenizer. Runs in a thread. Raises ConfigError."""
 
     def open(self, text: Any, engine: Any, created: int) -> None:  # noqa: ARG002 - of some tasks
-        """Register the loaded model, of which `load` has returned `text`, and when it was created.
+        """Register the loaded model. Requests are accepted once the status is set to "ready".
 
-        Requests are accepted once the status is set to "ready".
+        Args:
+            text: what `load` has returned.
+            engine: what the engines have reported about the loaded model.
+            created: time at which the model was created, for the model card.
         """
         self._ready, self._created = engine, created
 
@@ -85,7 +85,10 @@ class EngineBackend:
             self.on_output(replica, output)
 
     def on_output(self, replica: int, output: Any) -> None:
-        """Handle the output of a request; what a lost replica sends of one that another works on is to be dropped."""
+        """Handle the output of a request.
+
+        An output of a lost replica is dropped if another replica works on the request.
+        """
 
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""
@@ -97,14 +100,14 @@ class EngineBackend:
             self._on_profile_done(replica, message)
 
     def _new_queue(self, slots: int, waiting_units: Callable[[], float] | None = None) -> RequestQueue:
-        """Return the model's queue. A replica runs `slots` requests together."""
+        """Return the queue of the model. A replica runs `slots` requests concurrently."""
         limits = self.config.limits
         max_units = getattr(limits, self.unit.setting)
         admission = Admission(max_queue=limits.max_queue, max_units=max_units, max_num_seqs=slots, unit=self.unit)
         return RequestQueue(self.stats, admission, slots=slots, shares=self._class_shares, waiting_units=waiting_units)
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
-        """End every open request, or every one of `replica`, with an error."""
+        """End all open requests, or all open requests of `replica`, with an error."""
         if self.tickets is not None:
             self.tickets.end_all(error, outcome, replica)
 
@@ -118,11 +121,11 @@ class EngineBackend:
         self._loaded()
 
     def _loaded(self) -> Any:
-        """Return what `open` has registered. Raises RequestError (503) while it cannot serve."""
+        """Return what `open` has registered. Raises RequestError (503) while the model cannot serve."""
         return self._when_ready(self._ready)
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card with the facts that a client and a measurement need, and the facts of its task."""
+        """Return OpenAI's model card, with facts for clients and measurements, and with the facts of the task."""
         self._loaded()
         engine: EngineReady = self._ready
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
@@ -131,25 +134,28 @@ class EngineBackend:
         return card | facts | common | {"replicas": self.config.data_parallel_size}
 
     def facts(self, ready: Any) -> Mapping[str, Any]:  # noqa: ARG002 - of some tasks
-        """Return what a model card says of this task. `ready` is what the engines have said about the loaded model."""
+        """Return the facts of the task for the model card.
+
+        `ready` is what the engines reported about the loaded model.
+        """
         return {}
 
     def connect(
         self, replica: int, folder: Path, client_index: int, on_unreadable: Callable[[int, str], object]
     ) -> None:
-        """Bind the sockets to a replica's engine in `folder`. `on_unreadable(replica, reason)`: see EngineLink."""
+        """Bind the sockets to a replica's engine in `folder`. EngineLink explains `on_unreadable(replica, reason)`."""
         on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
         self._links[replica] = EngineLink(folder, client_index, on_message, on_error, partial(self._on_lost, replica))
         self.stats.set_connected(replica, True)
 
     def _on_lost(self, replica: int, reason: str) -> None:
-        """Retry or end the requests of an engine on another machine: what it has sent may be lost."""
+        """Retry or end the requests of an engine on another machine, because messages from it may be lost."""
         self._retry_or_end(replica, reason, "engine_lost", replica)
 
     def _retry_or_end(self, replica: int, message: str, code: str, ended: int | None) -> None:
-        """Retry the requests of a lost replica where another one is ready.
+        """Retry the requests of a lost replica if another replica is ready.
 
-        End the others, or all requests if `ended` is None.
+        Requests that cannot be retried are ended. If `ended` is None, the open requests of all replicas are ended.
         """
         others = [each for each in self.stats.live_replicas() if each != replica]
         if others:
@@ -178,7 +184,10 @@ class EngineBackend:
         """End the processes of this backend."""
 
     async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
-        """Start or stop the profiler of the first replica alone: all do the same. Raises EngineDeadError."""
+        """Start or stop the profiler of the first replica only, because all replicas do the same.
+
+        Raises EngineDeadError.
+        """
         self.check_ready()
         replica = min(self.stats.live_replicas(), default=None)
         if replica is None:
@@ -201,9 +210,10 @@ class EngineBackend:
             link.send(message)
 
     def _live_replicas(self) -> list[int]:
-        """Return the replicas for a new request; none while the model sleeps. Raises RequestError (503) without any.
+        """Return the replicas for a new request, or no replicas while the model sleeps.
 
-        The last one may have died a moment ago: the supervisor's message is on its way.
+        Raises RequestError (503) if no replica lives. The last replica may have died just now, and the supervisor's
+        message about it may not have arrived yet.
         """
         live = self.stats.live_replicas()
         if not live and not self.stats.is_asleep:
@@ -212,7 +222,7 @@ class EngineBackend:
         return live
 
     def _when_ready(self, model: _Model | None) -> _Model:
-        """Return the loaded model. Raises RequestError (503) while it cannot serve."""
+        """Return the loaded model. Raises RequestError (503) while the model cannot serve."""
         if model is None or self.health.status not in SERVING:
             self.stats.add(f"rejected_{self.health.status}")
             raise self.health.not_ready(self.health.reason)

@@ -26,8 +26,8 @@ def socket_folder(directory: Path, engine: int) -> Path:
 class EngineLink:
     """Sends messages to an engine, and calls `on_message` on the event loop for each of its messages to this process.
 
-    A message that cannot be decoded is reported to `on_unreadable` as one line: nothing sent later can be trusted. A
-    lost connection to an engine on another machine is reported to `on_lost`: what was in flight may be lost with it.
+    If a message cannot be decoded, `on_unreadable` is called with one line, because no later message can be trusted. If
+    the connection to an engine on another machine is lost, `on_lost` is called, because messages may be lost with it.
     """
 
     def __init__(
@@ -38,9 +38,10 @@ class EngineLink:
         on_unreadable: Callable[[str], object],
         on_lost: Callable[[str], object] = lambda _reason: None,
     ) -> None:
-        """Open the sockets of a client in `directory`; client 0 is the supervisor. A running event loop will read them.
+        """Open the sockets of a client in `directory`, where client 0 is the supervisor.
 
-        They are bound for an engine of this machine, and connected to an engine on another machine.
+        A running event loop reads them. The sockets are bound for an engine on this machine, and connected to an engine
+        on another machine.
         """
         self._on_message = on_message
         self._on_unreadable = on_unreadable
@@ -63,14 +64,14 @@ class EngineLink:
     def send(self, message: ToEngine) -> None:
         """Queue a message. Messages of one iteration of the event loop are sent together.
 
-        After `close` none is sent.
+        After `close` no message is sent.
         """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self.flush)
         self._outgoing.append(message)
 
     def flush(self) -> None:
-        """Send what is queued, now or soon after when the engine is not connected."""
+        """Send the queued messages now, or soon afterwards if the engine is not connected."""
         messages, self._outgoing = self._outgoing, []
         if not messages or self._sockets is None:
             return

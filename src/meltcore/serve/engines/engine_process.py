@@ -1,4 +1,4 @@
-"""An engine process of a replica, started, watched and ended by the supervisor. It is started once."""
+"""An engine process of a replica, which the supervisor starts, watches and ends. A process is started once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAST_MESSAGE_S = 1.0  # for the last message of an engine to pass ZeroMQ's thre
 
 
 class EngineProcess(ABC):
-    """An engine process, on this machine or on another one. `on_message` gets its messages to the supervisor."""
+    """An engine process on this machine or on another one. `on_message` gets its messages to the supervisor."""
 
     def __init__(self, on_message: Callable[[FromEngine], None]) -> None:
         self._on_message = on_message
@@ -42,7 +42,7 @@ class EngineProcess(ABC):
     async def start(self) -> EngineReady:
         """Start the engine and wait until it can serve.
 
-        Raises ConfigError with the reason that the engine reports, EngineDeadError when it dies without one.
+        Raises ConfigError with the reason that the engine reports. Raises EngineDeadError if it dies without a reason.
         """
         self._ready = asyncio.get_running_loop().create_future()
         # A failure that comes after a cancelled start is never retrieved, which would print a traceback.
@@ -61,21 +61,21 @@ class EngineProcess(ABC):
 
     @abstractmethod
     async def _launch(self) -> None:
-        """Open the link, and start the process where it is not running."""
+        """Open the link, and start the process if it is not running."""
 
     @abstractmethod
     async def _exited(self) -> str:
-        """Wait until the process has ended; returns how."""
+        """Wait until the process has ended. Returns how it has ended."""
 
     @property
     def node(self) -> str | None:
-        """The cluster's node that it runs on, "" before it has one, or None for an engine of this machine."""
+        """The cluster node of the engine, "" before it has a node, or None for an engine on this machine."""
         return None
 
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """The process id while it runs."""
+        """The process id while the process runs, else None."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -86,7 +86,7 @@ class EngineProcess(ABC):
         """Return whether the process is stopped (SIGSTOP, SIGTSTP or a debugger)."""
 
     async def wait(self) -> str:
-        """Wait until the process has ended; returns why."""
+        """Wait until the process has ended. Returns the reason."""
         exit_text = await self._exited()
         return f"{self._failure_reason} ({exit_text})" if self._failure_reason else exit_text
 
@@ -96,7 +96,7 @@ class EngineProcess(ABC):
         self._link.send(message)
 
     async def stop(self) -> None:
-        """End the engine; kill it when it does not exit in time. Can be called twice."""
+        """End the engine. The engine is killed if it does not exit in time. Can be called twice."""
         if self.pid is not None:
             if self._link is not None:
                 self._link.send(Shutdown())
@@ -113,11 +113,11 @@ class EngineProcess(ABC):
         self.close_link()
 
     async def wait_freed(self) -> None:  # noqa: B027 - the process of an engine of this machine has ended
-        """Wait until an engine that has ended, and was left, can have no memory any more."""
+        """Wait until an engine that has ended, and for which `leave` was called, cannot hold memory any more."""
 
     @property
     def is_evicted(self) -> bool:
-        """Whether its cluster has ended it for lack of memory on its node, which is not its fault."""
+        """Whether the cluster has ended the engine for lack of memory on its node. This is no fault of the engine."""
         return False
 
     def close_link(self) -> None:
@@ -126,7 +126,7 @@ class EngineProcess(ABC):
             self._link.close()
 
     def fail(self, reason: str) -> None:
-        """End an engine that cannot be used; `reason` replaces its own."""
+        """End an engine that cannot be used. `reason` is reported instead of the reason that the engine gives."""
         self.kill()
         self._receive(EngineFailed(reason))
 
@@ -148,7 +148,7 @@ class EngineProcess(ABC):
 
 
 class LocalEngineProcess(EngineProcess):
-    """Starts an engine of this machine."""
+    """Starts an engine on this machine."""
 
     def __init__(
         self,
@@ -163,8 +163,14 @@ class LocalEngineProcess(EngineProcess):
     ) -> None:
         """Prepare an engine process.
 
-        `command` starts it; `directory`, which has the sockets, and the number of its clients follow. `environment` is
-        added to ours. Its output is appended to the file `log`, or goes to our standard error if that is None.
+        Args:
+            config: settings of the engine.
+            command: command line of the engine. The `directory` and the number of clients are appended.
+            on_message: receives the engine's messages to the supervisor.
+            directory: folder of the sockets.
+            client_count: number of clients of the engine.
+            environment: variables that are added to the environment of this process.
+            log: file to which the engine's output is appended. None sends the output to standard error of this process.
         """
         super().__init__(on_message)
         self._config = config
@@ -199,7 +205,7 @@ class LocalEngineProcess(EngineProcess):
 
     @property
     def pid(self) -> int | None:
-        """The process id while it runs."""
+        """The process id while the process runs, else None."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     def kill(self) -> None:
@@ -214,6 +220,6 @@ class LocalEngineProcess(EngineProcess):
 
 
 def common_limits(engines: Sequence[EngineReady]) -> EngineReady:
-    """Return the smallest limits of all replicas, with the memory table of the first one."""
+    """Return the smallest limits of all replicas, with the memory table of the first replica."""
     lowest = {name: min(getattr(engine, name) for engine in engines) for name in engines[0].LOWEST}
     return msgspec.structs.replace(engines[0], load_s=max(engine.load_s for engine in engines), **lowest)

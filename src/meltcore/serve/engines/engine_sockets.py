@@ -1,4 +1,4 @@
-"""The ZeroMQ sockets of one process of the server to one engine: on this machine (ipc), or on another one (TCP)."""
+"""The ZeroMQ sockets between a process of the server and one engine, on this machine (ipc) or on another one (TCP)."""
 
 from __future__ import annotations
 
@@ -37,17 +37,20 @@ class EngineSockets(Protocol):
     is_connected: bool
 
     def send(self, messages: list[ToEngine]) -> None:
-        """Send messages together. Raises zmq.Again while the engine is not connected."""
+        """Send messages together. Raises zmq.Again if the engine is not connected."""
 
     def receive(self) -> FromEngine:
-        """Return the next message. Raises zmq.Again without one, msgspec.DecodeError for one that cannot be read."""
+        """Return the next message.
+
+        Raises zmq.Again if there is none, and msgspec.DecodeError if it cannot be decoded.
+        """
 
     def close(self) -> None:
-        """Close now; what is queued is lost."""
+        """Close the sockets now. Queued messages are lost."""
 
 
 class LocalSockets:
-    """Two ipc sockets, bound: the engine of this machine connects."""
+    """Two ipc sockets, which are bound here. The engine on this machine connects to them."""
 
     is_shared = False
     is_connected = False
@@ -70,21 +73,25 @@ class LocalSockets:
         self._to_engine.send(self._encode(messages), zmq.NOBLOCK)
 
     def receive(self) -> FromEngine:
-        """Return the next message. Raises zmq.Again without one, msgspec.DecodeError for one that cannot be read."""
+        """Return the next message.
+
+        Raises zmq.Again if there is none, and msgspec.DecodeError if it cannot be decoded.
+        """
         return self._decoder.decode(self._from_engine.recv(zmq.NOBLOCK))
 
     def close(self) -> None:
-        """Close now; what is queued is lost."""
+        """Close the sockets now. Queued messages are lost."""
         self._to_engine.close()
         self._from_engine.close()
         self._context.term()
 
 
 class RemoteSocket:
-    """One encrypted TCP socket, connected to an engine on another machine, and what watches its connection.
+    """One encrypted TCP socket that is connected to an engine on another machine, and a monitor of its connection.
 
-    `on_lost` is called with one line when there is no connection within CONNECT_LIMIT_S, and when one is lost. ZeroMQ
-    connects again by itself. All sockets of a process share one context, whose two threads serve any number of engines.
+    `on_lost` is called with one line if there is no connection within CONNECT_LIMIT_S, and when a connection is lost.
+    ZeroMQ connects again by itself. All sockets of a process share one context, whose two threads serve any number of
+    engines.
     """
 
     is_shared = True
@@ -128,7 +135,7 @@ class RemoteSocket:
         return shift_times(message, offset_s)
 
     def close(self) -> None:
-        """Close now; what is queued is lost."""
+        """Close the socket now. Queued messages are lost."""
         self._is_closed = True
         self._deadline.cancel()
         asyncio.get_running_loop().remove_reader(self._monitor.FD)

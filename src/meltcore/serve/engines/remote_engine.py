@@ -1,4 +1,4 @@
-"""An engine process on another node, started there by a cluster and reached over TCP."""
+"""An engine process on another node, which a cluster starts there and which is reached over TCP."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ _KILL_S = 1.0  # for the cluster to tell that a killed engine has ended; its nod
 
 
 class RunEnded(NamedTuple):
-    """How an engine process has ended. With `is_evicted` its cluster has ended it, for lack of memory on its node."""
+    """How an engine process has ended.
+
+    `is_evicted` says that the cluster has ended it for lack of memory on its node.
+    """
 
     reason: str
     is_evicted: bool = False
 
 
 class RemoteRun(NamedTuple):
-    """An engine process on a node: where it listens, its process id there, and how it has ended."""
+    """An engine process on a node: the address at which it listens, its process id there, and how it has ended."""
 
     address: EngineAddress
     pid: int
@@ -41,7 +44,7 @@ class RemoteRun(NamedTuple):
 
 
 class EngineCluster(Protocol):
-    """What starts engines on other nodes."""
+    """Starts and kills engines on other nodes."""
 
     async def start_engine(
         self,
@@ -50,10 +53,13 @@ class EngineCluster(Protocol):
         on_place: Callable[[str, Sequence[int]], None],
         failed_nodes: Mapping[str, int],
     ) -> RemoteRun:
-        """Start an engine process. `on_output` gets what it prints, `on_place` the node and GPUs where it is started.
+        """Start an engine process on a node. Raises EngineDeadError if the process does not run.
 
-        Nodes in `failed_nodes`, with the number of exits there, are avoided where other nodes have memory. Raises
-        EngineDeadError where the process does not run.
+        Args:
+            start: the engine.
+            on_output: receives what the process prints.
+            on_place: receives the node and the GPUs on which the process is started.
+            failed_nodes: number of the engine's exits by node. These nodes are avoided if other nodes have memory.
         """
 
     def kill_engine(self, engine: int) -> None:
@@ -63,7 +69,8 @@ class EngineCluster(Protocol):
 class RemoteEngineProcess(EngineProcess):
     """Starts an engine on a node, and calls `on_message` for each of its messages to the supervisor.
 
-    It has ended when the cluster says so, or when its connection is lost: then its node ends it, or it ends by itself.
+    The process counts as ended when the cluster says so, or when its connection is lost. In the latter case its node
+    ends the process, or the process ends by itself.
     """
 
     def __init__(
@@ -77,10 +84,16 @@ class RemoteEngineProcess(EngineProcess):
         on_place: Callable[[str, Sequence[int]], None] = lambda _node, _gpus: None,
         failed_nodes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Prepare an engine process; its address is written into `directory`, for all clients.
+        """Prepare an engine process.
 
-        Its output is appended to the file `log`, or goes to our standard error if that is None. `Cluster.start_engine`
-        explains on_place and failed_nodes.
+        Args:
+            cluster: starts the process.
+            start: the engine.
+            on_message: receives the engine's messages to the supervisor.
+            directory: folder into which the engine's address is written, for all clients.
+            log: file to which the engine's output is appended. None sends the output to standard error of this process.
+            on_place: see `EngineCluster.start_engine`.
+            failed_nodes: see `EngineCluster.start_engine`.
         """
         super().__init__(on_message)
         self._cluster = cluster
@@ -94,7 +107,7 @@ class RemoteEngineProcess(EngineProcess):
         self._unseen_s = 0.0  # when one whose address is not known has ended by itself, where its start was evicted
 
     async def prepare(self) -> None:
-        """Start the process. Raises EngineDeadError, and EnginePendingError where no process can be started."""
+        """Start the process. Raises EngineDeadError, and EnginePendingError if no process can be started now."""
         self._on_output(b"")  # its log exists from the start, also of an engine that prints nothing
         try:
             run = await self._cluster.start_engine(self._start, self._on_output, self._on_place, self._failed_nodes)
@@ -112,9 +125,9 @@ class RemoteEngineProcess(EngineProcess):
         return (await asyncio.shield(self._run.ended)).reason
 
     async def leave(self) -> None:
-        """Close the connection. An engine that lives on after what has watched it is asked to end before.
+        """Close the connection. An engine that still runs, because only its actor has died, is asked to end before.
 
-        Its actor may have died alone. What does not end is an orphan from now on.
+        An engine that does not end counts as an orphan from now on.
         """
         if self._is_left:
             return
@@ -132,10 +145,10 @@ class RemoteEngineProcess(EngineProcess):
             self._orphaned_s = time.monotonic() + ORPHAN_S  # also where this was cancelled
 
     async def wait_freed(self) -> None:
-        """Wait until an engine that was left has closed its port, or has ended as an orphan.
+        """Wait until an engine for which `leave` was called has closed its port, or has ended as an orphan.
 
-        A lost connection says nothing of the process: it may hang, or the network may have had a gap. One whose start
-        was evicted ends without a first client.
+        A lost connection does not show whether the process has ended: it may hang, or the network may have had a gap.
+        An engine whose start was evicted ends by itself, because no client has connected to it.
         """
         if self._run is None:
             await asyncio.sleep(self._unseen_s - time.monotonic())
@@ -148,7 +161,7 @@ class RemoteEngineProcess(EngineProcess):
 
     @property
     def is_evicted(self) -> bool:
-        """Whether its cluster has ended it for lack of memory on its node, which is not its fault."""
+        """Whether the cluster has ended the engine for lack of memory on its node. This is no fault of the engine."""
         return self._run is not None and self._run.ended.done() and self._run.ended.result().is_evicted
 
     def _receive(self, message: FromEngine) -> None:
@@ -157,22 +170,22 @@ class RemoteEngineProcess(EngineProcess):
 
     @property
     def node(self) -> str | None:
-        """The name of its node while it runs, else ""."""
+        """The name of the engine's node while the engine runs, else ""."""
         return self._run.address.name if self._run is not None and not self._run.ended.done() else ""
 
     @property
     def pid(self) -> int | None:
-        """The process id on its node while it runs."""
+        """The process id on the engine's node while the engine runs, else None."""
         return self._run.pid if self._run is not None and not self._run.ended.done() else None
 
     def kill(self) -> None:
-        """End the process now, as far as its node can be reached."""
+        """Kill the process now, if its node can be reached."""
         if self._run is not None and not self._run.ended.done():
             self._cluster.kill_engine(self._start.engine)
             asyncio.get_running_loop().call_later(_KILL_S, self._give_up)
 
     def is_stopped(self) -> bool:
-        """Return False, since a stopped process loses its connection."""
+        """Return False, because a stopped process loses its connection and counts as ended."""
         return False
 
     def _on_output(self, data: bytes) -> None:
@@ -197,7 +210,7 @@ class RemoteEngineProcess(EngineProcess):
 
 
 async def _is_closed(host: str, port: int, limit_s: float) -> bool:
-    """Return whether a node refuses connections to a port: the process that listened there has closed it."""
+    """Return whether a node refuses connections to a port, so that the process that listened there has closed it."""
     try:
         async with asyncio.timeout(limit_s):
             _, writer = await asyncio.open_connection(host, port)

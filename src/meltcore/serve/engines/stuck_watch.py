@@ -1,6 +1,6 @@
-"""Ends an engine that is alive and makes no progress.
+"""Ends an engine that runs but makes no progress.
 
-Otherwise its requests wait for as long as an answer may take, and more requests are sent to it meanwhile.
+Otherwise the requests of such an engine wait until their time limit, and the engine gets more requests meanwhile.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class StuckWatch:
     ) -> None:
         """Start to watch.
 
-        `engines` returns the newest process of each replica. `profiles` says whether profiles
-        may be taken; no step finishes while a long profile is written.
+        Args:
+            engines: returns the newest process of each replica.
+            stats: statistics of the model.
+            profiles: whether profiles may be taken. No step finishes while a long profile is written.
         """
         self._engines = engines
         self._stats = stats
@@ -43,7 +45,7 @@ class StuckWatch:
             self.check(time.monotonic())
 
     def check(self, now_s: float) -> None:
-        """End each replica that has looked stuck for CONFIRM_S. `now_s` is in monotonic seconds."""
+        """End each replica that has looked stuck for CONFIRM_S. `now_s` is the current time in monotonic seconds."""
         for replica, engine in enumerate(self._engines()):
             problem = None if self._ended_engines.get(replica) is engine else self._problem(replica, engine, now_s)
             if problem is None:
@@ -53,7 +55,10 @@ class StuckWatch:
                 engine.fail(problem)
 
     def _problem(self, replica: int, engine: EngineProcess, now_s: float) -> str | None:
-        """Return why a replica looks stuck, or None. An idle one is never reported, even if SIGSTOP suspended it."""
+        """Return why a replica looks stuck, or None if it does not.
+
+        An idle replica is never reported, even if SIGSTOP suspended it.
+        """
         if engine.loaded is not None and not self._stats.open_requests(replica):
             return None
         if engine.is_stopped():

@@ -1,4 +1,4 @@
-"""Reads multipart/form-data in memory: no temporary file is written, and the body's limit bounds its size."""
+"""Reads multipart/form-data in memory. No temporary file is written, and the limit of the body bounds the memory."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class _InMemoryParser(MultiPartParser):
 
     @property
     def part_name(self) -> str:
-        """The name of the part that is read, as errors show it."""
+        """The name of the current part for errors."""
         return str(shorten(self._current_part.field_name))
 
     def on_headers_finished(self) -> None:
-        """Begin a part. A file may have its name in the form for other character sets alone (RFC 5987)."""
+        """Begin a part. The name of a file may be only in the parameter for other character sets (RFC 5987)."""
         disposition = self._current_part.content_disposition or b""
         if _OTHER_FILE_NAME.search(disposition) and not _FILE_NAME.search(disposition):
             self._current_part.content_disposition = disposition + b'; filename="file"'
         super().on_headers_finished()
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
-        """Add to a part. Raises RequestError for a text that is too long, which may be a file without a name."""
+        """Add data to a part. Raises RequestError if a text is too long, which may be a file without a name."""
         part = self._current_part
         if part.file is None and len(part.data) + end - start > self.max_part_size:
             raise RequestError(
@@ -62,7 +62,7 @@ class _InMemoryParser(MultiPartParser):
 
 
 def file_name_error(name: str) -> RequestError:
-    """Return the error of a file that was sent as a text."""
+    """Return the error of a file that was sent as text."""
     return RequestError(f"the part {name} has no file name, so that it is text: {_MISSING_NAME_ERROR}", param=name)
 
 
@@ -72,10 +72,11 @@ def is_multipart(content_type: str | None) -> bool:
 
 
 def find_field(body: bytes, content_type: str, name: str) -> slice | None:
-    """Return where the value of the first field of this name stands in a form, or None for a form without it.
+    """Return the position of the value of the first field of this name in a form.
 
-    Nothing is copied or decoded, so that a form can be passed on in its own bytes. The standard library reads the
-    parameters: a server that only forwards forms need not have the package that parses them.
+    Returns None if the form has no such field. Nothing is copied or decoded, so that a form can be passed on in its own
+    bytes. The standard library parses the parameters, so that a server that only forwards forms does not need the
+    package that parses forms.
     """
     boundary = _header_parameter(b"content-type: " + content_type.encode("latin-1"), "content-type", "boundary")
     if not boundary:
@@ -90,7 +91,10 @@ def find_field(body: bytes, content_type: str, name: str) -> slice | None:
 
 
 def _part_starts(body: bytes, delimiter: bytes) -> Iterator[int]:
-    """Yield where the parts of a form begin, and last its end. A longer line that begins alike is data."""
+    """Yield the position at which each part of a form begins, and last the end of the form.
+
+    A longer line that begins with the delimiter is data.
+    """
     place = body.find(delimiter)
     for _ in range(_MAX_PARTS):
         if place < 0:
@@ -103,13 +107,13 @@ def _part_starts(body: bytes, delimiter: bytes) -> Iterator[int]:
 
 
 def _header_parameter(head: bytes, header: str, name: str) -> str | None:
-    """Return a parameter of a header in either of its forms: a token, or a quoted string."""
+    """Return a parameter of a header, which is written either as a token or as a quoted string."""
     value = message_from_bytes(head).get_param(name, header=header)
     return value if isinstance(value, str) else None
 
 
 async def read_multipart(body: bytes, content_type: str, max_files: int = 1) -> list[tuple[str, str | bytes]]:
-    """Return the fields in their order, a file as bytes. Raises RequestError (400) for another body."""
+    """Return the fields in their order, files as bytes. Raises RequestError (400) if the body is no valid form."""
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         for start in range(0, len(body), _PIECE_BYTES):
@@ -140,9 +144,9 @@ async def read_multipart(body: bytes, content_type: str, max_files: int = 1) -> 
 async def split_form(
     body: bytes, content_type: str, file_names: Sequence[str], max_files: int = 1
 ) -> tuple[list[tuple[str, str]], list[bytes]]:
-    """Return the texts of a form with their names, and its files.
+    """Return the texts of a form with their names, and the files of the form.
 
-    The fields `file_names` must be files, and all others texts. Raises RequestError (400).
+    The fields in `file_names` must be files, and all other fields must be texts. Raises RequestError (400).
     """
     texts, files = list[tuple[str, str]](), list[bytes]()
     for name, value in await read_multipart(body, content_type, max_files):
@@ -161,7 +165,10 @@ async def split_form(
 async def split_audio_form(
     body: bytes, content_type: str | None, file_names: Sequence[str], max_files: int = 1
 ) -> tuple[list[tuple[str, str]], list[bytes]]:
-    """Return the texts of a form with their names, and its audio: at least one file. Raises RequestError (400)."""
+    """Return the texts of a form with their names, and its audio files.
+
+    Raises RequestError (400) if there is no file.
+    """
     name = file_names[0]
     if content_type is None or not is_multipart(content_type):
         raise RequestError(f"the body must be multipart/form-data with the audio in the field {name}", param=name)

@@ -1,4 +1,4 @@
-"""The first layer of the application: refuses other sites' pages and invalid keys, and reads a request's terms."""
+"""The first layer of the application: refuses pages of other sites and invalid keys, and reads a request's terms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
 
 
 def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:
-    """Read the terms from a request's headers. Raises RequestError: 401 without a valid key, 400, 429."""
+    """Read the terms of a request from its headers.
+
+    Raises RequestError: 401 without a valid key, 400 for an invalid header, and 429 past a limit of the key.
+    """
     key = keys.find(scope)
     timeout, priority_class = header(scope, TIMEOUT_HEADER), header(scope, CLASS_HEADER)
     timeout_s = None if timeout is None else _timeout_s(timeout)
@@ -62,10 +65,10 @@ def _priority_class(value: bytes) -> PriorityClass:
 
 
 class RequestGate:
-    """Passes requests on to `app`.
+    """Passes requests on to `app`, and refuses some of them.
 
-    It refuses a request that comes from another site's page, lacks a valid key or exceeds the key's rate, and one that
-    this server has sent on before.
+    It refuses a request that comes from a page of another site, has no valid key, or exceeds the rate of its key. It
+    also refuses a request that this server has already sent to an upstream.
     """
 
     def __init__(

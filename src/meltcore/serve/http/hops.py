@@ -1,8 +1,8 @@
-"""Finds requests that come back to the server that sent them on, whatever form its address had.
+"""Finds requests that come back to the server that sent them on, whatever form the server's address had.
 
-Each server adds a name of its own to the header `Via` (RFC 9110, 7.6.3) of what it sends to its upstreams. It refuses
-requests that have been here before, also over other servers. `/v1/models` states the name too, since gateways may drop
-the header.
+Each server adds a name of its own to the header `Via` (RFC 9110, 7.6.3) of requests to its upstreams. It refuses
+requests whose `Via` has its name, also if they came back through other servers. `/v1/models` has the name too, because
+gateways may drop the header.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _own_name = f"meltcore-{secrets.token_hex(8)}"
 
 
 def own_name() -> str:
-    """Return the name of this server, which all its processes have."""
+    """Return the name of this server, which is the same in all its processes."""
     return _own_name
 
 
 def set_own_name(name: str) -> None:
-    """Take the name of the server that this process belongs to."""
+    """Set the name of the server to which this process belongs."""
     global _own_name
     _own_name = name
 
 
 def check_hops(scope: Scope) -> None:
-    """Raise RequestError (508) for a request that this server has sent on before."""
+    """Raise RequestError (508) if this server has already sent this request on."""
     if _own_name in _passed_servers(scope):
         raise RequestError(
             "this request has been here before: the address of an upstream leads back to this server",
@@ -44,14 +44,14 @@ def check_hops(scope: Scope) -> None:
 
 
 def may_probe(scope: Scope) -> bool:
-    """Return whether a question about this server's health comes from another one that may wait for it."""
+    """Return whether a question about this server's health comes from another server that may wait for this one."""
     return 1 <= len(_passed_servers(scope)) < _MOST_PROBED
 
 
 def via_lines(scope: Scope | None = None) -> str:
-    """Return lines of the head of a request to an upstream: the servers that `scope` has passed, and this one.
+    """Return lines for the head of a request to an upstream: the servers that `scope` has passed, and this server.
 
-    Other names stay here, as all headers of clients do.
+    Names of servers other than Meltcore's are not passed on, as no header of a client is.
     """
     passed = [] if scope is None else _passed_servers(scope)[-_MOST_NAMES:]
     return f"Via: {', '.join(f'1.1 {name}' for name in [*passed, _own_name])}\r\n"

@@ -53,7 +53,7 @@ def request_id(scope: Scope) -> str:
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     """Return the whole request body.
 
-    Raises RequestError: 413 past `limit_bytes`, with or without a content-length; 415 for a compressed body.
+    Raises RequestError: 413 for a body of more than `limit_bytes`, and 415 for a compressed body.
     """
     coding = header(scope, b"content-encoding")
     if coding is not None and coding.strip().lower() not in (b"", b"identity"):
@@ -81,16 +81,17 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
 
 
 async def join_pieces(pieces: Sequence[bytes]) -> bytes:
-    """Return the pieces as one. Above 1 MiB another thread copies: Python lets the event loop run meanwhile."""
+    """Join the pieces. Above 1 MiB another thread copies them, because Python lets the event loop run meanwhile."""
     if sum(map(len, pieces)) < _MAX_COPY_BYTES:
         return b"".join(pieces)
     return await asyncio.to_thread(b"".join, pieces)
 
 
 async def discard_body(scope: Scope, receive: Receive) -> None:
-    """Read on and drop the data, within bounds: a client that is still sending would lose the response to a reset.
+    """Read the rest of the body within bounds, and drop it.
 
-    A client that waits to be asked for its body (`Expect: 100-continue`) is not asked.
+    Otherwise a client that is still sending could lose the response to a connection reset. A client that waits to be
+    asked for its body (`Expect: 100-continue`) is not asked.
     """
     connection = scope.get("meltcore.connection")
     if connection is not None and connection.holds_body(scope):
@@ -116,7 +117,7 @@ def _body_too_large_error(size_text: str, limit_bytes: int) -> RequestError:
 
 
 async def while_connected(scope: Scope, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`, which is cancelled when the client disconnects.
+    """Return the result of `work`, which is cancelled if the client disconnects.
 
     Raises ClientDisconnectedError then.
     """
@@ -136,7 +137,10 @@ async def while_connected(scope: Scope, work: Coroutine[Any, Any, _Result]) -> _
 
 
 async def finish_all(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Return the results of coroutines that run together. The first error ends the others, and is raised."""
+    """Run coroutines concurrently and return their results.
+
+    The first error ends the other coroutines, and is raised.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]
@@ -149,7 +153,7 @@ async def finish_all(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Resu
 
 
 async def finish_batch(field: str, work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Return the results of the entries of a field, as `finish_all` does. An error names its entry: "files[2]: ..."."""
+    """Return the results of the entries of a field, as `finish_all` does. An error names the entry: "files[2]: ..."."""
 
     async def finish(name: str, each: Coroutine[Any, Any, _Result]) -> _Result:
         try:
@@ -162,7 +166,7 @@ async def finish_batch(field: str, work: Iterable[Coroutine[Any, Any, _Result]])
 
 
 def error_json(error: RequestError, *, has_detail: bool = False) -> bytes:
-    """Return an error in OpenAI's format. With `has_detail` it also has the field of dwani.ai's format."""
+    """Return an error in OpenAI's format. With `has_detail` the error also has the field of dwani.ai's format."""
     error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     message, param = error.message[:_MAX_MESSAGE_CHARS], shorten(error.param)
     error_fields = {"message": message, "type": error_type, "param": param, "code": error.code}
@@ -191,7 +195,7 @@ async def send_bytes(
 async def send_error(
     send: Send, error: RequestError, *, headers: Headers | None = None, has_detail: bool = False
 ) -> None:
-    """Respond with `error`. 429 and 503 say when to retry; after a 413 the rest of the body is not read."""
+    """Respond with `error`. Statuses 429 and 503 say when to retry. After a 413 the rest of the body is not read."""
     extra: Headers = list(headers or ())
     if error.status in (429, 503):
         extra.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s or 1))))

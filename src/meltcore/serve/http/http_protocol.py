@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's protocol with bounds, and with answers to requests that uvicorn would mistake."""
+"""One HTTP connection: uvicorn's protocol with bounds, and with answers to requests that uvicorn would misread."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MAX_PIPELINED = 16  # requests that a client may send ahead of its responses; mo
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which the application finds in its scope.
+    """uvicorn's protocol, which the application finds in the scope of a request.
 
-    The application can drop the connection of a client that does not read, and learn of a lost connection without a
-    task that waits for it. Of a stream it can write chunks without a task. The protocol bounds the size of a request's
-    head and the time to send a request, which uvicorn does not.
+    The application can drop the connection of a client that does not read. It can also learn of a lost connection, and
+    write chunks of a stream, without a task. The protocol limits the size of a request's head and the time to send a
+    request, which uvicorn does not do.
 
-    An offer of another protocol is not taken up. Clients of HTTP/1.0 get no chunk sizes. A body that is announced with
-    `Expect: 100-continue` is asked for when it is read, and never after a refusal. Responses to bytes that are no
-    request come after the responses to the requests before them.
+    An offer to change to another protocol is ignored. Clients of HTTP/1.0 get no chunk sizes. A body that is announced
+    with `Expect: 100-continue` is requested when it is read, and never after a refusal. If a client sends bytes that
+    are no request, the response to them follows the responses to the requests before them.
     """
 
     def __init__(self, config: uvicorn.Config, state: Any, stats: ServerStats) -> None:
@@ -72,12 +72,18 @@ class HttpProtocol(HttpToolsProtocol):
     # --- for the application
 
     def write_chunk(self, data: bytes) -> bool:
-        """Write bytes of the body of a response that has begun without a length; returns whether more may follow."""
+        """Write a part of the body of a response that has begun without a length.
+
+        Returns whether more may follow now.
+        """
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunk_sizes else data)
         return not self.flow.write_paused
 
     def set_disconnect_callback(self, callback: Callable[[], None] | None) -> None:
-        """Set a callback for when the client disconnects. It is called now if that has happened; None removes it."""
+        """Set a callback for when the client disconnects, or remove it with None.
+
+        If the client has already disconnected, the callback is called now.
+        """
         self._on_lost = callback
         if callback is None:
             if self._waiting_since_s is not None:  # for the next request, which could wait until now
@@ -92,7 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and self.cycle.scope is scope and self.cycle.waiting_for_100_continue
 
     def resume_writing(self) -> None:
-        """Let the application write on: the client has read."""
+        """Let the application continue to write, because the client has read."""
         super().resume_writing()
         if self.on_writable is not None:
             self.on_writable()
@@ -100,7 +106,7 @@ class HttpProtocol(HttpToolsProtocol):
     # --- late clients
 
     def is_late(self, now_s: float) -> bool:
-        """Return whether the client takes too long to send its first request or the rest of one."""
+        """Return whether the client takes too long to send its first request or the rest of a request."""
         # While a response is sent, or reading is paused, the client does not have to hurry.
         if self._waiting_since_s is None or self._on_lost is not None or self.flow.read_paused:
             return False
@@ -109,7 +115,7 @@ class HttpProtocol(HttpToolsProtocol):
         return now_s - self._received_s > SILENT_LIMIT_S or now_s - self._waiting_since_s > limit_s
 
     def close_late(self) -> None:
-        """Disconnect a client that is late, after status 408 where a request has begun to arrive."""
+        """Disconnect a client that is late. If a request has begun to arrive, the client gets status 408 before."""
         if self._timed_out or not self._receiving or not self._can_refuse():
             self.transport.abort()
             return
@@ -124,7 +130,7 @@ class HttpProtocol(HttpToolsProtocol):
     # --- parsing
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived, and refuse a head without end."""
+        """Parse what has arrived, and refuse a head that does not end."""
         if self._is_rejected:
             return
         self._received_s = self.loop.time()
@@ -176,15 +182,16 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope["meltcore.connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header. uvicorn takes an expectation with a space after it for another one.
+        """Keep a header. uvicorn would misread an expectation that is followed by a space.
 
-        Fields after a body of chunks are dropped (RFC 9110, 6.5.1): the request may be running by the headers before.
+        Fields after a body of chunks are dropped (RFC 9110, 6.5.1), because the request may already run by the headers
+        before its body.
         """
         if self._in_head:
             super().on_header(name, value.strip())
 
     def on_headers_complete(self) -> None:
-        """Start the request, unless its head offers another protocol: then it is parsed again."""
+        """Start the request. If its head offers another protocol, the head is parsed again without the offer."""
         if self.parser.get_method() == b"CONNECT":
             self._reject(RequestError("CONNECT: this server is no proxy", status=405))
         elif (version := self.parser.get_http_version()) not in ("1.0", "1.1"):  # the parser lets 0.9 and 2.0 pass
@@ -201,7 +208,10 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # uvicorn stops reading here; the end of the connection would go unseen
 
     def _check_target(self) -> None:
-        """Reject a request target that is no path and no address; one without a path means "/" (RFC 9112, 3.2.2)."""
+        """Reject a request target that is neither a path nor an address.
+
+        An address without a path means "/" (RFC 9112, 3.2.2).
+        """
         try:
             target = httptools.parse_url(self.url)
         except httptools.HttpParserInvalidURLError:
@@ -219,7 +229,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End the request, whose response may take longer."""
+        """Note that the request has arrived. Its response may take longer."""
         if self._is_rejected or self.parser.should_upgrade():
             return
         self._receiving = False
@@ -248,7 +258,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _can_refuse(self) -> bool:
-        """Return whether a response of our own would be the answer to what is arriving."""
+        """Return whether a response of this protocol would be read as the answer to the request that is arriving."""
         if self.pipeline:
             return False
         if self._has_begun():
@@ -256,11 +266,11 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _has_begun(self) -> bool:
-        """Return whether `cycle` is of the request that is arriving: its headers are complete."""
+        """Return whether `cycle` belongs to the request that is arriving, whose headers are then complete."""
         return self._receiving and self.cycle is not None and self.cycle.scope is self.scope
 
     def _reject(self, error: RequestError) -> None:
-        """Answer bytes that are no request, after the requests before them, and disconnect."""
+        """Answer bytes that are no request, after the answers to the requests before them, and disconnect."""
         self._is_rejected = True
         if self._can_refuse():
             self._refuse(error)
@@ -271,7 +281,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((self._refused_cycle(), refusal))
 
     def _drop_body(self, error: RequestError) -> None:
-        """Refuse the request whose body is arriving, if its turn has not come; else its response has begun."""
+        """Refuse the request whose body is arriving, unless its response has already begun."""
         if self.pipeline and self.pipeline[0][0] is self.cycle:
             refusal: Any = Refusal(error)
             self.pipeline[0] = (self.cycle, refusal)
@@ -295,7 +305,7 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: RequestError) -> None:
-        """Send `error` past the application, and disconnect."""
+        """Send `error` without the application, and disconnect."""
         body = error_json(error)
         status = http.HTTPStatus(error.status)
         identity = request_id({"headers": self.headers or ()})

@@ -1,4 +1,4 @@
-"""How a connection responds: one write for head and body, refusals, and what clients of other versions expect."""
+"""How a connection responds: head and body in one write, refusals, and the forms for clients of other HTTP versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from meltcore.serve.requests.request_fields import header, shorten
 class JoinedWrites:
     """A transport that writes the head of a response together with the body that follows.
 
-    uvicorn writes them one after the other: two system calls, and two segments for the client to wake up for.
+    uvicorn writes head and body separately. This takes two system calls, and two segments for which the client wakes
+    up.
     """
 
     __slots__ = ("_head", "_transport")
@@ -26,7 +27,7 @@ class JoinedWrites:
         self._head = b""
 
     def write(self, data: bytes) -> None:
-        """Write bytes, after the head that was kept. A head other than 100 Continue is kept."""
+        """Write bytes, after a head that was kept. A head is kept, unless it is 100 Continue."""
         if self._head:
             data, self._head = self._head + data, b""
         elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
@@ -35,7 +36,7 @@ class JoinedWrites:
         self._transport.write(data)
 
     def flush(self) -> None:
-        """Write the head that is kept: no body follows an answer to HEAD."""
+        """Write a head that was kept, because no body follows the answer to HEAD."""
         if self._head:
             self.write(b"")
 
@@ -49,7 +50,7 @@ class JoinedWrites:
 
 
 def head_problem(scope: Scope) -> RequestError | None:
-    """Return why a request cannot be understood by its headers alone."""
+    """Return why a request cannot be understood, judged by its headers only. Returns None if it can."""
     hosts = 0
     for name, value in scope["headers"]:
         if name == b"host":
@@ -80,8 +81,8 @@ class Refusal:
 class ResponseBeforeBody:
     """Runs an application for a client that waits to be asked for its body (`Expect: 100-continue`).
 
-    uvicorn asks when the application reads. A final response before that ends the connection: the client may leave out
-    the body that it has announced, and nothing distinguishes a body from the next request.
+    uvicorn asks for the body when the application reads. After a final response before that, the connection is closed.
+    The client may then leave out its body, and nothing would distinguish the body from the next request.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
@@ -102,8 +103,8 @@ class ResponseBeforeBody:
 class ResponseOfHttp10:
     """Runs an application for a client of HTTP/1.0, which knows neither chunk sizes nor 100 Continue (RFC 9112, 6.1).
 
-    A response without a length ends with the connection. One with a length leaves it open for a client that says
-    `Connection: keep-alive`.
+    A response without a length ends with the connection. After a response with a length the connection stays open if
+    the client has sent `Connection: keep-alive`.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:

@@ -1,4 +1,4 @@
-"""uvicorn as the HTTP server of one process. It is given connections: the listening socket is the supervisor's."""
+"""uvicorn as the HTTP server of one process. The supervisor has the listening socket, and passes connections on."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class HttpServer:
         _abort(self._connections())
 
     def _disconnect_late(self) -> None:
-        """Check all connections every few seconds: a timer per connection would be one more object for each."""
+        """Check all connections every few seconds. A timer per connection would be one more object for each."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         for connection in self._connections():
@@ -105,7 +105,10 @@ def _abort(connections: Iterable[Any]) -> None:
 
 
 class IdleTrim:
-    """Returns memory to the system once a burst of requests is over; the allocator would keep it for the next."""
+    """Returns memory to the operating system after a burst of requests.
+
+    The allocator would keep it for the next burst.
+    """
 
     def __init__(self, stats: ServerStats) -> None:
         self._stats = stats
@@ -124,7 +127,7 @@ class IdleTrim:
 
 
 class _LagWatch:
-    """Observes how late a timer runs: as long as every other event of the loop waits at that moment."""
+    """Measures how late a timer runs. Every other event of the loop waits as long at that moment."""
 
     def __init__(self, stats: ServerStats) -> None:
         self._stats = stats
@@ -141,16 +144,16 @@ class _LagWatch:
 
 
 class EmbeddedServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the supervisor drains requests before a process ends."""
+    """uvicorn without its signal handlers, because the supervisor drains requests before a process ends."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
+        """Leave the signal handlers unchanged."""
         yield
 
 
 def tune_gc() -> None:
-    """Freeze the objects made while loading, which live as long as the process, and collect less often."""
+    """Freeze the objects that were made while loading and live as long as the process. Collect garbage less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

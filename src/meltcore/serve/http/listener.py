@@ -1,4 +1,4 @@
-"""The listening socket, which is bound before anything is loaded and read by the supervisor."""
+"""The listening socket, which is bound before anything is loaded. The supervisor accepts its connections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXHAUSTION_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 takes any free one. Raises ConfigError when the address cannot be used."""
+    """Return a listening socket. Port 0 takes any free port. Raises ConfigError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,16 +41,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit() -> None:
-    """Allow as many open files as the hard limit does: a connection takes one descriptor."""
+    """Allow as many open files as the hard limit permits, because each connection takes one descriptor."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _detect_lost_peers(listener: socket.socket) -> None:
-    """Let the kernel end connections whose peer has vanished, or reads nothing of a response already written.
+    """Let the kernel close connections whose peer has vanished, or does not read a response that was already written.
 
-    Accepted connections inherit these options (Linux), and get the time of their first probe when they are accepted.
-    Responses in progress have a smaller bound of their own.
+    Accepted connections inherit these options on Linux. The time of the first probe is set when a connection is
+    accepted. Responses in progress have a smaller limit of their own.
     """
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_LIMIT_S * 1000)
@@ -69,7 +69,7 @@ class Acceptor:
     ) -> None:
         """Listen on a socket.
 
-        `on_exhausted` is called each time that no connection can be accepted for lack of file descriptors.
+        `on_exhausted` is called each time a connection cannot be accepted for lack of file descriptors.
         """
         self._listener = listener
         self._on_connection = on_connection
@@ -77,7 +77,7 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Stop listening: the kernel refuses new connections."""
+        """Stop listening. The kernel then refuses new connections."""
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
         self._listener.close()
 

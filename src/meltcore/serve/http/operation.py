@@ -14,9 +14,9 @@ class Operation(NamedTuple):
     """One route of the API description.
 
     Args:
-        body: struct of its request, or the fields of its form.
-        answer: form of its answer, or "" for a route that always answers 501.
-        example: a body to try the route with.
+        body: struct of the request, or the fields of its form.
+        answer: form of the answer, or "" for a route that always answers 501.
+        example: a body with which to try the route.
         query: fields of the URL.
         tag: OPENAI, DWANI, or the name of the server's own routes.
     """

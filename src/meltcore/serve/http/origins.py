@@ -1,7 +1,7 @@
-"""Decides which web pages may use a server, by the headers Host and Origin, which browsers set and pages cannot set.
+"""Decides which web pages may use a server, by the headers Host and Origin. Browsers set them and pages cannot.
 
-A page of another site can send requests to a server on the user's own machine. It names itself in Origin. With a name
-of its own that leads to 127.0.0.1 (DNS rebinding) it even counts as a page of the server, and the name stands in Host.
+A page of another site can send requests to a server on the user's own machine. Origin then names the page's site. A
+site whose name resolves to 127.0.0.1 (DNS rebinding) even counts as the server's own site. Host then has this name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REMEDY = "(--allowed-origins, or server.allowed_origins of a fleet)"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or name without a port leads to this machine, whatever a name server says."""
+    """Return whether an address or name without a port means this machine, whatever a name server says."""
     if host == "localhost":
         return True
     try:
@@ -32,7 +32,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(value: str) -> str:
-    """Return the name or address in the value of a header Host, in lower case, without the port."""
+    """Return the name or address in the value of a Host header, in lower case and without the port."""
     host = value.strip().lower()
     return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
 
@@ -50,7 +50,7 @@ class OriginCheck:
         self._known: set[bytes] = set()
 
     def check(self, scope: Scope) -> None:
-        """Raise RequestError (403) for a Host that is not of this machine, or an Origin that is not allowed."""
+        """Raise RequestError (403) if Host is not this machine, or if Origin is not allowed."""
         if self._allows_all:
             return
         host = origin = None
@@ -78,7 +78,7 @@ class OriginCheck:
             self._known.add(value)
 
     def _check_origin(self, value: bytes, host: bytes) -> None:
-        """Check that a page names the request's host as its own. Its scheme may be a proxy's."""
+        """Check that a page comes from the host of the request. The scheme may differ behind a proxy."""
         if value.partition(b"://")[2].lower() != host.lower() or not host:
             text = shorten(value.decode("latin-1"))
             raise RequestError(

@@ -1,4 +1,4 @@
-"""GET /: the page to try the server's models, one file with its own styles and script, which loads nothing else."""
+"""GET /: the page to try the server's models. It is one file with its own styles and script, and loads nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INLINE_CODE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
 class ChatPage:
-    """The page as a raw ASGI application. It needs no API key: it holds nothing of a user or of a model."""
+    """The page as a raw ASGI application. It needs no API key, because it contains nothing of a user or of a model."""
 
     def __init__(self) -> None:
         self._body = _FILE.read_bytes()
@@ -30,7 +30,7 @@ class ChatPage:
 def page_headers(page: str, *, scripts: str = "", styles: str = "") -> Headers:
     """Return headers that let a browser run only the page's own script, and connect only to this server.
 
-    `scripts` and `styles` are further sources in the policy, beside the page's own.
+    `scripts` and `styles` are additional sources that the policy allows.
     """
     sources = {"script": scripts, "style": styles}
     for kind, content in _INLINE_CODE.findall(page):

@@ -1,4 +1,4 @@
-"""Admission: a bounded queue, an immediate refusal past its bounds, and the time after which a retry has a chance."""
+"""Admission: a queue with bounds, immediate refusal past them, and the time after which a client should retry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_RETRY_S = 300.0
 
 
 class Unit(NamedTuple):
-    """What is counted of waiting requests beside their number, and the setting of a model that bounds it."""
+    """The unit that is counted of waiting requests beside their number, and the setting of a model that bounds it."""
 
     name: str
     flag: str
@@ -27,7 +27,10 @@ AUDIO_S = Unit("seconds of audio", "--max-queue-audio", "max_queue_audio_s")
 
 
 class Load(NamedTuple):
-    """What all API servers have of one model. The last two: what of it waits in other classes than a request's."""
+    """The load of one model over all API servers.
+
+    The last two fields count what waits in classes other than a request's.
+    """
 
     in_flight: int
     waiting_units: float
@@ -36,11 +39,11 @@ class Load(NamedTuple):
 
 
 class Admission:
-    """Bounds the queued requests of one model, beyond the requests that its engines run, and their units.
+    """Bounds the number and the units of the queued requests of one model, beyond the requests that its engines run.
 
-    Each engine is assumed to run `max_num_seqs` requests, its configured limit. When KV pages limit an engine, the
-    queue may hold up to that many more. A class may always fill its share of both bounds, also when other classes have
-    filled them: so the whole queue may hold up to twice the bounds.
+    Each engine is assumed to run `max_num_seqs` requests, its configured limit. If KV pages limit an engine, the queue
+    may hold the requests up to this limit in addition. A class may always fill its share of both bounds, even if other
+    classes have filled the bounds. So the whole queue may hold up to twice the bounds.
     """
 
     def __init__(self, *, max_queue: int, max_units: float, max_num_seqs: int, unit: Unit = TOKENS) -> None:
@@ -50,15 +53,21 @@ class Admission:
         self._unit = unit
 
     def has_room(self, waiting_units: float, units: float) -> bool:
-        """Return whether `units` more fit, whatever their class."""
+        """Return whether `units` more units fit, whatever their class."""
         return not waiting_units or waiting_units + units <= self._max_units
 
     def check(self, load: Load, *, requests: int, replicas: int, units: float, share: float = 0.0) -> None:
-        """Raise RequestError (429) when `requests` more, with `units` in all, do not fit.
+        """Raise RequestError (429) if more requests do not fit.
 
-        The error's `retry_after_s` is the number of requests that must end first: the caller knows their rate.
-        `replicas` counts replicas that are alive; a dead one runs nothing. `share` is the share of the request's class,
-        at most 1.
+        `retry_after_s` of the error is the number of requests that must end first, because only the caller knows their
+        rate.
+
+        Args:
+            load: the load of the model.
+            requests: number of requests to add.
+            replicas: number of living replicas. A dead replica runs no requests.
+            units: units of all added requests together.
+            share: share of the requests' class, at most 1.
         """
         waiting = max(0, load.in_flight + requests - self._max_num_seqs * replicas)
         if waiting > self._max_queue and waiting - load.others_requests > share * self._max_queue:
@@ -81,14 +90,17 @@ class Admission:
 
 
 class DrainRate:
-    """The rate at which requests of a model end, from which follows when a refused request should return.
+    """The rate at which requests of a model end, from which follows when a refused client should retry.
 
-    Refused clients that all return together would be refused again. So each is sent to the point in time at which the
-    drain rate will have freed a slot for it.
+    Refused clients that all retry together would be refused again. So each client is given the time at which, by this
+    rate, a slot will be free for it.
     """
 
     def __init__(self, processes: int = 1) -> None:
-        """Start without a rate. Each of `processes` processes refuses requests, and sees its part of them."""
+        """Start without a rate.
+
+        Each of `processes` processes refuses requests, and sees only a part of the refused clients.
+        """
         self._processes = processes
         self._samples: deque[tuple[float, float]] = deque()  # time, requests that have ended by then
         self._booked_s = 0.0  # until then the places are for clients that were refused before
@@ -104,14 +116,14 @@ class DrainRate:
             self._samples.popleft()
 
     def per_s(self, now_s: float, ended: float) -> float:
-        """Return the requests that ended per second within the window, or 0 where that is unknown."""
+        """Return the requests that ended per second within the window, or 0 if the rate is unknown."""
         recent = next((sample for sample in self._samples if now_s - sample[0] <= RATE_WINDOW_S), None)
         if recent is None or now_s <= recent[0]:
             return 0.0
         return max(0.0, ended - recent[1]) / (now_s - recent[0])
 
     def retry_after_s(self, now_s: float, ended: float, *, excess: float, requests: int) -> float:
-        """Return when a refused request should return. Before it fits, `excess` requests must end."""
+        """Return when a refused client should retry. Before its request fits, `excess` requests must end."""
         rate = self.per_s(now_s, ended)
         if not rate:
             return UNKNOWN_RETRY_S

@@ -1,4 +1,4 @@
-"""Backend: what the API talks to. A table maps each model name to one."""
+"""The interface of backends, which the API calls. A table maps each model name to a backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STUCK_AFTER_S = 120.0
 
 
 class Backend(Protocol):
-    """One model that can answer requests. What else it does, its task says."""
+    """One model that can answer requests. The task of the model says what else it can do."""
 
     names: tuple[str, ...]  # every one is accepted; the first stands in metrics and logs
     stats: ModelStats
@@ -34,15 +34,18 @@ class Backend(Protocol):
 
     @property
     def paths(self) -> Sequence[str]:
-        """The routes of its task."""
+        """The routes of the model's task."""
 
     @property
     def purpose(self) -> str:
-        """What it does, and where: it completes "the model NAME ..." of an error."""
+        """What the model does, and where. The text completes "the model NAME ..." of an error."""
 
     @property
     def chats(self) -> bool:
-        """Whether the model takes chats. A language model does with a chat template, or while it is still loading."""
+        """Whether the model takes chats.
+
+        A language model does if it has a chat template, or while it is still loading.
+        """
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
@@ -52,16 +55,16 @@ class Backend(Protocol):
 
 
 class LanguageBackend(Backend, Protocol):
-    """A backend whose model generates text here."""
+    """A backend whose model generates text in this server."""
 
     async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
-        """Check `request`, fill `generation` with its choices and start to generate.
+        """Check `request`, fill `generation` with the choices of the request, and start to generate.
 
-        Raises RequestError (400, 429, 503), in which case nothing was started.
+        Raises RequestError (400, 429, 503). Nothing was started then.
         """
 
     def release(self, generation: Generation, error: RequestError | None = None) -> None:
-        """End the open choices of `generation`, with `error`, or because its client has disconnected."""
+        """End the open choices of `generation`, either with `error` or because the client has disconnected."""
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """Answer POST /tokenize."""
@@ -71,19 +74,19 @@ class LanguageBackend(Backend, Protocol):
 
 
 def other_task(backend: Backend) -> RequestError:
-    """Return the error (400) of a request that is for another task than the model's."""
+    """Return the error (400) of a request for a task that the model does not have."""
     return RequestError(f"the model {backend.names[0]} {backend.purpose}", param="model")
 
 
 def language_backend(backend: Backend) -> LanguageBackend:
-    """Return the backend as one that generates text here. Raises RequestError (400) if it does not."""
+    """Return the backend if it generates text in this server. Raises RequestError (400) if it does not."""
     if not hasattr(backend, "submit"):
         raise other_task(backend)
     return cast(LanguageBackend, backend)
 
 
 class Health:
-    """Whether a model can be served: its engine lives, and finishes steps while requests are open."""
+    """Whether a model can be served: its engine runs, and finishes steps while requests are open."""
 
     def __init__(self, stats: ModelStats, stuck_after_s: float = STUCK_AFTER_S) -> None:
         self.status: ModelStatus = "loading"
@@ -93,7 +96,10 @@ class Health:
         self._stuck_after_s = stuck_after_s
 
     def set(self, status: ModelStatus, reason: str) -> None:
-        """Change the status. "dead" is final, and a model that has failed in this process never serves in it."""
+        """Change the status.
+
+        A "dead" model stays dead, and a model that has failed in this process never serves in it.
+        """
         if self.status != "dead" and not (self.has_failed and status in SERVING):
             self.status = status
             self.reason = reason
@@ -104,13 +110,13 @@ class Health:
         self.set("failed", reason)
 
     def not_ready(self, reason: str) -> RequestError:
-        """Return the error (503) of a request that cannot be served now, with an estimate of when it can."""
+        """Return the error (503) of a request that cannot be served now, with the estimated time until it can."""
         is_starting = self.status in ("loading", "restarting")
         retry_s = self._stats.until_started_s() if is_starting else None
         return RequestError(reason, status=503, code="not_ready", retry_after_s=retry_s)
 
     def problem(self) -> str | None:
-        """Return the reason why the model cannot be served now, or None when it can."""
+        """Return the reason why the model cannot be served now, or None if it can."""
         if self.status not in SERVING:
             return self.reason
         for replica in self._stats.live_replicas():
@@ -121,19 +127,22 @@ class Health:
         return None
 
     async def circle(self, scope: Scope) -> str | None:  # noqa: ARG002 - as models elsewhere have it
-        """Return the upstreams that wait for a server which `scope` has passed, or None if there is no such circle."""
+        """Return the upstreams that wait in a circle for a server which `scope` has passed.
+
+        Returns None if there is no such circle.
+        """
         return None
 
 
 def reasons_text(reasons: Mapping[str, str]) -> str:
-    """Return why models cannot serve: of a single one its reason, of several each with its name."""
+    """Return why models cannot serve: the reason of a single model, or the name and the reason of each of several."""
     if len(reasons) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 class ModelTable:
-    """Finds the backend of a model by any of its names, and has the models of languages and routes."""
+    """Finds the backend of a model by any of its names, and holds the models of languages and routes."""
 
     def __init__(self, backends: Sequence[Backend] = ()) -> None:
         self.backends: list[Backend] = []
@@ -144,9 +153,9 @@ class ModelTable:
             self.add(backend)
 
     def add(self, backend: Backend) -> None:
-        """Add a model. Its names lead to it from now on, also those that another model has.
+        """Add a model. Its names lead to it from now on, even if another model has the same names.
 
-        It comes before an older one of its name, and else where the order of the file puts it.
+        The model comes before an older model of the same name, and otherwise at its position in the file.
         """
         at = next((index for index, each in enumerate(self.backends) if each.names[0] == backend.names[0]), None)
         self.backends.insert(len(self.backends) if at is None else at, backend)
@@ -159,9 +168,9 @@ class ModelTable:
         self._by_name = {name: each for name, each in self._by_name.items() if each is not backend}
 
     def change_routes(self, order: Sequence[str], languages: LanguagesSection, routes: RoutesSection) -> None:
-        """Take over the models of languages and routes, and the order of models by their first names.
+        """Replace the models of languages and routes, and the order of models by their first names.
 
-        The first model is the default, whatever order models were added in.
+        The first model is the default, in whatever order models were added.
         """
         self.languages, self.routes, self._order = languages, routes, order
         self._sort()
@@ -171,7 +180,7 @@ class ModelTable:
         self.backends.sort(key=lambda backend: places.get(backend.names[0], len(places)))
 
     def check_ready(self) -> None:
-        """Raise RequestError (503) while no model can serve, with the reason of each."""
+        """Raise RequestError (503) with the reason of each model while no model can serve."""
         for backend in self.backends:
             if backend.health.status in SERVING:
                 return
@@ -185,13 +194,14 @@ class ModelTable:
             ) from error
 
     def get(self, name: str) -> Backend | None:
-        """Return the backend of the model `name`, ready or not, or None without such a model."""
+        """Return the backend of the model `name`, whether ready or not. Returns None if there is no such model."""
         return self._by_name.get(name)
 
     def find(self, name: str | None) -> Backend:
-        """Return the backend of the model `name`, which is ready or sleeps. None names the first model.
+        """Return the backend of the model `name` if it is ready or sleeps.
 
-        Raises RequestError: 404 with the known names for an unknown model, 503 while it cannot serve.
+        Without a name, return that of the first model. Raises RequestError: 404 with the known names for an unknown
+        model, and 503 while the model cannot serve.
         """
         backend = self._first() if name is None else self._by_name.get(name)
         if backend is None:
@@ -205,9 +215,10 @@ class ModelTable:
         return backend
 
     def default(self, path: str) -> str | None:
-        """Return the model for a request that names none, or None if no model serves `path`.
+        """Return the model for a request that names none. Returns None if no model serves `path`.
 
-        It is the model of the chat routes for chats and completions, else the first model that serves the path.
+        For chats and completions it is the model of the chat routes. Otherwise it is the first model that serves the
+        path.
         """
         if self.routes.chat.model is not None and path in LANGUAGE_PATHS:
             return self.routes.chat.model

@@ -1,10 +1,10 @@
 """Decides which waiting request of a model is next. Priority classes share the model by weight, over all processes.
 
-The method is start-time fair queueing. Each class has a virtual time, at which its next request may begin. The class
-whose time is earliest is served, and its time advances by the request's cost over the class's share. A class that did
-not wait begins at the virtual time of the last request served, so it cannot save up. Hence, among classes that wait,
-each gets its share of the work, and a class that does not use its share leaves it to the others. Every request is
-served after a bounded amount of other requests' work.
+The method is start-time fair queueing. Each class has a virtual time at which its next request may begin. The class
+with the earliest time is served, and its time advances by the request's cost divided by the share of the class. A class
+without waiting requests does not save up time: it begins again at the virtual time of the last request served. So
+classes with waiting requests get their shares of the work, and the unused share of a class goes to the others. Every
+request is served after a bounded amount of work for other requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STALE_S = 0.1
 
 
 class Waiting:
-    """One request, from its admission on. `start` sends it to the engines, once."""
+    """One request, from its admission on. `start` sends the request to the engines, once."""
 
     __slots__ = (
         *("admitted_s", "charge", "cost", "is_held", "order_s", "priority_class", "requests", "start", "task", "units"),
@@ -44,9 +44,13 @@ class Waiting:
     ) -> None:
         """Describe a request.
 
-        It takes `requests` slots of the engines. Its `units` wait, in prompt tokens, characters or seconds of audio.
-        `cost` is the expected work, in the same unit for all requests of a model. A lower `priority` is earlier within
-        its class.
+        Args:
+            priority_class: class of the request.
+            start: sends the request to the engines.
+            requests: number of engine slots that the request takes.
+            units: prompt tokens, characters or seconds of audio that wait with the request.
+            cost: expected work, in the same unit for all requests of a model.
+            priority: order within the class. Lower values are earlier.
         """
         self.priority_class: PriorityClass = priority_class
         self.start = start
@@ -63,7 +67,7 @@ class Waiting:
 
 
 class _Columns:
-    """Where the numbers of a class are in the rows of the statistics."""
+    """The columns of a class in the rows of the statistics."""
 
     def __init__(self, stats: ModelStats, name: PriorityClass) -> None:
         self.requests, self.units, self.head_s, self.finish = (
@@ -72,10 +76,10 @@ class _Columns:
 
 
 class FairQueue:
-    """The waiting requests of one process. Every method but `len` must be called under the statistics' lock."""
+    """The waiting requests of one process. Every method except `len` must be called with the statistics' lock held."""
 
     def __init__(self, stats: ModelStats, shares: Sequence[float]) -> None:
-        """Create an empty queue. `shares` has a share above 0 for each class, in the order of CLASSES."""
+        """Create an empty queue. `shares` has a share greater than 0 for each class, in the order of CLASSES."""
         self._rows, self._row = stats.shared.rows, stats.row
         self._shares = [share / sum(shares) for share in shares]
         self._columns = [_Columns(stats, name) for name in CLASSES]
@@ -85,7 +89,7 @@ class FairQueue:
         self._length = 0
 
     def __len__(self) -> int:
-        """Return the number of this process's requests that wait."""
+        """Return how many requests of this process wait."""
         return self._length
 
     def push(self, waiting: Waiting) -> None:
@@ -101,15 +105,18 @@ class FairQueue:
         self._count(index, waiting, 1)
 
     def remove(self, waiting: Waiting) -> None:
-        """Remove a request that waits: it has expired, or its client has left."""
+        """Remove a waiting request that has expired, or whose client has disconnected."""
         self._take(CLASSES.index(waiting.priority_class), waiting)
 
     def beat(self, now_s: float) -> None:
-        """Show the other processes that this one takes its turns."""
+        """Show the other processes that this process is alive and starts its requests when they are next."""
         self._row[self._alive_s] = now_s
 
     def pop(self, now_s: float) -> Waiting | None:
-        """Remove and return the next request, or None if the queue is empty or another process has the turn."""
+        """Remove and return the next request.
+
+        Returns None if the queue is empty, or if the next request belongs to another process.
+        """
         turn = None
         for index, columns in enumerate(self._columns):
             begin = None
@@ -132,7 +139,7 @@ class FairQueue:
         return waiting
 
     def settle(self, waiting: Waiting, cost: float) -> None:
-        """Correct what the class of a served request has paid for it, now that its real cost is known."""
+        """Replace the expected cost that was charged to the class of a served request by the real `cost`."""
         if waiting.charge:
             index = CLASSES.index(waiting.priority_class)
             self._row[self._columns[index].finish] += (cost - waiting.charge) / self._shares[index]

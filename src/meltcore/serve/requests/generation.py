@@ -20,9 +20,9 @@ LOGPROB_CHARS = 32  # that one log-probability counts for: about its number and 
 
 
 class Echo(NamedTuple):
-    """A prompt that the answer begins with. `token_ids` are packed by pack_token_ids.
+    """A prompt with which the answer begins. `token_ids` are packed by pack_token_ids.
 
-    After an `alone` prompt no generated token follows.
+    With `echo_only` no generated token follows the prompt.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Echo(NamedTuple):
 
 
 class Choice(Child):
-    """One prompt and its answer. It is one request to the engine, and counts as one in the metrics."""
+    """One prompt and its answer. A choice is one request to the engine, and counts as one request in the metrics."""
 
     __slots__ = (
         "_text_is_ahead",
@@ -90,7 +90,7 @@ class Choice(Child):
         self._begin(prompt)
 
     def _begin(self, prompt: Sequence[int]) -> None:
-        """Set what depends on the answer so far."""
+        """Set the fields that depend on the answer so far."""
         params, tokenizer = self.params, self.tokenizer
         continues_prompt = self.continues_prompt
         self.detokenizer = Detokenizer(
@@ -116,13 +116,13 @@ class Choice(Child):
 
     @property
     def can_retry(self) -> bool:
-        """Whether nothing was sent to the client."""
+        """Whether nothing was sent to the client yet."""
         return not self.ticket.has_sent
 
     def messages(self) -> Sequence[AddRequest]:
-        """Return the prompt and its settings. Stop strings stay here, where the text is.
+        """Return the prompt and its settings, without the stop strings, which are checked where the text is.
 
-        A request of 1,024 prompts may have 64 KiB of them, which would be sent with each.
+        A request of 1,024 prompts may have 64 KiB of stop strings, which would be sent with each prompt.
         """
         params, generation = self.params, self.ticket
         return [
@@ -136,19 +136,19 @@ class Choice(Child):
         ]
 
     def open_ids(self) -> Sequence[str]:
-        """Return its id."""
+        """Return the id of the choice."""
         return [self.request_id]
 
     def restart(self) -> None:
-        """Forget the answer so far, of which nothing was sent. Its first token came when it came."""
+        """Forget the answer so far, of which nothing was sent. The time of its first token stays."""
         unsent_chars = sum(map(len, self.text)) + sum(map(len, self.reasoning)) + self.unsent_logprobs * LOGPROB_CHARS
         self.ticket.unsent_chars -= unsent_chars
         self._begin(unpack_token_ids(self.prompt_token_ids))
 
     def accept(self, output: SequenceOutput) -> int:
-        """Take the engine's new tokens. Returns how many count (those after a stop string do not).
+        """Add the engine's new tokens to the answer. Returns how many count, without the tokens after a stop string.
 
-        Sets `finish_reason` where the answer ends, whether the engine or a stop string ended it.
+        Sets `finish_reason` if the answer ends, by the engine or by a stop string.
         """
         if self.echo is not None:
             output = self._emit_echo(self.echo, output)
@@ -185,7 +185,10 @@ class Choice(Child):
         return num_counted
 
     def _emit_echo(self, echo: Echo, output: SequenceOutput) -> SequenceOutput:
-        """Put the prompt before the answer. Returns what is left of the engine's first output."""
+        """Put the prompt before the answer.
+
+        Returns the part of the engine's first output that belongs to the answer.
+        """
         self.echo = None
         if output.prompt_logprobs is not None:
             self.logprobs.extend(zip(unpack_token_ids(echo.token_ids), [None, *output.prompt_logprobs], strict=True))
@@ -199,9 +202,9 @@ class Choice(Child):
         return msgspec.structs.replace(output, token_ids=[], finish_reason="length", stop_token_id=None, logprobs=None)
 
     def begins_text(self, token_id: int) -> bool:
-        """Return whether the text begins with the next logprobs entry. Asked once for each entry.
+        """Return whether the text begins with the next logprobs entry. Must be called once for each entry.
 
-        A completion's prompt belongs to its text, a chat's does not.
+        The prompt of a completion belongs to its text. The prompt of a chat does not.
         """
         if not self._text_is_ahead or self.detokenizer.is_hidden(token_id):
             return False
@@ -209,7 +212,7 @@ class Choice(Child):
         return True
 
     def logprob_text_offset(self, token_id: int) -> int:
-        """Return the text_offset of the next logprobs entry, and advance it by the text of `token_id`."""
+        """Return the text_offset of the next logprobs entry, and advance the offset by the text of `token_id`."""
         offset = self.logprob_offset
         if self.offset_decoder is None or self.detokenizer.is_hidden(token_id):
             return offset
@@ -221,7 +224,7 @@ class Choice(Child):
         return offset + len(text) - len(text.lstrip(REPLACEMENT_CHAR))
 
     def take_update(self) -> bool:
-        """Return whether an event would hold new output; called once before each event."""
+        """Return whether an event would have new output. Called once before each event."""
         if self.end_sent:
             return False
         self.end_sent = self.finish_reason is not None
@@ -230,23 +233,26 @@ class Choice(Child):
         return has_unseen_tokens or self.end_sent or bool(self.text or self.reasoning)
 
     def take_text(self) -> str:
-        """Return the text not sent yet, now counted as sent. Every event to the client has it, if only as ""."""
+        """Return the text that was not sent yet, and count it as sent.
+
+        Every event to the client has a text, possibly "".
+        """
         self.ticket.note_sent()
         return self._take(self.text)
 
     def take_reasoning(self) -> str:
-        """Return the reasoning not sent yet, now counted as sent."""
+        """Return the reasoning that was not sent yet, and count it as sent."""
         return self._take(self.reasoning)
 
     def take_logprobs(self) -> list[tuple[int, TokenLogprobs | None]]:
-        """Return the token ids and log-probabilities not sent yet, now counted as sent."""
+        """Return the token ids and log-probabilities that were not sent yet, and count them as sent."""
         unsent_logprobs_list, self.logprobs = self.logprobs, []
         self.ticket.unsent_chars -= len(unsent_logprobs_list) * self._logprobs_per_token * LOGPROB_CHARS
         return unsent_logprobs_list
 
     @property
     def unsent_logprobs(self) -> int:
-        """The number of log-probabilities not sent yet."""
+        """The number of log-probabilities that were not sent yet."""
         return len(self.logprobs) * self._logprobs_per_token
 
     @property
@@ -273,7 +279,7 @@ class Generation(Ticket[Choice]):
     ) -> None:
         """Create the state of one request.
 
-        With `every_token` tokens without text yet get an event too, for usage that is counted token by token.
+        With `every_token`, tokens that have no text yet get an event too, for clients that count usage by token.
         """
         super().__init__(arrived_s)
         self.choices = self.children
@@ -297,9 +303,9 @@ class Generation(Ticket[Choice]):
         *,
         continues_prompt: bool = False,
     ) -> None:
-        """Add a prompt. `reasoning_parser` separates the model's reasoning from its answer.
+        """Add a prompt. `reasoning_parser` separates the model's reasoning from the answer.
 
-        With `continues_prompt` the text of the answer goes on from the prompt's text, as in a completion.
+        With `continues_prompt` the text of the answer continues the text of the prompt, as in a completion.
         """
         Choice(
             *(self, len(self.choices), prompt, params, tokenizer, reasoning_parser, echo),
@@ -322,26 +328,26 @@ class Generation(Ticket[Choice]):
         return sum(choice.cached_tokens for choice in self.choices)
 
     def note_sent(self) -> None:
-        """Note that output goes to the client: the request cannot be retried, so no prompt is needed again."""
+        """Note that output is sent to the client. The request cannot be retried then, so its prompts are freed."""
         if not self.has_sent:
             self.has_sent = True
             for choice in self.choices:
                 choice.prompt_token_ids = b""
 
     def fail(self) -> None:
-        """Let the request handler send the error, or drop the connection of a client that does not read."""
+        """Let the request handler send the error. For a client that does not read, it drops the connection."""
         self.wake()
         if self.is_sending and self.disconnect is not None:
             self.disconnect()
 
     def wake(self) -> None:
-        """Wake the request handler: there is output to send, or the end. Several calls wake it once."""
+        """Wake the request handler, because there is output to send, or the end. Several calls wake it once."""
         self._is_changed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait_for_change(self) -> None:
-        """Wait for a `wake` since the last call."""
+        """Wait until `wake` was called since the last call of this method."""
         if not self._is_changed:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -1,6 +1,6 @@
-"""API keys: where they come from, who may do what with them, and how fast.
+"""API keys: where they come from, what their clients may do, and how fast.
 
-A key is held as its SHA-256 from the start on, compared in constant time, and never written anywhere. Its rate limits
+Only the SHA-256 of a key is kept. It is compared in constant time, and never written anywhere. The rate limits of keys
 are token buckets in the shared statistics, so they hold over all API server processes together.
 """
 
@@ -32,9 +32,9 @@ WINDOW_S = 60.0  # of the limits per minute. A bucket holds as much
 
 
 def resolve_keys(config: ServerConfig) -> ServerConfig:
-    """Return the configuration with the hash of every key, and without any key.
+    """Return the configuration with the hash of every key and without the keys.
 
-    Raises ConfigError for a key that is missing, and for two keys with one name or one value.
+    Raises ConfigError if a key is missing, and if two keys have the same name or value.
     """
     keys = tuple(_resolved(config))
     for what, values in (("name", [key.name for key in keys]), ("value", [str(key.sha256) for key in keys])):
@@ -91,7 +91,7 @@ def hash_key(key: str) -> str:
 
 
 class ApiKey:
-    """One key: its name, its limits, and what of them is used."""
+    """One key: its name, its limits, and how much of the limits is used."""
 
     def __init__(self, config: KeySection, stats: ServerStats, index: int) -> None:
         self.name = config.name
@@ -102,11 +102,11 @@ class ApiKey:
         self._refused = f"key_{index}/refused"
 
     def at_most(self, asked: PriorityClass) -> PriorityClass:
-        """Return the class of a request that asks for one."""
+        """Return the class of a request that asks for the class `asked`. It is not above the class of the key."""
         return max(asked, self._highest_class, key=CLASSES.index)
 
     def admit(self) -> None:
-        """Count a request. Raises RequestError (429) past a limit, in which case nothing is counted."""
+        """Count a request. Raises RequestError (429) past a limit. Nothing is counted then."""
         wait_s, what = self._tokens.wait_s(0), "tokens_per_minute"
         if not wait_s:
             wait_s, what = self._requests.take(), "requests_per_minute"
@@ -121,12 +121,12 @@ class ApiKey:
             )
 
     def charge(self, tokens: int) -> None:
-        """Count the tokens of an admitted request; past the limit later requests are refused."""
+        """Count the tokens of an admitted request. If they exceed the limit, later requests are refused."""
         self._tokens.add(tokens)
 
 
 class _Bucket:
-    """A token bucket as one number in shared memory: the time at which it will be full again."""
+    """A token bucket, stored as one number in shared memory: the time at which the bucket will be full again."""
 
     def __init__(self, stats: ServerStats, column: str, limit: int | None) -> None:
         self.limit = limit
@@ -134,13 +134,13 @@ class _Bucket:
         self._row, self._column = stats.shared.rows[0], stats.column(column)
 
     def wait_s(self, amount: float) -> float:
-        """Return the time until the bucket has `amount`. An amount of 0 asks when it is not in debt."""
+        """Return the seconds until the bucket has `amount`. With 0 they are the seconds until it has no debt."""
         if self.limit is None:
             return 0.0
         return max(0.0, self._row[self._column] - time.monotonic() + (amount / self.limit - 1) * WINDOW_S)
 
     def take(self) -> float:
-        """Take 1 if there is one; returns 0, or the time until there is."""
+        """Take 1 if the bucket has it. Returns 0, or the seconds until the bucket has 1."""
         if self.limit is None:
             return 0.0
         with self._shared.locked():
@@ -150,7 +150,7 @@ class _Bucket:
         return 0.0
 
     def add(self, amount: float) -> None:
-        """Take `amount`, also where there is less."""
+        """Take `amount`, even if the bucket has less."""
         if self.limit is not None:
             with self._shared.locked():
                 self._add(amount)
@@ -165,15 +165,18 @@ class ApiKeys:
     """The keys of a server, as one of its processes checks them."""
 
     def __init__(self, configs: Sequence[KeySection], stats: ServerStats) -> None:
-        """Create the table. `configs` are as `resolve_keys` returns them, as many as `stats` was created for."""
+        """Create the table. `configs` are the result of `resolve_keys`.
+
+        `stats` was created for the same number of keys.
+        """
         self._keys = [
             (bytes.fromhex(config.sha256 or ""), ApiKey(config, stats, index)) for index, config in enumerate(configs)
         ]
 
     def find(self, scope: Scope) -> ApiKey | None:
-        """Return the key that a request carries, as its bearer token or as x-api-key, or None where no key is needed.
+        """Return the key of a request, from its bearer token or x-api-key. Returns None if the server needs no key.
 
-        Clients of dwani.ai's API send the latter. Raises RequestError (401).
+        Clients of dwani.ai's API send x-api-key. Raises RequestError (401).
         """
         if not self._keys:
             return None
@@ -194,7 +197,7 @@ class ApiKeys:
 
 
 def _bearer(scope: Scope) -> bytes | None:
-    """Return the bearer token; another scheme counts as a wrong key."""
+    """Return the bearer token. Another authentication scheme counts as a wrong key."""
     value = header(scope, b"authorization")
     if value is None:
         return None

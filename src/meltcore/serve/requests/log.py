@@ -1,4 +1,7 @@
-"""One structured line per request on stderr, written by a thread: a pipe that is not read must not stop the server."""
+"""Writes one structured line per request to stderr.
+
+A thread writes, so that an unread pipe does not stop the server.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ BYTES_PER_WRITE = 4096  # a pipe takes this many as a whole (PIPE_BUF): the line
 
 
 class Log:
-    """Lines as JSON objects or as `key=value` text. Must never be given prompt or output text."""
+    """Log lines as JSON objects or as `key=value` text. Prompt and output text must never be logged."""
 
     def __init__(self, form: Literal["text", "json"], stats: ServerStats, stream: TextIO | None = None) -> None:
         self._form = form
@@ -37,10 +40,10 @@ class Log:
         self._thread.start()
 
     def write(self, event: str, **fields: Any) -> None:
-        """Queue one line. A full queue drops it and counts it in `log_lines_dropped`.
+        """Queue one line. If the queue is full, the line is dropped and counted in `log_lines_dropped`.
 
-        A line of the event "request" also says whose it is and how it has waited, as its terms have it,
-        and describes its span.
+        A line of the event "request" also has the key's name and the waiting time of the request, from its terms. Its
+        fields also describe the request's span.
         """
         if event == "request":
             terms = current_terms()
@@ -60,7 +63,7 @@ class Log:
             self._stats.add("log_lines_dropped")
 
     def write_rate_limited(self, event: str, **fields: Any) -> None:
-        """Queue one line, unless one of the same event was written less than RARE_S ago."""
+        """Queue one line, unless a line of the same event was written less than RARE_S ago."""
         now_s = time.monotonic()
         if now_s - self._last_written_s.get(event, -RATE_LIMIT_S) >= RATE_LIMIT_S:
             self._last_written_s[event] = now_s
@@ -110,9 +113,9 @@ class Log:
 def _format_second(second: int) -> str:
     """Return a time in ISO 8601 without milliseconds.
 
-    `datetime.isoformat` is not used: each call interns a method name for the time zone, and CPython keeps up to
-    4096 of these (see host_memory.py). Scattered over the memory of 10,000 streams they held 2.6 MB in each of four API
-    servers (2026-11-21).
+    `datetime.isoformat` is not used, because each call interns a method name for the time zone, and CPython keeps up to
+    4096 of these names (see host_memory.py). Scattered over the memory of 10,000 streams they held 2.6 MB in each of
+    four API servers (2026-11-21).
     """
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 

@@ -1,4 +1,7 @@
-"""The whole server's statistics as Prometheus text, from any API server. docs/metrics.md maps the names to vLLM's."""
+"""Writes the whole server's statistics as Prometheus text, from any API server.
+
+docs/metrics.md maps the names to vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ class Metrics(Collector):
     """Writes the statistics of a server. The statistics of a model have the label `model_name`."""
 
     def __init__(self, stats: ServerStats, models: Callable[[], Mapping[str, ModelStats]]) -> None:
-        """Create the collector. `models()` returns the current models by name."""
+        """Create the collector. `models()` returns the statistics of the current models by name."""
         self._stats = stats
         self._list_models = models
         self._models: Mapping[str, ModelStats] = {}
@@ -162,7 +165,7 @@ class Metrics(Collector):
         return family
 
     def _labeled(self) -> Iterator[Metric]:
-        """Yield metric families with a label beside the model's name."""
+        """Yield metric families that have a label beside the model's name."""
         request_success = CounterMetricFamily(
             PREFIX + "request_success", "Requests with a complete response", labels=["model_name", "finished_reason"]
         )
@@ -188,7 +191,7 @@ class Metrics(Collector):
         yield from self._queues()
 
     def _sleep(self) -> Iterator[Metric]:
-        """Yield which models sleep, in vLLM's form: 1 for the state that a model is in."""
+        """Yield which models sleep, in vLLM's form: a gauge per state, which is 1 for the model's current state."""
         state = GaugeMetricFamily(
             PREFIX + "engine_sleep_state", "Whether the engines sleep, and how", labels=["model_name", "sleep_state"]
         )
@@ -202,7 +205,7 @@ class Metrics(Collector):
             yield self._family(CounterMetricFamily, name, help, values)
 
     def _queues(self) -> Iterator[Metric]:
-        """Yield what waits in front of the engines, by class."""
+        """Yield the number of requests that wait before the engines, by class."""
         labels = ["model_name", "task", "priority_class"]
         requests = GaugeMetricFamily(PREFIX + "queue_requests", "Requests that wait for their turn", labels=labels)
         units = GaugeMetricFamily(
@@ -228,7 +231,7 @@ class Metrics(Collector):
 
 
 def _engines(model: ModelStats) -> EngineStats:
-    """Return the sums over a model's engines. What waits in front of them waits too."""
+    """Return the sums over a model's engines. Requests that wait before the engines count as waiting too."""
     engines = model.engines()
     return msgspec.structs.replace(engines, waiting=engines.waiting + round(model.total("queue_requests")))
 

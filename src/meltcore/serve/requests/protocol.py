@@ -1,7 +1,7 @@
 """Defines the OpenAI request forms, decoded into typed structs. No field is silently ignored.
 
 `null` means absent for optional fields. A known but unsupported field is accepted only with a neutral value (`"n": 1`,
-`"tools": null`); any other value, and any unknown field, is a 400 that names it.
+`"tools": null`). Any other value, and any unknown field, is an error 400 that names the field.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One message. The fields after `content` occur in answers that are sent back as history.
+    """One message. The fields after `content` occur in answers that clients send back as history.
 
-    The chat template receives `reasoning_content` and has its own rule for it. `name` is not used. The others must be
-    null or empty.
+    The chat template receives `reasoning_content` and decides how to use it. `name` is not used. The other fields must
+    be null or empty.
     """
 
     role: Role
@@ -197,7 +197,7 @@ def decode_request(body: bytes, form: type[Request]) -> Request:
 
 
 def _decode(body: bytes, form: type[Request]) -> Request:
-    """Decode a body. A whole number may be written as 16.0 where an integer is expected, as JSON Schema has it."""
+    """Decode a body. An integer may be written as 16.0, as JSON Schema allows."""
     try:
         request: Request = _DECODERS[form].decode(body)
     except msgspec.ValidationError as error:
@@ -209,14 +209,14 @@ def _decode(body: bytes, form: type[Request]) -> Request:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """Return a number or a list of numbers, with integers for whole ones. Objects within stay as they are."""
+    """Return a number, or a list of numbers, with whole floats as integers. Objects in it are not changed."""
     if isinstance(value, list):
         return [_with_whole_numbers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
-    """Return the fields of a form or of a URL, whose values are text. Raises RequestError (400)."""
+    """Decode the fields of a form or of a URL, whose values are text. Raises RequestError (400)."""
     try:
         return msgspec.convert(fields, form, strict=False)
     except msgspec.ValidationError as error:
@@ -224,7 +224,7 @@ def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
 
 
 def check_supported(struct: msgspec.Struct, prefix: str = "") -> None:
-    """Raise RequestError for the first field that asks for something not supported."""
+    """Raise RequestError for the first field that asks for something unsupported."""
     for name in _UNSUPPORTED.get(type(struct), ()):
         value = _with_whole_numbers(getattr(struct, name))
         if value is not None and not _is_neutral(value, _NEUTRAL[name]):
@@ -254,7 +254,10 @@ _NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")
 
 
 def _validation_error(text: str) -> RequestError:
-    """msgspec's message with the field first: "Expected `str`, got `int` - at `$.model`" names `model`."""
+    """Return msgspec's message as an error that names the field.
+
+    For example "Expected `str`, got `int` - at `$.model`" names `model`.
+    """
     path_match = _PATH.search(text)
     path = path_match["path"] if path_match else ""
     reason = text[: path_match.start()] if path_match else text

@@ -1,4 +1,4 @@
-"""Reads what clients choose: headers of a request, and values that errors and log lines may show."""
+"""Reads values that clients choose: headers of a request, and values that errors and log lines may show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_FIELD_CHARS = 256  # clients choose the contents of some fields; a longer on
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """Return the first header of a name (in lower case), or None."""
+    """Return the first header with this name (in lower case), or None if there is none."""
     for key, value in scope["headers"]:
         if key == name:
             header_value: bytes = value
@@ -19,7 +19,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def shorten(value: Any) -> Any:
-    """Return a text of at most about MAX_FIELD_CHARS characters; any other value unchanged."""
+    """Shorten a text to about MAX_FIELD_CHARS characters. Any other value is returned unchanged."""
     if not isinstance(value, str) or len(value) <= MAX_FIELD_CHARS:
         return value
     return f"{value[:MAX_FIELD_CHARS]}... ({len(value)} characters)"

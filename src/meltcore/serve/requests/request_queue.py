@@ -1,8 +1,9 @@
-"""The queue of one model in front of its engines, as one API server process sees it.
+"""The queue of one model before its engines, as one API server process sees it.
 
-While the engines have room and nothing waits, a request goes to them immediately. Beyond that it waits here, where its
-class, its deadline and its client can still change its turn. The engines get somewhat more than they run, so that a
-freed slot finds its next request there. Several processes share the engines' room through the statistics.
+While the engines have free slots and nothing waits, a request goes to them immediately. Otherwise it waits in this
+queue, where its class, its deadline and its client can still change its turn. The engines get a few more requests than
+they run, so that a freed slot finds its next request there. Several processes share the engines' slots through the
+statistics.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ENGINE_PRIORITY: dict[PriorityClass, int] = {name: index - 1 for index, name in 
 
 
 def room_of(slots: int) -> int:
-    """Return how many requests an engine of `slots` slots is sent."""
+    """Return how many requests are sent to an engine with `slots` slots."""
     return slots + max(1, slots // LOOKAHEAD)
 
 
@@ -50,8 +51,8 @@ class RequestQueue:
     ) -> None:
         """Create an empty queue for replicas of `slots` slots.
 
-        `waiting_units` returns the waiting units in all processes. By default they are the units of the requests in the
-        queues.
+        `waiting_units` returns the waiting units in all processes. By default these are the units of the requests in
+        the queues.
         """
         self._stats = stats
         self._admission = admission
@@ -65,13 +66,14 @@ class RequestQueue:
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Return the number of this process's requests that wait here."""
+        """Return how many requests of this process wait here."""
         return len(self._fair)
 
     def admit(self, waiting: Waiting, accept: Callable[[], None]) -> None:
-        """Start a request, now or at its turn. `accept` counts it as in flight; it is called before.
+        """Start a request now or at its turn. Before that, `accept` is called, which counts the request as in flight.
 
-        Raises RequestError (429; 503 for a model that sleeps), in which case neither is called.
+        Raises RequestError: 429 if the queue is full, and 503 for a model that sleeps. The request is then neither
+        counted nor started.
         """
         stats = self._stats
         waiting.task = stats.task
@@ -102,7 +104,7 @@ class RequestQueue:
             stats.queue_waits[waiting.priority_class].observe(0.0)
 
     def leave(self, waiting: Waiting) -> None:
-        """Remove a request that has ended while it waited. No effect on one that was started."""
+        """Remove a request that has ended while it waited. No effect on a request that was started."""
         if not waiting.is_held:
             return
         with self._stats.shared.locked():
@@ -111,7 +113,10 @@ class RequestQueue:
         self._note_wait(waiting)
 
     def ended(self, waiting: Waiting | None = None, cost: float = 0.0) -> None:
-        """Use the slots of a started request that has ended. It turned out to have the given cost."""
+        """Free the slots of a started request that has ended, and start the next requests.
+
+        Its work had the real `cost`.
+        """
         now_s = time.monotonic()
         if waiting is not None and waiting.charge:
             with self._stats.shared.locked():
@@ -153,7 +158,10 @@ class RequestQueue:
             raise
 
     def _check_sleep(self, waiting: Waiting) -> None:
-        """Refuse a request whose deadline passes before the model can be awake. The supervisor wakes it for others."""
+        """Refuse a request whose deadline passes before the model can be awake.
+
+        For other requests the supervisor wakes it.
+        """
         stats, now_s = self._stats, time.monotonic()
         limit_s, wake_s = current_terms().limit_s(math.inf), stats.wake_at_s() - now_s
         if wake_s > limit_s:
@@ -164,7 +172,7 @@ class RequestQueue:
             raise asleep_error(stats, message)
 
     def _start_next(self) -> None:
-        """Start the requests whose turn it is and for which there is room."""
+        """Start the requests that are next, as long as the engines have slots for them."""
         self._is_scheduled = False
         stats = self._stats
         started: list[Waiting] = []
@@ -189,7 +197,7 @@ class RequestQueue:
         self._stats.queue_waits[waiting.priority_class].observe(waiting.wait_s)
 
     def _watch(self) -> None:
-        """Look for a turn regularly while a request waits here."""
+        """Check regularly whether a waiting request of this process is next."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TURN_CHECK_S, self._on_timer)
 

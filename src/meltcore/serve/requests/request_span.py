@@ -26,7 +26,7 @@ _ATTRIBUTES = {  # of the fields of a request's log line
 
 
 def describe_span(span: Span, fields: dict[str, Any]) -> None:
-    """Set the attributes that the fields of the request's log line give, and its name."""
+    """Set the name of the span, and the attributes that follow from the fields of the request's log line."""
     if not span.is_recording():
         return
     for field, name in _ATTRIBUTES.items():
@@ -43,7 +43,7 @@ def describe_span(span: Span, fields: dict[str, Any]) -> None:
 
 
 def end_span(span: Span, error: BaseException | None = None) -> None:
-    """End the span of a request. `error` is a fault of this server."""
+    """End the span of a request. `error` is an error of this server."""
     if error is not None:
         span.set_attribute("error.type", type(error).__name__)
         _fail(span, type(error).__name__)
@@ -51,7 +51,7 @@ def end_span(span: Span, error: BaseException | None = None) -> None:
 
 
 def trace_headers(span: Span) -> dict[str, str]:
-    """Return the headers that make a span the parent of an upstream's."""
+    """Return the headers that make `span` the parent of an upstream's span."""
     from opentelemetry.trace import set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

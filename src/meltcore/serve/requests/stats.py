@@ -1,8 +1,8 @@
-"""Counts statistics in shared memory: one row of numbers per process, which all processes of a server have mapped.
+"""Counts statistics in shared memory, with one row of numbers per process. All processes of a server map the memory.
 
-A process writes its own row and reads all of them. So counting takes neither a message nor a lock, and every API server
+A process writes its own row and reads all rows. So counting takes neither a message nor a lock, and every API server
 process knows the whole server's numbers. A process that dies leaves its row behind, so no count is lost. Row 0 belongs
-to the supervisor, the others belong to the API server processes.
+to the supervisor, the other rows belong to the API server processes.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ _OPEN, _DRAINING, _DEAD, _ASLEEP = 0.0, 1.0, 2.0, 3.0  # a replica that is not o
 
 
 class SharedStats:
-    """Rows of named numbers in shared memory, all 0 at first. `fd` passes the memory to another process."""
+    """Rows of named numbers in shared memory, initially 0. `fd` passes the memory to another process."""
 
     def __init__(self, names: Sequence[str], num_rows: int, fd: int | None = None) -> None:
         """Create the memory, or map the memory of `fd`, which must have been created with the same names and rows.
 
-        The caller keeps `fd`: a copy of it is used, and closed with the last reference to these statistics.
+        The caller keeps `fd`. A copy of `fd` is used, and closed with the last reference to these statistics.
         """
         self.fd = os.memfd_create("meltcore-stats") if fd is None else os.dup(fd)
         weakref.finalize(self, os.close, self.fd)
@@ -99,7 +99,7 @@ class SharedStats:
         self.rows = [cells[row * len(names) : (row + 1) * len(names)] for row in range(num_rows)]
 
     def locked(self) -> SharedStats:
-        """Hold a lock for a decision on all rows together, in a `with` statement. It does not nest.
+        """Hold a lock during a `with` statement, for a decision on all rows together. The lock does not nest.
 
         The kernel releases the lock of a process that dies.
         """
@@ -118,7 +118,7 @@ class Histogram:
     def __init__(self, shared: SharedStats, row: int, first: int, bounds: Sequence[float]) -> None:
         """Create a view of the histogram's columns.
 
-        `first` is the column of the lowest bound; the last column has the sum.
+        `first` is the column of the lowest bound. The last column has the sum.
         """
         self._rows = shared.rows
         self._row = shared.rows[row]
@@ -152,7 +152,7 @@ class _Columns:
         }
 
     def column(self, name: str) -> int:
-        """Return where a value is in each process's row."""
+        """Return the position of a value in each process's row."""
         return self._column[name]
 
     @property
@@ -184,7 +184,10 @@ class _Columns:
 
 
 class ServerStats(_Columns):
-    """Statistics of a server as one of its processes sees them. Models come and go: each has memory of its own."""
+    """Statistics of a server as one of its processes sees them.
+
+    Models are added and removed; each has its own memory.
+    """
 
     def __init__(
         self,
@@ -197,8 +200,12 @@ class ServerStats(_Columns):
     ) -> None:
         """Create the view of one process, with models 0, 1 and so on.
 
-        `replicas` has the number of each model, and `keys` is the number of API keys. `process_index` is the row of
-        this process. `fds` are file descriptors of another process's statistics.
+        Args:
+            replicas: number of replicas of each model.
+            keys: number of API keys.
+            num_processes: number of processes, each with a row.
+            process_index: row of this process.
+            fds: file descriptors of another process's statistics. None creates new statistics.
         """
         lag, _, bounds = EVENT_LOOP_LAG
         names = [f"server/{name}" for name in (*_PROCESS_COLUMNS, *_histogram_columns(lag, bounds))]
@@ -211,7 +218,7 @@ class ServerStats(_Columns):
             self.add_model(model, num_replicas, fds[1 + model] if fds else None)
 
     def add_model(self, model: int, replicas: int, fd: int | None = None) -> ModelStats:
-        """Add the statistics of a model. `fd` has the statistics that another process has created."""
+        """Add the statistics of a model. `fd` is the memory that another process has created for them."""
         names = [f"{model}/{name}" for name in _model_columns(replicas)]
         shared = SharedStats(names, len(self.shared.rows), fd)
         self._models[model] = ModelStats(shared, self._process_index, model, replicas)
@@ -232,7 +239,7 @@ class ServerStats(_Columns):
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors of the server's and of the models' memory."""
+        """The descriptors of the memory of the server and of each model."""
         return [self.shared.fd, *(model.shared.fd for model in self._models.values())]
 
     @property
@@ -250,7 +257,7 @@ class ServerStats(_Columns):
         return [row[column] for row in self.shared.rows]
 
     def open_requests(self) -> int:
-        """Requests of all models that are accepted and have not ended."""
+        """The number of accepted requests of all models that have not ended."""
         return round(sum(model.total("in_flight") for model in self.models))
 
     def events(self) -> float:
@@ -295,7 +302,10 @@ class ModelStats(_Columns):
         return max(row[column] for row in self.shared.rows)
 
     def set_in_flight(self, count: int) -> None:
-        """Record `count` requests in flight in this process. The peak is the server's, as this process sees it."""
+        """Record `count` requests in flight in this process.
+
+        The recorded peak is the server's, as seen by this process.
+        """
         self.set("in_flight", count)
         self.set("in_flight_peak", max(self.local_value("in_flight_peak"), self.total("in_flight")))
 
@@ -308,7 +318,7 @@ class ModelStats(_Columns):
             self._row[column] = value
 
     def engine(self, replica: int) -> EngineStats:
-        """Return the newest statistics of a replica. Of a dead one only the counters remain."""
+        """Return the newest statistics of a replica. If the replica is dead, only the counters remain."""
         first = self._engine_at[replica]
         newest_row = max(self.shared.rows, key=lambda row: row[first])
         values = dict(
@@ -324,7 +334,7 @@ class ModelStats(_Columns):
         return EngineStats(*map(sum, zip(*stats_per_replica, strict=True)))
 
     def count_wake(self, took_s: float) -> None:
-        """Count that the model was woken. For the supervisor."""
+        """Count a wake-up of the model. Only the supervisor calls it."""
         self.set("sleep_level", 0)
         self.add("wakes")
         self.add("wake_s", took_s)
@@ -341,11 +351,11 @@ class ModelStats(_Columns):
         ]
 
     def num_serving(self) -> int:
-        """Return how many replicas new requests may be sent to, without upstream servers that do not answer."""
+        """Return the number of replicas for new requests. Upstream servers that do not answer are not counted."""
         return sum(replica not in self._silent for replica in self.live_replicas())
 
     def assign(self, replica: int, tokens: int) -> None:
-        """Count a request as `tokens` tokens for `replica`; the step time limit of an idle replica starts."""
+        """Count a request as `tokens` tokens of `replica`. If the replica was idle, its step time limit starts now."""
         if not self.open_requests(replica):
             self._row[self._last_message_at[replica]] = time.monotonic()
         self._row[self._requests_at[replica]] += 1
@@ -370,53 +380,54 @@ class ModelStats(_Columns):
         return max(row[column] for row in self.shared.rows)
 
     def mark_replica_dead(self, replica: int) -> None:
-        """Mark a replica as dead. For the supervisor."""
+        """Mark a replica as dead. Only the supervisor calls it."""
         self._close(replica, _DEAD)
 
     def drain_replica(self, replica: int) -> None:
-        """Give a replica no more requests; its open ones continue. Only the supervisor calls it."""
+        """Give a replica no more requests. Its open requests continue. Only the supervisor calls it."""
         self._close(replica, _DRAINING)
 
     def mark_replica_ready(self, replica: int) -> None:
-        """Give a replica requests. For the supervisor."""
+        """Let a replica get requests. Only the supervisor calls it."""
         self._close(replica, _OPEN)
 
     def mark_replica_asleep(self, replica: int) -> None:
-        """Give a replica no more requests: they wait until it is open again. For the supervisor."""
+        """Let requests wait until the replica is awake again. Only the supervisor calls it."""
         self._close(replica, _ASLEEP)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether requests wait because every replica that could work on them sleeps, or is falling asleep."""
+        """Whether requests wait because every replica that could run them sleeps or is falling asleep."""
         states = [self._closed(replica) for replica in range(self.replicas)]
         return _ASLEEP in states and _OPEN not in states
 
     def wake_at_s(self) -> float:
-        """Return the monotonic time before which the model cannot be awake, as far as is known."""
+        """Return the earliest monotonic time at which the model can be awake, as far as is known."""
         return self.max_value("wake_at_s")
 
     def until_started_s(self) -> float:
-        """Return the seconds until an engine that starts may serve: what the last start took less what has passed.
+        """Return the estimated seconds until an engine that starts can serve, from 1 to 60.
 
-        From 1 to 60 s. A start that takes longer, or the first one, may take as long again as it is late: at most 5 s.
+        The estimate is the duration of the last start minus the time since this start began. If the start takes longer,
+        or is the first one, the estimate is the time by which it is late, at most 5 s.
         """
         left_s = self.max_value("start_s") + self.max_value("start_took_s") - time.monotonic()
         return max(_MIN_START_S, min(left_s, _MAX_START_S) if left_s > 0 else min(-left_s, _MAX_LATE_S))
 
     def is_dead(self, replica: int) -> bool:
-        """Return whether no engine process works for a replica; one that drains is not dead."""
+        """Return whether a replica has no engine process that works for it. A replica that drains is not dead."""
         return self._closed(replica) == _DEAD
 
     def set_connected(self, replica: int, is_connected: bool) -> None:
-        """Say whether this process has sockets to a replica. Without, it sends the replica no requests."""
+        """Note whether this process has sockets to a replica. Without sockets it sends the replica no requests."""
         (self._unconnected.discard if is_connected else self._unconnected.add)(replica)
 
     def set_answers(self, replica: int, answers: bool) -> None:
-        """Say whether an upstream server answers this process."""
+        """Note whether an upstream server answers this process."""
         (self._silent.discard if answers else self._silent.add)(replica)
 
     def fail_process_requests(self, process_index: int) -> int:
-        """Count the open requests of a process that has died as failed; returns their number. For the supervisor."""
+        """Count the open requests of a dead process as failed. Returns their number. Only the supervisor calls it."""
         row = self.shared.rows[process_index]
         with self.shared.locked():
             num_failed = round(row[self._column["in_flight"]])
@@ -445,7 +456,7 @@ class ModelStats(_Columns):
         now_s: float,
         times: RequestTimes | None,
     ) -> None:
-        """Count one finished request. The engine's `times` exist only where the engine ended it."""
+        """Count one finished request. `times` are the engine's times, or None if the engine did not end the request."""
         self.add(f"success_{finish_reason}")
         self.add("prompt_tokens", prompt_tokens)
         self.histograms["e2e_request_latency_seconds"].observe(now_s - arrived_s)

@@ -1,4 +1,4 @@
-"""On which terms a request is served: whose it is, how urgent, and until when."""
+"""The terms on which a request is served: its client's key, its priority class, and its time limit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ MODEL_ASLEEP = "model_asleep"
 
 
 class RequestTerms:
-    """What a request's headers ask for, and how long it has waited.
+    """What a request's headers ask for, and how long the request has waited.
 
-    None stands for the server's or the model's default.
-
-    A request may need several models in turn, as speech to speech does; `waits` has one entry for each.
+    None stands for the default of the server or of the model. A request may use several models in turn, as speech to
+    speech does; `waits` has one entry for each model.
     """
 
     __slots__ = ("key", "priority_class", "retries", "span", "timeout_s", "waits")
@@ -44,9 +43,9 @@ class RequestTerms:
         self.span: Span | None = None  # where traces are on
 
     def class_of(self, default: PriorityClass, priority: int | None = None) -> PriorityClass:
-        """Return the request's class, not above its key's. `default` is the model's class.
+        """Return the class of the request, which is not above the class of its key. `default` is the model's class.
 
-        `priority` is vLLM's field, below 0 for interactive and above 0 for batch.
+        `priority` is vLLM's field. Values below 0 mean interactive, and values above 0 mean batch.
         """
         asked = self.priority_class
         if asked is None:
@@ -54,11 +53,14 @@ class RequestTerms:
         return asked if self.key is None else self.key.at_most(asked)
 
     def limit_s(self, server_limit_s: float) -> float:
-        """Return the time limit, from the request's arrival on."""
+        """Return the time limit in seconds, counted from the request's arrival."""
         return server_limit_s if self.timeout_s is None else min(self.timeout_s, server_limit_s)
 
     def overdue(self, server_limit_s: float) -> RequestError:
-        """Return the error of a request whose time is over: 504, or 503 where it has waited for a model that sleeps."""
+        """Return the error of a request that exceeds its time limit.
+
+        The status is 503 if the request waited for a model that sleeps, else 504.
+        """
         limit_s = self.limit_s(server_limit_s)
         holding = [waiting.held_by for waiting in self.waits if waiting.held_by is not None]
         if holding and holding[0].is_asleep:
@@ -69,7 +71,7 @@ class RequestTerms:
 
     @asynccontextmanager
     async def timeout(self, server_limit_s: float) -> AsyncIterator[None]:
-        """Limit the time of what is awaited within. Raises RequestError (503, 504), as `overdue` returns it."""
+        """Limit the time of the block. Raises RequestError (503, 504), as `overdue` returns it."""
         try:
             async with asyncio.timeout(self.limit_s(server_limit_s)):
                 yield
@@ -82,7 +84,7 @@ class RequestTerms:
             self.key.charge(tokens)
 
     def log_fields(self) -> dict[str, Any]:
-        """Return what the request's log line says of it."""
+        """Return the fields of the request's log line that follow from its terms."""
         fields: dict[str, Any] = {} if self.key is None else {"key": self.key.name}
         if self.waits:
             fields["task"] = ",".join(waiting.task for waiting in self.waits)
@@ -94,7 +96,7 @@ class RequestTerms:
 
 
 def asleep_error(stats: ModelStats, message: str) -> RequestError:
-    """Return the error (503) of a request for a model that sleeps and cannot serve it in time."""
+    """Return the error (503) of a request whose model sleeps and cannot serve the request in time."""
     retry_s = max(1.0, stats.wake_at_s() - time.monotonic())
     return RequestError(message, status=503, code=MODEL_ASLEEP, retry_after_s=retry_s)
 
@@ -103,10 +105,10 @@ _TERMS: ContextVar[RequestTerms | None] = ContextVar("terms", default=None)
 
 
 def current_terms() -> RequestTerms:
-    """Return the terms of the request that this task serves; the defaults outside of one."""
+    """Return the terms of the request that this task serves. Outside of a request, return the default terms."""
     return _TERMS.get() or RequestTerms()
 
 
 def set_terms(terms: RequestTerms) -> None:
-    """Set the terms of the request that this task, and those that it will create, serve."""
+    """Set the terms of the request that this task serves. Tasks that this task creates later have the same terms."""
     _TERMS.set(terms)

@@ -1,7 +1,8 @@
-"""The life of a request at one model, from its admission to its end, whatever the task.
+"""The life of a request at one model, from its admission to its end, for all tasks.
 
-A ticket owns children: the requests to engines that together are its answer. The queue starts all of them at the
-ticket's turn. Those of a lost replica are sent to another one once, and each is counted and ended exactly once.
+A ticket has children, which are the requests to engines that together make its answer. The queue starts all children at
+the ticket's turn. The children of a lost replica are sent to another replica once. Each child is counted and ended
+exactly once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _child_ids = (f"{os.getpid():x}-{counter}" for counter in itertools.count(1))
 
 
 class Child:
-    """One request to an engine. It counts as one in the statistics."""
+    """One request to an engine. A child counts as one request in the statistics."""
 
     __slots__ = ("cost", "replica", "request_id", "ticket", "waiting_tokens")
 
@@ -41,9 +42,9 @@ class Child:
         """Add a child to a ticket.
 
         Args:
-            ticket: the request that the child belongs to.
-            cost: what the child counts for in the choice of a replica.
-            waiting_tokens: prompt tokens that wait for an engine, as the statistics count them.
+            ticket: the request to which the child belongs.
+            cost: cost of the child for the choice of a replica.
+            waiting_tokens: prompt tokens that wait for an engine, for the statistics.
         """
         self.ticket = ticket
         self.request_id = next(_child_ids)
@@ -55,24 +56,24 @@ class Child:
 
     @property
     def needs_replica(self) -> bool:
-        """Whether it ends without its replica, or where the server stops."""
+        """Whether the child ends if its replica is lost or the server stops."""
         return True
 
     @property
     def can_retry(self) -> bool:
-        """Whether the client gets the same answer where another replica begins it again."""
+        """Whether the client gets the same answer if another replica begins it again."""
         return True
 
     def messages(self) -> Sequence[ToEngine]:
-        """Return what its replica is sent at its turn, and another one after the loss of the first."""
+        """Return the messages for the child's replica. After the loss of the replica they are sent to another one."""
         return ()
 
     def open_ids(self) -> Sequence[str]:
-        """Return the ids of its messages that its replica works on."""
+        """Return the ids of the child's messages on which its replica works."""
         return ()
 
     def restart(self) -> None:
-        """Forget what a lost replica has answered."""
+        """Forget the answer of a lost replica."""
 
 
 _Child = TypeVar("_Child", bound=Child)
@@ -82,7 +83,7 @@ class Ticket(Generic[_Child]):
     """One request to a model."""
 
     def __init__(self, arrived_s: float) -> None:
-        """Open a ticket on the terms of the current request, which arrived at `arrived_s` of time.monotonic()."""
+        """Open a ticket with the terms of the current request, which arrived at `arrived_s` of time.monotonic()."""
         self.arrived_s = arrived_s
         self.terms = current_terms()
         self.children: list[_Child] = []
@@ -98,12 +99,12 @@ class Ticket(Generic[_Child]):
         self.scope: asyncio.Timeout | None = None
 
     def begin(self) -> None:
-        """Note that the queue has let it through."""
+        """Note that the queue has started the request."""
         if self.turn is not None and not self.turn.done():  # its coroutine may be about to end it
             self.turn.set_result(None)
 
     def fail(self) -> None:
-        """End the coroutine that serves it, which raises its error."""
+        """End the coroutine that serves the request. The coroutine raises the ticket's error."""
         if self.scope is not None and not self.scope.expired():
             self.scope.reschedule(asyncio.get_running_loop().time())
 
@@ -121,9 +122,9 @@ class OpenTickets(Generic[_Child]):
 
         Args:
             stats: statistics of the model.
-            send: `send(message, replica)` sends a message to one of the engines.
+            send: `send(message, replica)` sends a message to an engine.
             queue: queue of the model.
-            limit_s: the server's time limit of a request.
+            limit_s: the server's time limit for a request, in seconds.
         """
         self._stats = stats
         self._send = send
@@ -140,9 +141,9 @@ class OpenTickets(Generic[_Child]):
         return iter(self._open.values())
 
     def find(self, request_id: str, replica: int) -> _Child | None:
-        """Return an open child that a replica works on.
+        """Return the open child with this id if the replica works on it.
 
-        None is returned for what a lost replica still sends of a child that another one works on.
+        Returns None for what a lost replica still sends if another replica works on the child now.
         """
         child = self._open.get(request_id)
         return child if child is not None and child.replica == replica else None
@@ -152,14 +153,14 @@ class OpenTickets(Generic[_Child]):
     def admit(
         self, ticket: Ticket[_Child], default_class: PriorityClass, *, units: float, cost: float, priority: int = 0
     ) -> None:
-        """Start a request, now or at its turn. Raises RequestError (429, 503), in which case nothing was counted.
+        """Start a request now or at its turn. Raises RequestError (429, 503). Nothing was counted then.
 
         Args:
             ticket: the request, with its children.
-            default_class: the model's class, for a request that names none.
+            default_class: the model's class, for a request that names no class.
             units: waiting units of the request, in the unit of the queue.
             cost: expected work, in the same unit for all requests of a model.
-            priority: vLLM's field; lower is earlier.
+            priority: vLLM's field. Lower values are earlier.
         """
         priority_class = ticket.terms.class_of(default_class, priority)
         ticket.cost, ticket.priority = cost, ENGINE_PRIORITY[priority_class]
@@ -174,7 +175,7 @@ class OpenTickets(Generic[_Child]):
         self._queue.admit(ticket.waiting, partial(self.accept, ticket))
 
     def accept(self, ticket: Ticket[_Child]) -> None:
-        """Count every child of a request as in flight; each will be ended once."""
+        """Count every child of a request as in flight. Each child will be ended once."""
         for child in ticket.children:
             self._open[child.request_id] = child
         self._stats.add("waiting_prompt_tokens", sum(child.waiting_tokens for child in ticket.children))
@@ -182,23 +183,24 @@ class OpenTickets(Generic[_Child]):
         self._stats.set_in_flight(len(self._open))
 
     def start(self, ticket: Ticket[_Child]) -> None:
-        """Send each child to the living replica with the least to do.
+        """Send each child to the living replica with the least work.
 
-        Without a living one it is the first: the message of its death, which is on its way, ends the request.
+        If no replica lives, the first one gets the child. The message of its death, which is on its way, then ends the
+        request.
         """
         for child in ticket.children:
             self.place(child, min(self._stats.live_replicas() or [0], key=self._stats.open_tokens))
         ticket.begin()
 
     def place(self, child: _Child, replica: int) -> None:
-        """Count a child at a replica, and send the replica its messages."""
+        """Count a child for a replica, and send the replica the child's messages."""
         child.replica = replica
         self._stats.assign(child.replica, child.cost)
         for message in child.messages():
             self._send(message, child.replica)
 
     def leave(self, child: _Child) -> None:
-        """Count a child no longer at its replica."""
+        """Stop counting a child for its replica."""
         if child.replica is not None:
             self._stats.unassign(child.replica, child.cost)
             child.replica = None
@@ -214,10 +216,10 @@ class OpenTickets(Generic[_Child]):
     async def admitted(
         self, ticket: Ticket[_Child], default_class: PriorityClass, *, units: float, cost: float
     ) -> AsyncIterator[None]:
-        """Wait for a request's turn, and end what is open of the request at the end of the block.
+        """Wait for a request's turn before the block, and end what is open of the request after the block.
 
-        An error from outside ends the block too. Raises RequestError: 429 where the queue is full, 503, 504 after the
-        time limit.
+        If the ticket fails during the block, the block ends with the error. Raises RequestError: 429 if the queue is
+        full, 503, and 504 after the time limit.
         """
         turn = ticket.turn = asyncio.get_running_loop().create_future()
         self.admit(ticket, default_class, units=units, cost=cost)
@@ -241,7 +243,7 @@ class OpenTickets(Generic[_Child]):
             ticket.children.clear()  # they refer to it: a cycle would keep both until the next collection
 
     def overdue(self, ticket: Ticket[_Child]) -> RequestError:
-        """Return the error of a request whose time is over."""
+        """Return the error of a request that exceeds its time limit."""
         assert ticket.waiting is not None
         if ticket.waiting.is_held:
             self._stats.add(f"refused_deadline/{ticket.waiting.priority_class}")
@@ -250,7 +252,7 @@ class OpenTickets(Generic[_Child]):
     # --- the loss of a replica
 
     def retry(self, replica: int, others: Sequence[int]) -> None:
-        """Send requests of a lost replica to others: those whose clients have seen nothing of them, once each."""
+        """Send requests of a lost replica to others, once each, if their clients have received nothing of them."""
         lost: dict[Ticket[_Child], list[_Child]] = {}
         for child in self._open.values():
             ticket = child.ticket
@@ -269,13 +271,13 @@ class OpenTickets(Generic[_Child]):
     # --- the end
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
-        """End every request, or every one of `replica`, which those that wait are not."""
+        """End all requests, or all requests that `replica` runs. Requests that wait belong to no replica."""
         for child in list(self._open.values()):
             if child.needs_replica and replica in (None, child.replica):
                 self.end(child.ticket, error, outcome)
 
     def end(self, ticket: Ticket[_Child], error: RequestError, outcome: Outcome) -> None:
-        """End what is open of a request, with an error for its client. No effect on one that has ended."""
+        """End what is open of a request, with an error for its client. No effect on a request that has ended."""
         if ticket.error is None and (ticket.open_children or ticket.is_sending or outcome == "failed"):
             ticket.error = error
             self._drop(ticket, outcome)
@@ -297,7 +299,7 @@ class OpenTickets(Generic[_Child]):
             self._send(AbortRequests(ids), replica)
 
     def close(self, child: _Child, outcome: Outcome) -> None:
-        """Count the end of a child, and use its room for the next request."""
+        """Count the end of a child, and use its slot for the next request."""
         if self._open.pop(child.request_id, None) is None:
             return
         if not self._open:
@@ -317,16 +319,16 @@ class OpenTickets(Generic[_Child]):
             self._queue.ended(ticket.waiting, self.settle(ticket))
 
     def settle(self, ticket: Ticket[_Child]) -> float:
-        """Return the work that a request has turned out to be, in the unit of its expected cost."""
+        """Return the real work of a request, in the unit of its expected cost."""
         return ticket.cost
 
 
 class RequestTimeLimit(Generic[_Ticket]):
     """Calls `on_overdue` once for each watched request that is older than its limit. One timer serves all requests.
 
-    A timer per request would be three more objects each in the event loop, which keeps hundreds of them for reuse:
-    scattered over the memory of a burst, they retain far more than their own size. Only a request that has asked for a
-    shorter limit than `limit_s` has its own.
+    A timer per request would be three more objects each in the event loop, which keeps hundreds of them for reuse.
+    Scattered over the memory of a burst, they retain far more than their own size. Only a request that has asked for a
+    shorter limit than `limit_s` has a timer of its own.
     """
 
     def __init__(self, limit_s: float, on_overdue: Callable[[_Ticket], None]) -> None:
@@ -337,7 +339,7 @@ class RequestTimeLimit(Generic[_Ticket]):
         self._scheduled = False
 
     def watch(self, ticket: _Ticket) -> None:
-        """Limit the time of a request, from its arrival on."""
+        """Limit the time of a request, counted from its arrival."""
         limit_s = ticket.terms.limit_s(self.limit_s)
         if limit_s < self.limit_s:
             left_s = ticket.arrived_s + limit_s - time.monotonic()
@@ -349,7 +351,7 @@ class RequestTimeLimit(Generic[_Ticket]):
             self._schedule()
 
     def forget(self, ticket: _Ticket) -> None:
-        """Stop watching a request that has ended. No effect on one that is not watched."""
+        """Stop watching a request that has ended. No effect on a request that is not watched."""
         if timer := self._timers.pop(ticket, None):
             timer.cancel()
         self._watched.discard(ticket)

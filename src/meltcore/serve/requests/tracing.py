@@ -1,8 +1,8 @@
-"""Writes OpenTelemetry traces: one span per request, sent over OTLP by a thread of each API server process.
+"""Writes OpenTelemetry traces: one span per request, which a thread of each API server process sends over OTLP.
 
-Without an endpoint nothing of OpenTelemetry is imported, and nothing is done per request. Attributes have the names of
-OpenTelemetry's GenAI and HTTP conventions. The queue's attribute has vLLM's name. No span holds text of a prompt or an
-answer.
+Without an endpoint OpenTelemetry is not imported, and nothing is done per request. Attributes have the names of
+OpenTelemetry's GenAI and HTTP conventions. The attribute of the queue has vLLM's name. No span contains text of a
+prompt or an answer.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ _ENDS = (
 
 
 def resolve_tracing(config: ServerConfig) -> ServerConfig:
-    """Return the configuration with the endpoint of traces that flag, file or environment give. None means no traces.
+    """Return the configuration with the endpoint of traces from the flag, the file or the environment.
 
-    Raises ConfigError if the endpoint is no address, its protocol is not OTLP over HTTP, or a package is missing.
+    If the endpoint is None, no traces are written. Raises ConfigError if the endpoint is no address, if its protocol is
+    not OTLP over HTTP, or if a package is missing.
     """
     endpoint, source = config.server.otlp_endpoint, "--otlp-traces-endpoint"
     if endpoint is None and (endpoint := os.environ.get(TRACES_VARIABLE)):
@@ -85,9 +86,10 @@ def _queue_size() -> int:
 
 
 class Tracing:
-    """Begins spans, and sends those that have ended to a collector.
+    """Begins spans, and sends ended spans to a collector.
 
-    A bounded queue lies between. What does not fit in it, or what the collector does not take, is dropped and counted.
+    Ended spans wait in a bounded queue. Spans that do not fit in it, or that the collector does not take, are dropped
+    and counted.
     """
 
     def __init__(self, endpoint: str, stats: ServerStats, log: Log) -> None:
@@ -108,7 +110,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Scope) -> Span:
-        """Begin the span of a request: a child of the client's where the request names one."""
+        """Begin the span of a request. If the request names a span of its client, this is the parent."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
@@ -145,7 +147,7 @@ def _operations() -> dict[str, str]:
 
 
 class _CountingExporter:
-    """Counts what an exporter sends and what it loses. Only the export thread calls `export`."""
+    """Counts the spans that an exporter sends and loses. Only the export thread calls `export`."""
 
     def __init__(self, exporter: SpanExporter, stats: ServerStats, log: Log) -> None:
         self._exporter = exporter
@@ -165,16 +167,16 @@ class _CountingExporter:
         return result
 
     def shutdown(self) -> None:
-        """End a retry that waits."""
+        """End a retry that waits to be sent."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Do as the exporter."""
+        """Do as the exporter does."""
         return bool(self._exporter.force_flush(timeout_millis))
 
 
 def _processor(exporter: Any, stats: ServerStats, limit: int) -> Any:
-    """Return a BatchSpanProcessor of a _CountingExporter that counts what does not fit. Its class needs the package."""
+    """Return a BatchSpanProcessor that counts the spans that do not fit. Its base class needs the package."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     class Bounded(BatchSpanProcessor):  # type: ignore[misc, unused-ignore]

@@ -1,4 +1,4 @@
-"""What the backends of transcription and synthesis share: workers for audio, and the bound of uploads."""
+"""What the backends of transcription and synthesis share: worker processes for audio, and the limit of uploads."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _Work = TypeVar("_Work", bound=Child)
 
 
 class AudioBackend(EngineBackend, Generic[_Work]):
-    """The engines of a model of speech.
+    """The engines of a model that transcribes or speaks.
 
-    A ticket has one child, which keeps to one replica whatever it sends: it counts there with the bytes of its upload.
+    A ticket has one child, which stays at one replica whatever it sends. The child counts there with the bytes of its
+    upload.
     """
 
     child_type: type[_Work]
@@ -52,10 +53,10 @@ class AudioBackend(EngineBackend, Generic[_Work]):
 
     @asynccontextmanager
     async def admitted(self, upload_bytes: int, units: float) -> AsyncIterator[_Work]:
-        """Wait for a request's turn, and count it from its admission to its end. Yields its child at an engine.
+        """Wait for a request's turn before the block, and end the request after it. Yields its child at an engine.
 
-        `units` are counted by the queue's second bound. Raises RequestError: 429 when the queue is full, 503, or 504
-        after the limit.
+        The second bound of the queue counts `units`. Raises RequestError: 429 if the queue is full, 503, and 504 after
+        the time limit.
         """
         self._live_replicas()
         open_bytes = sum(child.cost for child in self.tickets)

@@ -1,4 +1,4 @@
-"""Chats that the server itself has with one of its language models, for routes whose form is not OpenAI's."""
+"""Chats of the server itself with one of its language models, for routes whose form is not OpenAI's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_ANSWER_TOKENS = 2048
 
 
 class ChatAnswer(NamedTuple):
-    """A whole answer without its reasoning, and the numbers of tokens that were read and written."""
+    """A complete answer without its reasoning, with the numbers of prompt tokens and generated tokens."""
 
     text: str
     prompt_tokens: int
@@ -26,9 +26,9 @@ class ChatAnswer(NamedTuple):
 
 
 async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, stop: Sequence[str] = ()) -> ChatAnswer:
-    """Return a model's answer to a prompt. `system` has instructions before it, or is "". Cancelling it ends the work.
+    """Return a model's answer to a prompt. Cancelling the call ends the work.
 
-    Raises RequestError (400, 429, 500, 503, 504).
+    `system` has instructions that come before the prompt, or is "". Raises RequestError (400, 429, 500, 503, 504).
     """
     messages = [ChatMessage("system", system)] if system else []
     messages.append(ChatMessage("user", prompt))
@@ -55,6 +55,6 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
 
 
 def check_mode(mode: str) -> None:
-    """Raise RequestError (501) unless a language model alone is to answer."""
+    """Raise RequestError (501) if the mode needs more than a language model."""
     if mode != "llm":
         raise RequestError("mode agent is not supported: this server has no agents", param="mode", status=501)

@@ -1,4 +1,4 @@
-"""What most routes share: reading a request, streaming an answer, the end of either, and the log."""
+"""What most routes share: reading a request, streaming an answer, ending both, and the log."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _Form = TypeVar("_Form", bound=msgspec.Struct)
 
 
 class Exchange:
-    """One request and its answer. `fields` are for the log: no text, no audio."""
+    """One request and its answer. `fields` are for the log, and contain neither text nor audio."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, has_detail: bool = False) -> None:
-        """Begin an exchange. With `has_detail` errors have dwani.ai's form beside OpenAI's."""
+        """Begin an exchange. With `has_detail` errors also have the field of dwani.ai's form."""
         self.scope = scope
         self._has_detail = has_detail
         self.arrived_s = time.monotonic()
@@ -64,16 +64,16 @@ class Exchange:
         return body, None if content_type is None else content_type.decode("latin-1")
 
     async def answer(self, body: bytes, content_type: bytes) -> None:
-        """Send a whole answer."""
+        """Send a complete answer."""
         self.content_type = content_type
         await send_bytes(self.send, body, content_type, headers=self.headers)
 
     async def answer_json(self, value: Any) -> None:
-        """Send a whole answer in JSON."""
+        """Send a complete answer in JSON."""
         await self.answer(msgspec.json.encode(value), b"application/json")
 
     async def stream(self, data: bytes, content_type: bytes) -> None:
-        """Send the next part of an answer whose length is not known. A slow client makes the caller wait."""
+        """Send the next part of an answer whose length is unknown. If the client is slow, the caller waits."""
         if self.content_type is None:
             self.content_type = content_type
             headers = [(b"content-type", content_type), *self.headers]
@@ -89,7 +89,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: RequestError) -> None:
-        """Report an error: as the answer, as an event, or by breaking off an answer that has begun."""
+        """Report an error as the answer, as an event, or by breaking off an answer that has begun."""
         if self.content_type is None:
             await send_error(self.send, error, headers=self.headers, has_detail=self._has_detail)
         elif self.content_type is EVENTS:
@@ -100,13 +100,13 @@ class Exchange:
 
 
 class Endpoint(ABC):
-    """A route as a raw ASGI application: a client that disconnects ends its work.
+    """A route as a raw ASGI application. If the client disconnects, the work for its request ends.
 
     Args:
-        operations: what /openapi.json says of it.
-        paths: the paths where it answers, by default the paths of its operations.
-        dwani_paths: the paths where errors have dwani.ai's form beside OpenAI's.
-        has_uploads: bodies may be as large as OpenAI's uploads.
+        operations: the entries of the route in /openapi.json.
+        paths: the paths where the route answers, by default the paths of its operations.
+        dwani_paths: the paths where errors also have the field of dwani.ai's form.
+        has_uploads: whether bodies may be as large as OpenAI's uploads.
     """
 
     operations: Sequence[Operation] = ()
@@ -125,7 +125,7 @@ class Endpoint(ABC):
 
     @property
     def limit_bytes(self) -> int:
-        """The limit of a body."""
+        """The limit of a body in bytes."""
         return max(MIN_UPLOAD_BYTES if self.has_uploads else 0, self._config.limits.max_body_bytes)
 
     @abstractmethod
@@ -133,14 +133,15 @@ class Endpoint(ABC):
         """Read the request and answer it. Raises RequestError, ClientDisconnectedError."""
 
     async def read(self, exchange: Exchange, form: type[_Form]) -> _Form:
-        """Return the form of a JSON request. Raises RequestError (400, 413), ClientDisconnectedError."""
+        """Read a JSON request as `form`. Raises RequestError (400, 413), ClientDisconnectedError."""
         body, _ = await exchange.body(self.limit_bytes)
         return decode_request(body, form)
 
     def find_model(self, exchange: Exchange, name: str | None) -> Any:
-        """Return the backend of the model that a request names, else of the path's default.
+        """Return the backend of the model that a request names.
 
-        Raises RequestError: 400 for a model of another task, 404, 503.
+        Without a name, return the backend of the path's default. Raises RequestError: 400 for a model of another task,
+        404, 503.
         """
         path = exchange.scope["path"]
         backend = self._models.find(name or self._models.default(path))
@@ -154,7 +155,7 @@ class Endpoint(ABC):
         await self.serve(Exchange(scope, receive, send, has_detail=scope["path"] in self.dwani_paths))
 
     async def serve(self, exchange: Exchange) -> None:
-        """Answer one request, and write its log line: the one place that turns errors into either."""
+        """Answer one request, and write its log line. Only this method turns errors into an answer and a log line."""
         fields = exchange.fields
         try:
             self._models.check_ready()

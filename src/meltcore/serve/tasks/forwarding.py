@@ -1,4 +1,4 @@
-"""What backends of upstream servers do: they forward requests, and say how each ended."""
+"""The interface of backends for upstream servers, which forward requests and report how each has ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meltcore.serve.tasks.exchange import Exchange
 
 
 class ForwardedFields(msgspec.Struct):
-    """What is read of a request that may be forwarded. The rest of its body is the upstream's to check."""
+    """The fields that are read of a request that may be forwarded. The upstream checks the rest of the body."""
 
     model: str | None = None  # the name that the client used
     stream: bool | None = None  # the answer is server-sent events
@@ -19,12 +19,10 @@ class ForwardedFields(msgspec.Struct):
 
 
 class ForwardOutcome(msgspec.Struct):
-    """How a request ended, for the log.
+    """How a request has ended, for the log.
 
-    `error` is the code of an error of this server; the upstream's errors have none.
-
-    The upstream counts prompt_tokens and completion_tokens, or else its events tell them. They are None where neither
-    does.
+    `error` is the code of an error of this server, and is None for an error of the upstream. `prompt_tokens` and
+    `completion_tokens` are the upstream's counts, or follow from its events. They are None if neither is known.
     """
 
     status: int
@@ -36,7 +34,7 @@ class ForwardOutcome(msgspec.Struct):
 
 @runtime_checkable
 class ForwardingBackend(Protocol):
-    """A backend whose server answers with bytes that are passed on."""
+    """A backend that passes on the bytes with which another server answers."""
 
     names: tuple[str, ...]
     paths: tuple[str, ...]
@@ -45,12 +43,12 @@ class ForwardingBackend(Protocol):
         """Raise RequestError (503) while no request can be served."""
 
     async def forward(self, exchange: Exchange, fields: ForwardedFields) -> ForwardOutcome:
-        """Send the body that `exchange` passes on, and its answer back.
+        """Send the body of `exchange` to the upstream, and the answer to the client.
 
-        Raises RequestError, in which case nothing was sent back.
+        Raises RequestError. No part of an answer was sent then.
         """
 
 
 def is_forwarding(backend: object) -> TypeGuard[ForwardingBackend]:
-    """Return whether a backend forwards. Of a protocol, isinstance looks at every member: 30 us per request."""
+    """Return whether a backend forwards. For a protocol, isinstance would check every member: 30 us per request."""
     return hasattr(backend, "forward")

@@ -13,13 +13,13 @@ from meltcore.text.languages import code_among
 
 
 class SpokenBackend(Protocol):
-    """A backend whose model transcribes or speaks languages."""
+    """A backend of a model that transcribes or speaks in certain languages."""
 
     names: tuple[str, ...]
 
     @property
     def languages(self) -> Sequence[str]:
-        """Its languages by code. They are empty before it is loaded."""
+        """The model's languages by code. There are none before the model is loaded."""
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
@@ -30,19 +30,23 @@ _Language = TypeVar("_Language", str, str | None)
 
 
 class ModelChoice:
-    """Finds the model that a request names, else the configured one of its language, else the first that has it."""
+    """Finds the model for a request.
+
+    It is the model that the request names, else the configured model of its language, else the first model that has the
+    language.
+    """
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
 
     @property
     def languages(self) -> LanguagesSection:
-        """The models of languages, as fleet.yaml has them now."""
+        """The models of languages, as fleet.yaml names them now."""
         return self._models.languages
 
     @property
     def routes(self) -> RoutesSection:
-        """The models of routes, as fleet.yaml has them now."""
+        """The models of routes, as fleet.yaml names them now."""
         return self._models.routes
 
     @property
@@ -58,14 +62,14 @@ class ModelChoice:
         language: str | None,
         model: str | None,
     ) -> tuple[_Backend, str | None]:
-        """Return a model of a task that knows a language, and the language that it gets.
+        """Return a model of a task that knows the request's language, and the language in which the model is asked.
 
-        None is returned for the language where no model knows one that the request may mean; then the first model's
-        error names its languages. Raises RequestError (400, 404, 503).
+        If no model knows the language or a substitute of it, the returned language is None. The error of the returned
+        model then names its languages. Raises RequestError (400, 404, 503).
 
         Args:
-            is_kind: whether a backend belongs to the task.
-            what: what such models do, for the error where there is no such model.
+            is_kind: returns whether a backend belongs to the task.
+            what: what models of the task do, for the error if there is no such model.
             models: the configured model of each language.
             language: the language of the request.
             model: the model that the request names.
@@ -81,9 +85,9 @@ class ModelChoice:
         return chosen[0], None
 
     def chat_model(self, model: str | None = None) -> Backend:
-        """Return a language model, one that takes chats if there is any. Raises RequestError (400, 404, 503).
+        """Return a language model, if possible one that takes chats. Raises RequestError (400, 404, 503).
 
-        A model without a chat template refuses the chat itself, and says how to give it one.
+        A model without a chat template refuses the chat by itself. Its error says how to configure a template.
         """
         candidates = self.candidates(model or self.routes.chat.model)
         for backend in sorted(candidates, key=lambda backend: not backend.chats):
@@ -97,7 +101,7 @@ class ModelChoice:
         return self._models.backends if model is None else [self._models.find(model)]
 
     def meanings(self, language: _Language) -> Sequence[_Language]:
-        """Return a language, and those that models which do not know it get instead."""
+        """Return a language, followed by the languages that models which do not know it get instead."""
         return [language, *self._substitutes(language)]
 
     def _substitutes(self, language: str | None) -> Sequence[str]:
@@ -107,13 +111,16 @@ class ModelChoice:
 
 
 def _configured(models: Mapping[str, str], language: str | None) -> str | None:
-    """Return the model of a language under any of its names, or else the model of all other languages."""
+    """Return the configured model of a language by any name of the language, else the model of all other languages."""
     name = None if language is None else code_among(language, list(models))
     return models.get(ANY_LANGUAGE if name is None else name)
 
 
 def _of_language(found: Sequence[_Backend], language: str | None) -> _Backend | None:
-    """Return the first backend that has a language, else the first, ready. None without any."""
+    """Return the first backend that has a language, else the first backend, if it is ready.
+
+    Returns None without any.
+    """
     for backend in found:
         if _knows(backend, language):
             backend.check_ready()

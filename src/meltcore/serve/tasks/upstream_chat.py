@@ -1,4 +1,4 @@
-"""Chats that the server itself has with an upstream model: a request is forwarded, and its answer is read here."""
+"""Chats of the server itself with an upstream model. A request is forwarded, and this process reads the answer."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _decode = msgspec.json.Decoder(_Completion).decode
 
 
 class _NoConnection:
-    """Stands where a client's connection would: the answer is read by this process, which cancels to end a request."""
+    """Stands in for a client's connection. This process reads the answer, and cancels to end a request."""
 
     def __init__(self) -> None:
         self.transport = self  # whose two methods close the connection
         self._on_lost: Callable[[], None] | None = None
 
     def set_disconnect_callback(self, callback: Callable[[], None] | None) -> None:
-        """Set what `close` and `abort` call."""
+        """Set the function that `close` and `abort` call."""
         self._on_lost = callback
 
     def close(self) -> None:
-        """Call the callback: an answer that broke off has been read to its end."""
+        """Call the callback, because an answer that broke off has been read to its end."""
         if self._on_lost is not None:
             self._on_lost()
 
@@ -61,9 +61,9 @@ async def _no_body() -> NoReturn:
 
 
 async def ask_upstream(backend: ForwardingBackend, fields: dict[str, Any], request_id: str) -> tuple[str, int, int]:
-    """Return the text of a chat completion, and the tokens read and written. Cancelling it ends the work.
+    """Return the text of a chat completion, and the numbers of prompt and output tokens. Cancelling ends the work.
 
-    Raises RequestError: what the backend raises, and 502 for an answer that is no chat completion.
+    Raises RequestError as the backend does, and with 502 if the answer is no chat completion.
     """
     status, parts, size, encoding = 0, list[bytes](), 0, "identity"
 

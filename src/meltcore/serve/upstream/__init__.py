@@ -1,1 +1,1 @@
-"""Other servers that answer requests: forwarding, connections, retries, health, and processes that we start."""
+"""Other servers that answer requests: forwarding, connections, retries, health, and processes that Meltcore starts."""

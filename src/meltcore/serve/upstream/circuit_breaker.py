@@ -1,10 +1,13 @@
-"""Circuit breaker: keeps requests from a replica that fails one after another, until a single one succeeds."""
+"""Circuit breaker: sends no requests to a replica that fails repeatedly, until a single request succeeds."""
 
 from __future__ import annotations
 
 
 class CircuitBreaker:
-    """Is closed at first, open after `failures` in a row, half open after `open_s`: then one request is the probe."""
+    """A circuit breaker, which is closed at first, and open after `failures` failures in a row.
+
+    After `open_s` it is half open, and the next request is the probe.
+    """
 
     def __init__(self, failures: int, open_s: float) -> None:
         self._limit = failures
@@ -15,7 +18,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is open or half open."""
+        """Whether the breaker is open or half open."""
         return self._opened_s is not None
 
     def allows(self, now_s: float) -> bool:
@@ -25,24 +28,24 @@ class CircuitBreaker:
         return not self._probe_is_running and now_s - self._opened_s >= self._open_s
 
     def begin(self) -> None:
-        """Count a request that is being sent. While the breaker is not closed, it is the probe."""
+        """Count a request that is being sent. While the breaker is not closed, the request is the probe."""
         self._probe_is_running = self._opened_s is not None
 
     def begin_answer(self) -> None:
-        """Close where the replica has begun to answer a probe. It opens again if the answer is not whole."""
+        """Close the breaker when the replica begins to answer a probe. It opens again if the answer breaks off."""
         if self._opened_s is not None:
             self._failures = self._limit - 1
             self._opened_s = None
             self._probe_is_running = False
 
     def succeed(self) -> None:
-        """Close after a whole answer."""
+        """Close the breaker after a complete answer."""
         self._failures = 0
         self._opened_s = None
         self._probe_is_running = False
 
     def fail(self, now_s: float) -> bool:
-        """Count a failure. Returns whether the breaker has opened with it."""
+        """Count a failure. Returns whether this failure has opened the breaker."""
         self._failures += 1
         was_open, self._probe_is_running = self.is_open, False
         if was_open or self._failures >= self._limit:
@@ -50,5 +53,5 @@ class CircuitBreaker:
         return self.is_open and not was_open
 
     def abandon(self) -> None:
-        """End a request without a result, such as one whose client has disconnected."""
+        """End a request without a result, for example because its client has disconnected."""
         self._probe_is_running = False

@@ -1,7 +1,7 @@
-"""Whole server-sent events of a byte stream, which are passed on as they came.
+"""Splits a byte stream into complete server-sent events, which are passed on unchanged.
 
-A client parses every event that it receives. Bytes of an unfinished event are therefore held back until its end: should
-the stream break off there, an error event can still follow.
+A client parses every event that it receives. The bytes of an incomplete event are therefore held back until its end. If
+the stream breaks off there, an error event can still follow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 
 
 class EventBuffer:
-    """Cuts a stream after its events. The bytes that `add` and `end` return are those added, in their order."""
+    """Cuts a stream at the ends of its events. `add` and `end` together return all bytes that were added, in order."""
 
     __slots__ = ("_held", "is_inside_event")
 
@@ -22,7 +22,7 @@ class EventBuffer:
         self.is_inside_event = False  # of an event too long to be held, a part has been passed on
 
     def add(self, data: bytes) -> bytes:
-        """Return the bytes up to the end of the last whole event, or b"" without a whole event."""
+        """Add bytes. Returns the bytes up to the end of the last complete event, or b"" if no event is complete."""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -39,10 +39,10 @@ class EventBuffer:
         return data[:end]
 
     def end(self) -> bytes:
-        """Return what is left at the end of a stream that `is_whole`."""
+        """Return the remaining bytes at the end of a stream that `is_whole`."""
         return self._held
 
     @property
     def is_whole(self) -> bool:
-        """Whether the stream may end here. Empty lines are no event."""
+        """Whether the stream may end here. Empty lines do not count as an event."""
         return not self.is_inside_event and not self._held.strip(b"\r\n")

@@ -1,7 +1,7 @@
-"""Requests for models whose servers answer in bytes of their own: they are passed on as they came, nothing decoded.
+"""Passes requests and answers of models on upstream servers on as they came, without decoding them.
 
-An endpoint of this module stands before the one of our own models on the same path. It reads the body, finds the
-model's name, and passes the request to its backend, or to the other endpoint.
+An endpoint of this module comes before the endpoint of Meltcore's own models on the same path. It reads the body and
+finds the model's name. Then it passes the request to the model's backend, or to the other endpoint.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _decode_fields = msgspec.json.Decoder(ForwardedFields).decode
 
 
 class ForwardingEndpoint(Endpoint):
-    """Passes requests of forwarding backends on, and all others to `own`, the endpoint of our own models."""
+    """Passes requests of forwarding backends on, and all others to `own`, the endpoint of Meltcore's own models."""
 
     def __init__(self, own: Endpoint | None, models: ModelTable, config: ServerConfig, log: Log) -> None:
-        """Create the endpoint. `own` is None on a path that no local model serves."""
+        """Create the endpoint. `own` is None for a path that no model of Meltcore's own serves."""
         super().__init__(models, config, log)
         self._own = own
         self.has_uploads = own is not None and own.has_uploads
@@ -58,7 +58,7 @@ class ForwardingEndpoint(Endpoint):
         await self._own(scope, receive, send)
 
     async def respond(self, exchange: Exchange) -> None:
-        """Forward a request, or leave it to `own`. Raises RequestError, ClientDisconnectedError."""
+        """Forward a request, or pass it to `own`. Raises RequestError, ClientDisconnectedError."""
         path = exchange.scope["path"]
         body, content_type = await exchange.body(self.limit_bytes)
         body, content_type = body.removeprefix(codecs.BOM_UTF8), content_type or "application/json"
@@ -77,7 +77,7 @@ class ForwardingEndpoint(Endpoint):
         exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, fields))
 
     def _default(self, path: str) -> str | None:
-        """Return the model of a request that names none. Speech and translation choose theirs by language."""
+        """Return the model of a request that names none. Speech and translation choose their models by language."""
         has_default = path in LANGUAGE_PATHS or path in UPSTREAM_PATHS
         return self._models.default(path) if has_default else None
 
@@ -88,7 +88,7 @@ class ForwardingEndpoint(Endpoint):
 
 
 def read_fields(body: bytes, content_type: str) -> ForwardedFields | None:
-    """Return the fields that the API needs of a JSON body or a form. None means that it is neither."""
+    """Return the fields that the API needs of a body. Returns None if the body is neither JSON nor a form."""
     if is_multipart(content_type):
         place = find_field(body, content_type, "model")
         return ForwardedFields() if place is None else ForwardedFields(body[place].decode(errors="replace"))
@@ -106,7 +106,7 @@ def _not_served(backend: Backend | ForwardingBackend, path: str) -> RequestError
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return the `receive` of a request whose body has been read."""
+    """Return a `receive` function that yields the body again, which has already been read."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

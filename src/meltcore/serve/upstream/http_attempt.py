@@ -1,4 +1,4 @@
-"""One request at one upstream server: sent on, its answer checked and relayed as it came."""
+"""One request at one upstream server: the request is sent, and its answer is checked and passed on as it came."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ _decode_first = json.JSONDecoder().raw_decode  # other bytes follow
 
 
 def read_usage(data: bytes) -> tuple[int | None, int | None]:
-    """Return the prompt and output tokens of the last `usage` in an answer.
+    """Return the prompt tokens and the output tokens of the last `usage` in an answer.
 
-    Each is None if the answer does not tell it.
+    Each number is None if the answer does not have it.
     """
     position = data.rfind(_USAGE_MARK)
     while position >= 0:
@@ -77,13 +77,13 @@ def _count(usage: dict[str, Any], *names: str) -> int | None:
 
 
 class UpstreamChild(Child):
-    """A request at the server of its attempt. The attempt sends it."""
+    """A request at the server of its attempt. The attempt sends the request, not the queue."""
 
     ticket: UpstreamTicket
 
 
 class UpstreamTicket(Ticket[UpstreamChild]):
-    """One request on its way: what its time limits and its client's disconnection have to end."""
+    """One request that is being forwarded, with everything that a time limit or a client's disconnection has to end."""
 
     def __init__(self, arrived_s: float, client: Any) -> None:
         super().__init__(arrived_s)
@@ -95,7 +95,7 @@ class UpstreamTicket(Ticket[UpstreamChild]):
         self._connecting: asyncio.Task[UpstreamConnection] | None = None
 
     async def wait_turn(self) -> None:
-        """Wait until the queue lets the request through, or its end."""
+        """Wait until the queue starts the request, or until the request has ended."""
         if not (self.is_gone or self.is_overdue or self.error is not None):
             self.turn = asyncio.get_running_loop().create_future()
             await self.turn
@@ -115,7 +115,7 @@ class UpstreamTicket(Ticket[UpstreamChild]):
             self._connecting = None
 
     def disconnect(self) -> None:
-        """End the request: its client is gone."""
+        """End the request because its client has disconnected."""
         self.is_gone = True
         self.interrupt("aborted", "the client has disconnected")
 
@@ -125,12 +125,12 @@ class UpstreamTicket(Ticket[UpstreamChild]):
         self.interrupt("aborted", self.error.message)
 
     def pass_limit(self) -> None:
-        """End the request: its time is over."""
+        """End the request because it exceeds its time limit."""
         self.is_overdue = True
         self.interrupt("deadline", "the answer took too long")
 
     def interrupt(self, kind: FailureKind, message: str) -> None:
-        """End the request now, at the upstream too."""
+        """End the request now, also at the upstream."""
         self.begin()
         if self._connecting is not None:
             self._connecting.cancel()
@@ -150,7 +150,7 @@ class UpstreamTicket(Ticket[UpstreamChild]):
         self.client.transport.abort()
 
     def check(self, now_s: float, first_byte_s: float) -> None:
-        """End the request where the upstream takes too long."""
+        """End the request if the upstream takes too long."""
         connection = self.connection
         if connection is None or not connection.is_waiting_for_upstream:
             return
@@ -178,8 +178,14 @@ class Attempt:
     ) -> None:
         """Create an attempt.
 
-        With `is_streamed` its answer is server-sent events. `server` is the replica's name for the client, and
-        `limit_s` limits the whole request.
+        Args:
+            exchange: the request of the client.
+            ticket: the ticket of the request.
+            replica: the upstream server.
+            is_streamed: whether the answer is a stream of server-sent events.
+            stats: statistics of the model.
+            server: name of the replica for the client.
+            limit_s: time limit of the whole request, in seconds.
         """
         self._exchange = exchange
         self._ticket = ticket
@@ -193,7 +199,7 @@ class Attempt:
         self._num_events = 0
 
     async def run(self, body: bytes, *, may_retry: bool) -> ForwardOutcome | None:
-        """Send the request and relay the answer. Returns None where the replica is busy and another one may be tried.
+        """Send the request and pass on the answer. Returns None if the replica is busy and another one may be tried.
 
         Raises UpstreamError if the answer failed before anything was sent to the client.
         """
@@ -236,7 +242,7 @@ class Attempt:
             self._replica.breaker.abandon()
 
     def describe(self, error: UpstreamError) -> str:
-        """Return the error for the client, which does not see the upstream's address."""
+        """Return the error for the client, without the upstream's address."""
         if error.kind == "deadline":
             return current_terms().overdue(self._limit_s).message
         return f"{self._server} failed: {error}"
@@ -276,7 +282,7 @@ class Attempt:
         return connection
 
     async def _first_bytes(self, connection: UpstreamConnection) -> tuple[bytes, bool]:
-        """Return the first bytes for the client, and whether they are the whole answer. Raises UpstreamError."""
+        """Return the first bytes for the client, and whether they are the complete answer. Raises UpstreamError."""
         status = connection.status
         content_type = connection.headers.get(b"content-type", b"").decode("latin-1")
         kind = content_type.partition(";")[0].strip().lower()
@@ -325,7 +331,10 @@ class Attempt:
         self._ticket.is_sending = False
 
     async def _relay(self, connection: UpstreamConnection, first: bytes) -> ForwardOutcome | None:
-        """Send an answer on as it comes. Returns the outcome of one that broke off, which the client has received."""
+        """Pass on an answer as it arrives.
+
+        If the answer breaks off, return the outcome, which the client has received.
+        """
         send, ticket, events = self._exchange.send, self._ticket, self._events
         headers = self._headers(connection)
         if events is None and b"content-length" in connection.headers:
@@ -348,9 +357,9 @@ class Attempt:
         return None
 
     async def _relay_events(self, connection: UpstreamConnection, events: EventBuffer) -> None:
-        """Write events as they are read, in the same turn of the event loop: most of what a stream costs is turns.
+        """Write events in the same iteration of the event loop in which they are read. Raises UpstreamError.
 
-        Raises UpstreamError.
+        Most of the cost of a stream is iterations of the event loop.
         """
         ticket, client = self._ticket, self._ticket.client
 
@@ -379,16 +388,16 @@ class Attempt:
             self._usage = data
 
     def _counted(self, outcome: ForwardOutcome) -> ForwardOutcome:
-        """Add the tokens that the upstream reports, or one for each event with a token."""
+        """Add the tokens that the upstream reports. Without a report, each event with a token counts as one token."""
         outcome.prompt_tokens, outcome.completion_tokens = read_usage(self._usage)
         if outcome.completion_tokens is None and self._num_events:
             outcome.completion_tokens = max(0, self._num_events - _EVENTS_WITHOUT_TOKENS)
         return outcome
 
     async def _break_off(self, error: UpstreamError) -> ForwardOutcome:
-        """End an answer that has begun: with an error event where it is a stream, and without its last chunk.
+        """End an answer that has begun. A stream gets an error event, and the last chunk of the body is not sent.
 
-        A client that does not know error events sees an incomplete answer, which HTTP clients report.
+        A client that does not know error events then sees an incomplete answer, which HTTP clients report.
         """
         ticket, events = self._ticket, self._events
         if error.kind not in ("aborted", "deadline"):

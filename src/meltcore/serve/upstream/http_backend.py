@@ -1,7 +1,7 @@
-"""The backend of a model that upstream servers compute: requests and answers pass through in the bytes they came in.
+"""The backend of a model on upstream servers. Requests and answers pass through in the bytes in which they came.
 
-A request goes to the replica with the fewest open ones. The body is changed only where the upstream knows the model by
-another name; the answer never is. Addresses come from the configuration alone, and redirects are not followed.
+A request goes to the replica with the fewest open requests. Its body is changed only if the upstream knows the model by
+another name. Answers are never changed. Addresses come only from the configuration, and redirects are not followed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class UpstreamHealth(Health):
-    """Whether an upstream model can be served: one of its replicas answers, and its breaker is not open."""
+    """Whether an upstream model can be served: a replica answers, and the replica's circuit breaker is not open."""
 
     def __init__(self, name: str, stats: ModelStats, replicas: list[UpstreamReplica]) -> None:
         super().__init__(stats)
@@ -55,7 +55,7 @@ class UpstreamHealth(Health):
         self._replicas = replicas
 
     def problem(self) -> str | None:
-        """Return the reason why the model cannot be served now, or None when it can."""
+        """Return the reason why the model cannot be served now, or None if it can."""
         if self.status not in SERVING:
             return self.reason
         if self._stats.is_asleep:
@@ -72,7 +72,7 @@ class UpstreamHealth(Health):
         )
 
     async def circle(self, scope: Scope) -> str | None:
-        """Ask the servers for their health in the name of those that wait for this one, while none has answered."""
+        """Query the servers' health on behalf of the servers that wait for this one, if no server has answered yet."""
         if self.status not in ("loading", "failed"):
             return None
         found = await asyncio.gather(*(replica.circle(scope) for replica in self._replicas))
@@ -81,10 +81,10 @@ class UpstreamHealth(Health):
 
 
 class _OpenTickets(OpenTickets[UpstreamChild]):
-    """Requests whose turn does not choose a server: each attempt chooses one."""
+    """Requests for which the queue chooses no server. Each attempt chooses one."""
 
     def start(self, ticket: Ticket[UpstreamChild]) -> None:
-        """Let the request through."""
+        """Let the request start."""
         ticket.begin()
 
 
@@ -101,7 +101,10 @@ class HttpBackend:
         limits: LimitsSection,
         timeouts: TimeoutsSection,
     ) -> None:
-        """Create the backend of a model whose replicas are at `urls`. Raises ConfigError without its API key."""
+        """Create the backend of a model whose replicas are at `urls`.
+
+        Raises ConfigError if the model's API key is missing.
+        """
         key = upstream_api_key(name, config)
         self.config = config
         self.names = (name, *config.aliases)
@@ -145,14 +148,14 @@ class HttpBackend:
         self._watches = [asyncio.create_task(self._watch_health(replica)) for replica in self.replicas]
 
     def close(self) -> None:
-        """Stop to watch, and close the idle connections."""
+        """Stop watching, and close the idle connections."""
         for task in (*self._tasks, *self._watches):
             task.cancel()
         for replica in self.replicas:
             replica.close()
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
-        """End every open request, or every one of `replica`, with an error."""
+        """End all open requests, or all open requests of `replica`, with an error."""
         self.tickets.end_all(error, outcome, replica)
 
     async def _watch_health(self, replica: UpstreamReplica) -> None:
@@ -185,9 +188,9 @@ class HttpBackend:
             raise self.health.not_ready(problem)
 
     async def forward(self, exchange: Exchange, fields: ForwardedFields) -> ForwardOutcome:
-        """Send the body that `exchange` passes on, and its answer back.
+        """Send the body of `exchange` to an upstream, and the answer to the client.
 
-        Raises RequestError, in which case nothing was sent back.
+        Raises RequestError. No part of an answer was sent then.
         """
         self.check_ready()
         body, client = self._upstream_body(exchange, fields.model), exchange.scope["meltcore.connection"]
@@ -218,7 +221,7 @@ class HttpBackend:
             ticket.waiting = None
 
     def _count_tokens(self, ticket: UpstreamTicket, outcome: ForwardOutcome) -> None:
-        """Count the tokens of an answer, as far as they are known."""
+        """Count the tokens of an answer, if they are known."""
         if outcome.replica is None:  # its client has left the queue
             return
         prompt_tokens, output_tokens = outcome.prompt_tokens, outcome.completion_tokens
@@ -246,7 +249,7 @@ class HttpBackend:
         return await self._try_replicas(exchange, ticket, body, is_streamed=is_streamed)
 
     async def _wait_usable(self, ticket: UpstreamTicket) -> None:
-        """Wait until this process, too, has seen that a server answers which has just been started."""
+        """Wait until this process has seen, too, that a server which has just been started answers."""
         deadline_s = asyncio.get_running_loop().time() + self._timeouts.connect_s
         while not self._usable(set()) and asyncio.get_running_loop().time() < deadline_s:
             if ticket.is_gone or ticket.error is not None or self.health.status not in SERVING:
@@ -314,7 +317,7 @@ class HttpBackend:
         return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
 
     def _usable(self, tried: set[int]) -> list[UpstreamReplica]:
-        """Return the replicas that requests may be sent to, without replicas that the supervisor starts or drains."""
+        """Return the replicas for requests, without replicas that the supervisor starts or drains."""
         now_s, live = asyncio.get_running_loop().time(), self.stats.live_replicas()
         return [
             each
@@ -323,7 +326,7 @@ class HttpBackend:
         ]
 
     def _upstream_body(self, exchange: Exchange, model: str | None) -> bytes:
-        """Return the body with the upstream's name of the model; every other byte of a value stays."""
+        """Return the body with the upstream's name of the model. All other values keep their bytes."""
         name = self.config.upstream_model or self.names[0]
         body = exchange.passed_body
         if name == model:
@@ -344,11 +347,11 @@ class HttpBackend:
 
     @property
     def purpose(self) -> str:
-        """What it does, and where."""
+        """What the model does, and where."""
         return f"serves {', '.join(self.paths)} only"
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card. Of an upstream model little is known here."""
+        """Return OpenAI's model card. This server knows little about an upstream model."""
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "foreign"}
         card["task"] = self.config.task
         card |= {"replicas": len(self.replicas), "paths": list(self.paths)}
@@ -356,7 +359,7 @@ class HttpBackend:
 
 
 def upstream_api_key(name: str, config: ModelSection) -> str | None:
-    """Return the key that the upstreams want. Raises ConfigError if its environment variable is missing."""
+    """Return the key that the upstreams require. Raises ConfigError if its environment variable is missing."""
     if config.upstream_key_env is None:
         return None
     key = os.environ.get(config.upstream_key_env, "")

@@ -1,7 +1,7 @@
-"""Keeps an HTTP/1.1 connection to a server alive: one request after another, with answers in the bytes they came in.
+"""Keeps an HTTP/1.1 connection to a server alive for one request after another. Answers keep the bytes they came in.
 
-It serves upstream servers and the admin socket of a fleet. It is built on asyncio and httptools (the parser of
-uvicorn): an HTTP client wakes its reader and allocates per chunk, and cannot say whether a request that failed has
+Upstream servers and the admin socket of a fleet use it. It is built on asyncio and httptools, the parser of uvicorn. An
+HTTP client library would wake its reader and allocate for each chunk, and could not say whether a failed request has
 reached the server.
 """
 
@@ -24,7 +24,7 @@ FailureKind = Literal["connect", "connect_timeout", "closed", "malformed", "firs
 
 
 class UpstreamError(MeltcoreError):
-    """Reports that an upstream gave no whole answer. `had_bytes` says whether the answer had begun."""
+    """Reports that an upstream gave no complete answer. `had_bytes` says whether the answer had begun."""
 
     def __init__(self, kind: FailureKind, message: str, *, had_bytes: bool = False) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class UpstreamError(MeltcoreError):
 
 
 class UpstreamAnswer(NamedTuple):
-    """A whole answer of an upstream."""
+    """A complete answer of an upstream."""
 
     status: int
     content_type: str
@@ -88,7 +88,7 @@ class UpstreamConnection(asyncio.Protocol):
             await self._wait()
 
     async def read(self) -> bytes:
-        """Return the next bytes of the body, all that have come; empty at its end. Raises UpstreamError."""
+        """Return the bytes of the body that have arrived. Returns b"" at the end of the body. Raises UpstreamError."""
         while not self._chunks:
             if self.is_complete:
                 return b""
@@ -98,9 +98,9 @@ class UpstreamConnection(asyncio.Protocol):
         return data
 
     async def relay(self, sink: Callable[[bytes], None]) -> None:
-        """Give the rest of the body to `sink`, each read as it comes: no task wakes for it. Raises UpstreamError.
+        """Pass the rest of the body to `sink`, each part when it is read, without waking a task. Raises UpstreamError.
 
-        `sink` may call `pause`; then `resume` must follow.
+        `sink` may call `pause`. Then `resume` must follow.
         """
         self._sink = sink
         try:
@@ -113,7 +113,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._sink = None
 
     def pause(self) -> None:
-        """Read no more of the body until `resume`. What has been read still comes."""
+        """Stop reading the body until `resume`. What was already read is still passed on."""
         if not self._is_paused and self.is_open:
             self._is_paused = True
             self._transport.pause_reading()
@@ -128,7 +128,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_waiting_for_upstream(self) -> bool:
-        """Whether the next byte is the upstream's to send: the client has taken all that came."""
+        """Whether this process waits for the upstream's next byte: the client has taken all bytes that have arrived."""
         return not self.is_complete and not self._chunks and not self._is_paused
 
     @property
@@ -137,7 +137,10 @@ class UpstreamConnection(asyncio.Protocol):
         return self.is_open and self.is_complete and self._error is None and self._keeps_alive
 
     def fail(self, kind: FailureKind, message: str) -> None:
-        """Drop the connection. What waits for the answer gets an UpstreamError; bytes that came before stay."""
+        """Drop the connection.
+
+        Callers that wait for the answer get an UpstreamError after the bytes that came before.
+        """
         if self._error is None:
             self._error = UpstreamError(kind, message, had_bytes=self.has_begun)
         self.is_open = False
@@ -161,7 +164,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived, and stop reading while the client takes none of it."""
+        """Parse what has arrived, and stop reading while the client takes no bytes."""
         if self._parser is None or self.is_complete:
             self.fail("malformed", "it sent bytes without a request")
             return
@@ -190,7 +193,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the answer: whole where the end of the connection is its end, else with an error."""
+        """End the answer. It is complete if the end of the connection marks its end, else it ends with an error."""
         self.is_open = False
         if self._error is None and not self.is_complete:
             if self.status and not self._is_framed and exc is None:
@@ -203,15 +206,15 @@ class UpstreamConnection(asyncio.Protocol):
     # --- httptools
 
     def on_message_begin(self) -> None:
-        """Begin an answer, or the one that follows an informational answer."""
+        """Begin an answer, or the answer that follows an informational answer."""
         self.headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header, by its name in lower case."""
+        """Keep a header by its name in lower case."""
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        """Accept the head, unless it is an informational one (100 Continue)."""
+        """Accept the head, unless it belongs to an informational answer (100 Continue)."""
         status = self._parser.get_status_code()
         if status < 200:
             return
@@ -270,7 +273,7 @@ async def connect(address: tuple[str, int] | str, context: ssl.SSLContext | None
 
 
 async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
-    """Return the whole answer to what was sent. Raises UpstreamError, also past MAX_ANSWER_BYTES."""
+    """Return the complete answer to the sent request. Raises UpstreamError, also if it exceeds MAX_ANSWER_BYTES."""
     await connection.head()
     parts, size = [], 0
     while data := await connection.read():
@@ -283,7 +286,7 @@ async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
 
 
 async def ask(connecting: Awaitable[UpstreamConnection], request: bytes, limit_s: float) -> UpstreamAnswer:
-    """Send one request over a new connection and return the whole answer within `limit_s`. Raises UpstreamError."""
+    """Send one request over a new connection, and return the complete answer within `limit_s`. Raises UpstreamError."""
     connection: UpstreamConnection | None = None
     try:
         async with asyncio.timeout(limit_s):

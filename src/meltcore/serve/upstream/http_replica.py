@@ -50,14 +50,14 @@ class UpstreamReplica:
         self._late_answers = 0
 
     def encode(self, method: str, path: str, body: bytes, content_type: str, headers: str = "") -> bytes:
-        """Return the bytes of a request. `headers` has more lines of the head, each with its end."""
+        """Return the bytes of a request. `headers` has additional lines of the head, each with its line end."""
         length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
         return f"{method} {self._prefix}{path}{self._fixed}{length}{headers}\r\n".encode("latin-1") + body
 
     # --- connections
 
     def idle_connection(self) -> UpstreamConnection | None:
-        """Return an open connection without a request, the one used last."""
+        """Return the most recently used open connection without a request, or None if there is none."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -69,7 +69,7 @@ class UpstreamReplica:
         return await connect((self._host, self._port), self._ssl, self._connect_timeout_s)
 
     def release(self, connection: UpstreamConnection) -> None:
-        """Keep a connection for the next request where it can be used again; else drop it."""
+        """Keep a connection for the next request if it can be used again, else drop it."""
         if connection.is_reusable:
             connection.idle_since_s = asyncio.get_running_loop().time()
             self._idle.append(connection)
@@ -92,15 +92,15 @@ class UpstreamReplica:
     async def ask(
         self, method: str, path: str, body: bytes = b"", *, limit_s: float, scope: Scope | None = None
     ) -> UpstreamAnswer:
-        """Send a JSON request of our own and return the whole answer. Raises UpstreamError.
+        """Send a JSON request of this server, and return the complete answer. Raises UpstreamError.
 
-        `scope` is a request from another server, in whose name this server asks.
+        `scope` is a request from another server, on whose behalf this server asks.
         """
         request = self.encode(method, path, body, "application/json", via_lines(scope))
         return await ask(self.connect(), request, limit_s)
 
     async def check_health(self) -> None:
-        """Ask for the health and set `state`. A busy server may be late once."""
+        """Query the health of the server and set `state`. A busy server may be late once."""
         try:
             answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S)
             if answer.status == 404 and self._health_path == "/health":
@@ -123,7 +123,10 @@ class UpstreamReplica:
             self._set_down(f"{self._health_path} answers with status {answer.status}")
 
     async def _is_this_server(self) -> bool:
-        """Return whether its list of models has the name of this server, as behind a gateway that drops `Via`."""
+        """Return whether the upstream is this server itself: its list of models has this server's name.
+
+        This finds a circle through a gateway that drops `Via`.
+        """
         try:
             answer = await self.ask("GET", "/v1/models", limit_s=HEALTH_TIMEOUT_S)
         except UpstreamError:
@@ -131,7 +134,10 @@ class UpstreamReplica:
         return own_name().encode() in answer.body
 
     async def circle(self, scope: Scope) -> str | None:
-        """Return the next part of the circle of upstreams that wait for each other, or None if there is no circle."""
+        """Return the next part of the circle of upstreams that wait for each other.
+
+        Returns None if there is no circle.
+        """
         try:
             answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S, scope=scope)
         except UpstreamError:
@@ -148,7 +154,7 @@ class UpstreamReplica:
     # --- choice
 
     def problem(self, now_s: float) -> str | None:
-        """Return why no request can be sent here now, or None where one can."""
+        """Return why no request can be sent to this server now, or None if one can."""
         if self.state != "up":
             return self.reason
         if not self.breaker.allows(now_s):
@@ -157,7 +163,10 @@ class UpstreamReplica:
 
 
 def _circle_of(answer: UpstreamAnswer) -> str:
-    """Return for which other servers a server says that it waits, or "" where the request has been there before."""
+    """Return the servers for which another server says that it waits.
+
+    Returns "" if the answer names none, since the request has already been there.
+    """
     try:
         error = msgspec.json.decode(answer.body, type=_ErrorAnswer).error
     except msgspec.MsgspecError:
@@ -166,13 +175,13 @@ def _circle_of(answer: UpstreamAnswer) -> str:
 
 
 class _Error(msgspec.Struct):
-    """Holds what is read of an error."""
+    """The fields that are read of an error."""
 
     message: str = ""
     code: str | None = None
 
 
 class _ErrorAnswer(msgspec.Struct):
-    """Holds the answer of a failed request."""
+    """The answer to a failed request."""
 
     error: _Error

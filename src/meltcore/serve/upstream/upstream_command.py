@@ -18,16 +18,17 @@ _SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 class UpstreamCommand(NamedTuple):
-    """How one replica is started. `environment` is the whole environment of the process."""
+    """The command that starts one replica. `environment` is the whole environment of the process."""
 
     arguments: list[str]
     environment: dict[str, str]
 
 
 def upstream_command(name: str, config: ModelSection, replica: int, port: int) -> UpstreamCommand:
-    """Return the command of a replica, each argument whole whatever blanks its values have.
+    """Return the command of a replica. An argument stays whole even if its values contain blanks.
 
-    Raises ConfigError for an unknown name in braces, a setting that it needs, and a program that is not there.
+    Raises ConfigError for an unknown name in braces, for a missing setting that the command needs, and for a missing
+    program.
     """
     assert config.command is not None
     command = config.command

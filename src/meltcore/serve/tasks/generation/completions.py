@@ -25,15 +25,15 @@ _STREAM_HEADERS: Headers = [
 
 
 class _GenerationEndpoint(Endpoint):
-    """One of the two routes, as a raw ASGI application: Starlette's Request and Response stay out of the token path."""
+    """One of the two routes as a raw ASGI application. Starlette's Request and Response are not used per token."""
 
     form: type[ChatRequest | CompletionRequest]
     writer_type: type[ResponseWriter]
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request; end it in the engine if the client leaves first.
+        """Answer one request. If the client disconnects first, the request is ended in the engine.
 
-        Raises RequestError, in which case nothing was started, and ClientDisconnectedError.
+        Raises RequestError, after which nothing was started, and ClientDisconnectedError.
         """
         request = await self.read(exchange, self.form)
         exchange.fields["user"] = request.user
@@ -100,9 +100,9 @@ class CompletionsEndpoint(_GenerationEndpoint):
 
 
 async def _stream(exchange: Exchange, generation: Generation, writer: ResponseWriter, *, has_usage: bool) -> None:
-    """Stream events until the end.
+    """Stream events until the end of the answer.
 
-    The head waits for the first token: a failure before it is a plain HTTP error.
+    The head is sent with the first token, so that an error before it is a plain HTTP error.
     """
     send = exchange.send
     while True:
@@ -159,7 +159,7 @@ async def _send_failure(exchange: Exchange, error: RequestError) -> None:
 
 
 def _log_fields(generation: Generation) -> dict[str, object]:
-    """Return what the request's line has beside its identity and its status: outcome and times, never text."""
+    """Return the fields of the request's log line beside its identity and status: outcome and times, but no text."""
     first = [choice.first_token_s for choice in generation.choices if choice.first_token_s is not None]
     return {
         "stream": generation.streaming,

@@ -32,7 +32,7 @@ class ReadyModel(NamedTuple):
 
 
 class LocalEngine(EngineBackend):
-    """Tokenizes and admits requests, sends each to the replica with the least to do, and feeds their generations."""
+    """Tokenizes and admits requests, sends each to the replica with the least work, and passes on the new tokens."""
 
     purpose = "generates text"
     unit = TOKENS
@@ -46,7 +46,7 @@ class LocalEngine(EngineBackend):
     # --- life cycle
 
     def load(self) -> TextModel:
-        """Return the tokenizer and the chat template. Takes up to seconds. Raises ConfigError."""
+        """Return the tokenizer and the chat template. May take seconds. Raises ConfigError."""
         return load_text_model(self.config)
 
     def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:
@@ -65,13 +65,13 @@ class LocalEngine(EngineBackend):
 
     @property
     def chats(self) -> bool:
-        """Whether it takes chats: a language model with a chat template, or one that is loading still."""
+        """Whether the model takes chats: it has a chat template, or is still loading."""
         return self._model is None or self._model.text.template.is_usable
 
     async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
         """Tokenize, check and admit a request.
 
-        Raises RequestError (400, 429, 503), in which case nothing was started.
+        Raises RequestError (400, 429, 503). Nothing was started then.
         """
         model = self._loaded()
         text, limit = model.text, model.engine.max_model_len
@@ -100,7 +100,7 @@ class LocalEngine(EngineBackend):
         self._admit(generation, request.priority or 0)
 
     def release(self, generation: Generation, error: RequestError | None = None) -> None:
-        """End the open choices of `generation`, with `error`, or because its client has disconnected."""
+        """End the open choices of `generation`, either with `error` or because the client has disconnected."""
         self._time_limit.forget(generation)
         assert self.tickets is not None
         self.tickets.end(generation, error or client_disconnected(), "aborted")
@@ -128,7 +128,7 @@ class LocalEngine(EngineBackend):
         return {"prompt": await decode(model.text.tokenizer, request.tokens, model.engine.vocab_size)}
 
     def facts(self, ready: GenerationReady) -> dict[str, Any]:
-        """Return the facts that a measurement must record."""
+        """Return the facts that a measurement records."""
         text = self._loaded().text
         return {
             "max_model_len": ready.max_model_len,
@@ -162,7 +162,10 @@ class LocalEngine(EngineBackend):
     async def _echoes(
         self, model: ReadyModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
     ) -> list[Echo | None]:
-        """Return the prompts that the answers begin with, where the request asks for `echo`."""
+        """Return the prompts with which the answers begin.
+
+        An answer has None if the request does not ask for `echo`.
+        """
         if not isinstance(request, CompletionRequest) or not request.echo:
             return [None] * len(prompts)
         if request.stream and request.logprobs is not None:
@@ -177,7 +180,7 @@ class LocalEngine(EngineBackend):
         ]
 
     def _admit(self, generation: Generation, priority: int) -> None:
-        """Send the request to the engines, or let it wait for its turn; its time is limited until `release`.
+        """Send the request to the engines, or let it wait for its turn. Its time is limited until `release`.
 
         Raises RequestError (429, 503).
         """

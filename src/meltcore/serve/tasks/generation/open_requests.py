@@ -1,4 +1,4 @@
-"""The requests in progress: each is accepted, receives its output, and is ended here exactly once."""
+"""The requests in progress. Each is accepted here, receives its output, and is ended exactly once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ REQUEST_TOKENS = 1024
 
 
 def client_disconnected() -> RequestError:
-    """Return the error of a request whose client has left: 499 is nginx's number for it, seen only in the log."""
+    """Return the error of a request whose client has disconnected.
+
+    Status 499 is nginx's, and appears only in the log.
+    """
     return RequestError("the client closed the connection", status=499, code="client_closed")
 
 
@@ -30,9 +33,9 @@ def slow_reader() -> RequestError:
 
 
 class OpenRequests(OpenTickets[Choice]):
-    """Every choice of one model that waits or that an engine works on for this API server, by its id.
+    """The choices of one model, by id, that wait or on which an engine works for this API server.
 
-    `waiting_prompt_tokens` of the statistics counts the prompts without a first token.
+    `waiting_prompt_tokens` in the statistics counts the prompts without a first token.
     """
 
     usual_output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer: the average of past ones
@@ -40,9 +43,9 @@ class OpenRequests(OpenTickets[Choice]):
     def place(self, child: Choice, replica: int) -> None:
         """Send a choice to a replica.
 
-        An answer counts with its limit, at most with the usual length: clients often set no limit. Counted with all
-        that the model allows, one of these would keep dozens of shorter requests away from its replica. A request
-        also counts as REQUEST_TOKENS, as it takes part in every step.
+        The answer counts with its limit of tokens, but at most with the usual length, because clients often set no
+        limit. If such an answer counted with the longest length that the model allows, it would keep dozens of shorter
+        requests away from its replica. Each request also counts as REQUEST_TOKENS, because it takes part in every step.
         """
         answer_tokens = min(child.params.max_tokens, round(self.usual_output_tokens))
         child.cost = REQUEST_TOKENS + child.prompt_tokens + answer_tokens
@@ -51,7 +54,7 @@ class OpenRequests(OpenTickets[Choice]):
             child.prompt_token_ids = b""  # the engine has them; for 10,000 requests a second copy takes much memory
 
     def settle(self, ticket: Ticket[Choice]) -> float:
-        """Return the tokens of a request that has ended, and count its output."""
+        """Return the number of tokens of a request that has ended, and count its output."""
         output_tokens = sum(choice.output_tokens for choice in ticket.children)
         mean = output_tokens / len(ticket.children)
         self.usual_output_tokens += (mean - self.usual_output_tokens) * OUTPUT_TOKENS_WEIGHT
@@ -59,7 +62,7 @@ class OpenRequests(OpenTickets[Choice]):
         return sum(choice.prompt_tokens for choice in ticket.children) + output_tokens
 
     def on_step(self, step: StepOutputs, replica: int = 0) -> None:
-        """Give each choice its new tokens. Outputs of requests that have ended here already are dropped."""
+        """Give each choice its new tokens. Outputs of requests that have already ended here are dropped."""
         self._stats.record_step(step.stats, step.step_ended_s, replica)
         for output in step.outputs:
             choice = self._open.get(output.request_id)

@@ -41,10 +41,9 @@ async def chat_prompt(
     special_tokens_in_messages: bool = False,
     is_only_counted: bool = False,
 ) -> list[int]:
-    """Return the token ids of a chat, up to where the answer begins.
+    """Return the token ids of a chat, up to the beginning of the answer. Raises RequestError (400).
 
     `encode_all` explains `context` and `is_only_counted`, and `render_chat` explains `special_tokens_in_messages`.
-    Raises RequestError (400).
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
@@ -75,9 +74,9 @@ async def chat_prompt(
 async def completion_prompts(
     tokenizer: Tokenizer, vocab_size: int, request: CompletionRequest, context: int | None = None
 ) -> list[list[int]]:
-    """Return the token ids of each prompt: one text, several texts, one list of ids, or several lists of ids.
+    """Return the token ids of each prompt. Raises RequestError (400).
 
-    `encode_all` explains `context`. Raises RequestError (400).
+    A request has one text, several texts, one list of token ids, or several lists. `encode_all` explains `context`.
     """
     prompt = request.prompt
     if isinstance(prompt, str):
@@ -99,9 +98,9 @@ async def completion_prompts(
 
 
 async def prompt_texts(tokenizer: Tokenizer, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
-    """Return the text of each prompt, for `echo`: as it was sent, or decoded where token ids were.
+    """Return the text of each prompt for `echo`: the text that was sent, or the decoded token ids that were sent.
 
-    Token ids may end within a character, which is then the first of the answer.
+    Token ids may end within a character. This character then belongs to the answer.
     """
     prompt_list = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     texts = [text for text in prompt_list if isinstance(text, str)]
@@ -126,10 +125,17 @@ async def encode_all(
 ) -> list[list[int]]:
     """Tokenize `texts`. Much text is tokenized on a thread, so that the event loop continues to serve.
 
-    Raises RequestError (400) naming `param` for a text that has many more tokens than the context, before all of it is
-    tokenized; the ids of a text that is slightly too long are returned. `context` is the model's context in tokens;
-    None takes a text of any length. With `is_only_counted` no answer follows, so that MAX_COUNTED_TOKENS are taken
-    where the context is shorter.
+    Raises RequestError (400) for a text that has many more tokens than the context, before the whole text is tokenized.
+    The ids of a text that is only slightly too long are returned.
+
+    Args:
+        tokenizer: the tokenizer.
+        texts: the texts.
+        param: name of the request's field, for errors.
+        add_special_tokens: whether the tokenizer adds its special tokens.
+        context: the model's context in tokens. None accepts a text of any length.
+        is_only_counted: whether no answer follows. MAX_COUNTED_TOKENS are accepted then, even if the context is
+            shorter.
     """
 
     def work() -> list[list[int]]:
@@ -147,7 +153,7 @@ async def encode_all(
 def _check_length(
     tokenizer: Tokenizer, prompt: ChatPrompt, param: str, context: int | None, *, is_only_counted: bool
 ) -> None:
-    """Raise RequestError (400) for a prompt that is far too long, after a part of it has been tokenized."""
+    """Raise RequestError (400) if a prompt is far too long. Only a part of it is tokenized for this."""
     if context is None:
         return
     unchecked, limit = _LONG_BYTES * context, _TOO_LONG * context
@@ -180,7 +186,10 @@ async def _on_thread(work: Callable[[], _Result]) -> _Result:
 
 
 async def decode(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
-    """Return the text of `ids`, special tokens included. Raises RequestError (400) for ids outside the vocabulary."""
+    """Return the text of `ids`, including special tokens.
+
+    Raises RequestError (400) if an id is not in the vocabulary.
+    """
     _check_ids(ids, vocab_size, "tokens")
     if len(ids) <= INLINE_CHARS:
         return tokenizer.decode(ids, skip_special_tokens=False)
@@ -188,7 +197,7 @@ async def decode(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
 
 
 def _check_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
-    """Raise RequestError (400) for an id outside the vocabulary."""
+    """Raise RequestError (400) if an id is not in the vocabulary."""
     for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"token id {token_id} is outside the vocabulary of {vocab_size} ids", param=param)
@@ -206,7 +215,10 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
 
 
 def _with_system_role(message: ChatMessage) -> dict[str, str]:
-    """Return a message as a template sees it. Templates know "developer" only under its older name, "system"."""
+    """Return a message in the form for a template.
+
+    Templates know the role "developer" only by its older name, "system".
+    """
     content = message.content
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     template_message = {"role": "system" if message.role == "developer" else message.role, "content": text}

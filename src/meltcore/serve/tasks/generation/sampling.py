@@ -33,10 +33,10 @@ _MODEL_DEFAULTS = {"temperature": float, "top_p": float, "top_k": int, "min_p": 
 
 
 def checkpoint_defaults(generation_config: dict[str, Any], source: str = "generation_config.json") -> dict[str, Any]:
-    """Return the sampling defaults of a checkpoint. `do_sample: false` means greedy, whatever its other fields are.
+    """Return the sampling defaults of a checkpoint. `do_sample: false` means greedy, whatever the other fields are.
 
-    Numbers may be written as text. Raises ConfigError with the file (`source`), field and value for a default that is
-    out of range: it would fail every request that does not set the field.
+    Numbers may be written as text. Raises ConfigError with the file (`source`), the field and the value if a default is
+    out of range, because it would fail every request that does not set the field.
     """
     defaults: dict[str, Any] = {}
     for name, value_type in _MODEL_DEFAULTS.items():
@@ -66,9 +66,9 @@ def sampling_params(
     request: ChatRequest | CompletionRequest, *, prompt_tokens: int, max_model_len: int, vocab_size: int,
     defaults: dict[str, Any],
 ) -> SamplingParams:  # fmt: skip
-    """Return the settings for one prompt of `prompt_tokens` tokens.
+    """Return the sampling settings for one prompt of `prompt_tokens` tokens.
 
-    Raises RequestError naming the first field out of range.
+    Raises RequestError that names the first field that is out of range.
     """
     fields = dict(defaults)
     for name in _PLAIN_FIELDS:
@@ -94,7 +94,7 @@ def sampling_params(
 
 
 def _max_tokens(request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int) -> int:
-    """Return the requested limit, or the rest of the context. Raises RequestError if it exceeds the context."""
+    """Return the requested limit, or the rest of the context. Raises RequestError if the limit exceeds the context."""
     max_output_tokens = max_model_len - prompt_tokens
     if max_output_tokens < 1:
         raise RequestError(

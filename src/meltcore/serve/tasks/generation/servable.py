@@ -21,7 +21,7 @@ from meltcore.text.tokenizer import Tokenizer
 def check_servable(config: ModelConfig) -> None:
     """Raise ConfigError with all reasons that the files of a model, its tokenizer and its chat template show.
 
-    Of a hub's model everything but safetensors files is downloaded for it, which a server would do next.
+    All files of a model on the Hub except safetensors files are downloaded for this, as a server would do next.
     """
     engine = config.engine
     tokenizer = _reason_of_tokenizer(engine.tokenizer)
@@ -38,7 +38,7 @@ def check_servable(config: ModelConfig) -> None:
 
 
 def _reasons_of_files(config: ModelConfig) -> tuple[str | None, list[str]]:
-    """Return a model's file or folder, and the reasons that it shows. None means that the reasons name it."""
+    """Return a model's file or folder, and the reasons that it shows. None means that the reasons already name it."""
     try:
         if find_task(config) is not DEFAULT:
             return None, []
@@ -58,7 +58,7 @@ def _reasons_of_files(config: ModelConfig) -> tuple[str | None, list[str]]:
 
 
 def _with_good_tokenizer(config: ModelConfig) -> ModelConfig:
-    """Return the settings with a tokenizer without faults, so that faults of the model's other files are found."""
+    """Return the settings with a valid tokenizer, so that the faults of the model's other files are found."""
     return replace(config, engine=msgspec.structs.replace(config.engine, tokenizer=BUNDLED_MODEL))
 
 
@@ -75,14 +75,14 @@ def _reasons_of_folder(checkpoint: Checkpoint, engine: EngineConfig) -> list[str
 
 
 def _reasons_of_gguf_tokenizer(path: Path) -> list[str]:
-    """Return the reason why the tokenizer of a GGUF file is broken, although its kind is supported."""
+    """Return the reasons why the tokenizer of a GGUF file is broken, although its type is supported."""
     from meltcore.text.gguf_tokenizer import broken_reasons  # imports gguf and numpy, which others do not need
 
     return broken_reasons(path)
 
 
 def _reason_of_tokenizer(name: str | None) -> str | None:
-    """Return why the tokenizer of --tokenizer cannot be used."""
+    """Return why the tokenizer of --tokenizer cannot be used. Returns None if it can."""
     if name is None:
         return None
     try:
@@ -96,7 +96,7 @@ def _reason_of_tokenizer(name: str | None) -> str | None:
 
 
 def _reason_of_template(path: str | None) -> str | None:
-    """Return why the template of --chat-template cannot be used."""
+    """Return why the template of --chat-template cannot be used. Returns None if it can."""
     try:
         if path is not None:
             ChatTemplate.from_file(Path(path))

@@ -32,14 +32,14 @@ class TextModel:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the tokenizer is a substitute, for dummy weights."""
+        """Whether the tokenizer is a substitute for dummy weights."""
         return self.tokenizer.is_synthetic
 
 
 def find_checkpoint(config: ModelConfig) -> Checkpoint:
-    """Return the checkpoint's folder and configuration, downloaded if it is a hub's.
+    """Return the checkpoint's folder and configuration. A checkpoint of the Hub is downloaded.
 
-    Raises UnservableModelError with all reasons why a GGUF file cannot be served, and ConfigError.
+    Raises UnservableModelError with all reasons why a GGUF file cannot be served. Raises ConfigError for other faults.
     """
     engine = config.engine
     files: CheckpointFiles = "config" if engine.load_format == "dummy" else "text"
@@ -64,7 +64,7 @@ def _tokenizer_reasons(path: Path) -> list[str]:
 
 
 def find_task(config: ModelConfig) -> Task:
-    """Return the task of a model, once its configuration is on this machine. Raises ConfigError."""
+    """Return the task of a model, after downloading its configuration if necessary. Raises ConfigError."""
     task = checkpoints.find_task(config.engine.model, dummy=config.engine.load_format == "dummy")
     if task is DEFAULT:
         find_checkpoint(config)  # says what is wrong with one that cannot be opened
@@ -74,7 +74,7 @@ def find_task(config: ModelConfig) -> Task:
 
 
 def load_text_model(config: ModelConfig) -> TextModel:
-    """Load tokenizer, chat template and sampling defaults. Takes up to seconds. Raises ConfigError."""
+    """Load the tokenizer, the chat template and the sampling defaults. May take seconds. Raises ConfigError."""
     checkpoint = find_checkpoint(config)
     greedy, generation_path = config.generation_config == "greedy", checkpoint.folder / "generation_config.json"
     tokenizer = Tokenizer.from_checkpoint(checkpoint, allow_missing=config.engine.load_format == "dummy")

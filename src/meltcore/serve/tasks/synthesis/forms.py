@@ -1,4 +1,4 @@
-"""The forms of requests for speech, what answers them, and the choice of the model."""
+"""The forms of requests for speech, the interface of their backends, and the choice of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from meltcore.serve.tasks.model_choice import ModelChoice, SpokenBackend
 
 
 class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of POST /v1/audio/speech. The last three are dwani.ai's names of input, voice and reference_text."""
+    """The fields of POST /v1/audio/speech.
+
+    The last three fields are dwani.ai's names of input, voice and reference_text.
+    """
 
     model: str | None = None
     input: str | None = None
@@ -36,9 +39,9 @@ class SynthesisRequest(NamedTuple):
     """The fields of a request for speech. None stands for the model's default.
 
     Args:
-        reference: the file of a voice in which reference_text is spoken, instead of a voice of the model.
-        is_whole: the answer is one file with its length.
-        is_events: the answer is OpenAI's events.
+        reference: a recording of a voice that says reference_text. It is used in place of a voice of the model.
+        is_whole: whether the answer is one file with its length.
+        is_events: whether the answer is a stream of OpenAI's events.
     """
 
     text: str
@@ -57,7 +60,7 @@ class SynthesisRequest(NamedTuple):
 
 
 class SpokenPart(NamedTuple):
-    """The next bytes of the file."""
+    """The next bytes of an audio file."""
 
     data: bytes
     is_last: bool
@@ -67,14 +70,14 @@ class SynthesisBackend(SpokenBackend, Protocol):
     """A backend whose model synthesizes speech."""
 
     async def synthesize(self, request: SynthesisRequest, on_part: Callable[[SpokenPart], Awaitable[None]]) -> float:
-        """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
+        """Pass the parts of an audio file to `on_part` as they are spoken. Returns the duration of the file in seconds.
 
-        Raises RequestError. Cancelling it ends the work.
+        Raises RequestError. Cancelling the call ends the work.
         """
 
 
 async def speak_whole(backend: SynthesisBackend, request: SynthesisRequest) -> bytes:
-    """Return the whole file of a text. Raises RequestError. Cancelling it ends the work."""
+    """Return the complete audio file of a text. Raises RequestError. Cancelling the call ends the work."""
     parts: list[bytes] = []
 
     async def on_part(part: SpokenPart) -> None:
@@ -87,7 +90,7 @@ async def speak_whole(backend: SynthesisBackend, request: SynthesisRequest) -> b
 def synthesizer(
     choices: ModelChoice, language: str | None, model: str | None = None, *, param: str = "language"
 ) -> SynthesisBackend:
-    """Return a model that synthesizes speech. The request's field `param` named the language.
+    """Return a model that synthesizes speech. `param` is the request's field that names the language.
 
     Raises RequestError (400, 404, 503).
     """

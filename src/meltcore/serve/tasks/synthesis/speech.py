@@ -56,7 +56,7 @@ class SpeechEndpoint(Endpoint):
 
 
 async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: SynthesisRequest) -> None:
-    """Send the speech of a text as it is spoken: a file, or OpenAI's events. Raises RequestError."""
+    """Send the speech of a text as it is spoken, as a file or as OpenAI's events. Raises RequestError."""
     content_type = CONTENT_TYPES[request.response_format]
     if request.is_whole:
         disposition = f'attachment; filename="speech.{request.response_format}"'
@@ -80,7 +80,7 @@ async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: Sy
 
 
 async def read_request(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SynthesisRequest:
-    """Parse a request: JSON, a form with a reference, or without a body dwani.ai's query. Raises RequestError (400)."""
+    """Parse a request: JSON, a form with a reference, or dwani.ai's query without a body. Raises RequestError (400)."""
     reference = None
     if is_multipart(content_type):
         texts, files = await split_form(body, content_type or "", ("reference", "ref_audio"))
@@ -136,7 +136,10 @@ def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: b
 
 
 class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/audio/speech_batch. `voice` is one voice for all texts, or one for each."""
+    """The body of POST /v1/audio/speech_batch.
+
+    `voice` is one voice for all texts, or a list with a voice for each text.
+    """
 
     input: list[str]
     voice: str | list[str] | None = None
@@ -149,7 +152,7 @@ class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
 
 class SpeechBatchEndpoint(Endpoint):
-    """Speaks texts together, and answers with a zip archive of their files in order."""
+    """Speaks several texts concurrently, and answers with a zip archive of their files in order."""
 
     paths = dwani_paths = ("/v1/audio/speech_batch", "/audio/speech_batch")
     operations = (
@@ -203,7 +206,7 @@ def _speech_requests(fields: SpeechBatchRequest) -> list[SynthesisRequest]:
 
 
 def _zip(files: dict[str, bytes]) -> bytes:
-    """Return an archive without compression, which audio does not gain from."""
+    """Return a zip archive without compression, which would not make audio smaller."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as target:
         for name, data in files.items():

@@ -28,7 +28,7 @@ _MAX_SESSION_BYTES = 128
 class SpeechToSpeechFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields of POST /v1/speech_to_speech beside the audio.
 
-    Without `target_language` the answer keeps the language.
+    Without `target_language` the answer is in the language of the question.
     """
 
     language: str | None = None
@@ -46,7 +46,7 @@ class SpeechToSpeechFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
 
 
 class _Answer(msgspec.Struct):
-    """An answer with format json."""
+    """The answer to a request with format json."""
 
     transcription: str
     llm_response: str

@@ -34,7 +34,10 @@ _ENDED = {
 
 
 class _Speech(Child):
-    """A text at a replica, with its results, or the error that ends it; None among them: they begin again."""
+    """A text at a replica with its results, or the error that ends it.
+
+    None among the results means that the results begin again.
+    """
 
     def __init__(self, ticket: Ticket[_Speech], cost: int) -> None:
         super().__init__(ticket, cost)
@@ -55,7 +58,7 @@ class _Speech(Child):
         return not (self.is_ended or self.has_sent)
 
     def messages(self) -> Sequence[Synthesize]:
-        """Return the text once it is sent."""
+        """Return the message with the text, if it was sent."""
         return [] if self.message is None else [self.message]
 
     def open_ids(self) -> Sequence[str]:
@@ -83,14 +86,14 @@ class SynthesisEngine(AudioBackend[_Speech]):
         self._warm_up: asyncio.Task[None] | None = None
 
     def open(self, text: None, engine: SynthesisReady, created: int) -> None:
-        """Register the loaded model, and start what encodes its speech."""
+        """Register the loaded model, and start the processes that encode its speech."""
         super().open(text, engine, created)
         importlib.import_module("numpy")  # takes 0.1 s, which the first request should not wait for
         self._warm_up = asyncio.create_task(self._encoders.warm_up(engine.sample_rate))
 
     @property
     def languages(self) -> Sequence[str]:
-        """The languages that it speaks, by code. They are empty before it is loaded."""
+        """The languages that the model speaks, by code. There are none before the model is loaded."""
         return _LANGUAGES if self._ready is not None else ()
 
     async def close_workers(self) -> None:
@@ -101,7 +104,7 @@ class SynthesisEngine(AudioBackend[_Speech]):
 
     @property
     def _waiting_bytes(self) -> int:
-        """Of speech that waits for slow clients."""
+        """The bytes of speech that wait for slow clients."""
         return sum(speech.waiting_bytes for speech in self.tickets)
 
     def on_output(self, replica: int, output: Synthesized) -> None:
@@ -118,10 +121,10 @@ class SynthesisEngine(AudioBackend[_Speech]):
         speech.results.put_nowait(output)
 
     async def synthesize(self, request: SynthesisRequest, on_part: Callable[[SpokenPart], Awaitable[None]]) -> float:
-        """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
+        """Pass the parts of an audio file to `on_part` as they are spoken. Returns the duration of the file in seconds.
 
-        Raises RequestError: 400 for what the model cannot speak, 429 when the queue is full, 500 when the engine fails,
-        504 after the time limit. Cancelling it ends its work.
+        Raises RequestError: 400 if the model cannot speak the text, 429 if the queue is full, 500 if the engine fails,
+        and 504 after the time limit. Cancelling the call ends the work.
         """
         ready: SynthesisReady = self._loaded()
         voice = _checked(request, ready)
@@ -154,9 +157,9 @@ class SynthesisEngine(AudioBackend[_Speech]):
     async def _encode(
         self, speech: _Speech, file: EncodedFile, on_part: Callable[[SpokenPart], Awaitable[None]]
     ) -> int | None:
-        """Encode the chunks of a text as they come.
+        """Encode the chunks of a text as they arrive.
 
-        Returns the bytes of its samples, or None where the text begins again.
+        Returns the number of bytes of the samples. Returns None if the text begins again.
         """
         num_bytes, is_last = 0, False
         while not is_last:
@@ -205,7 +208,7 @@ class SynthesisEngine(AudioBackend[_Speech]):
         return samples.tobytes()
 
     def facts(self, ready: SynthesisReady) -> dict[str, Any]:
-        """Return the facts that a client and a measurement need."""
+        """Return the facts that clients and measurements need."""
         return {
             "languages": self.languages,
             "voices": ready.voices,
@@ -218,9 +221,9 @@ class SynthesisEngine(AudioBackend[_Speech]):
 
 
 def _checked(request: SynthesisRequest, ready: SynthesisReady) -> str:
-    """Return the engine's name of the voice, or "" for a reference.
+    """Return the engine's name of the voice, or "" if the request has a reference.
 
-    Raises RequestError (400) for what it cannot speak.
+    Raises RequestError (400) if the model cannot speak the request.
     """
     for name, text in (("input", request.text), ("reference_text", request.reference_text)):
         if len(text) > ready.max_text:

@@ -1,4 +1,4 @@
-"""The forms of requests for transcripts, what answers them, and the choice of the model."""
+"""The forms of requests for transcripts, the interface of their backends, and the choice of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 
 
 class SpeechRequest(NamedTuple):
-    """The fields of a transcription request. `language` is as the client named it."""
+    """The fields of a transcription request. `language` has the name that the client sent."""
 
     data: bytes
     model: str | None
@@ -30,14 +30,15 @@ class SpeechBackend(SpokenBackend, Protocol):
     async def transcribe(
         self, request: SpeechRequest, on_words: Callable[[list[SpokenWord]], None] = ...
     ) -> Transcription:
-        """Return the words of a file. `on_words` receives the words of each clip, in order, as they are known.
+        """Return the words of an audio file.
 
-        Raises RequestError. Cancelling it ends the work.
+        `on_words` receives the words of each clip, in order, as soon as they are known. Raises RequestError. Cancelling
+        the call ends the work.
         """
 
 
 def transcriber(choices: ModelChoice, request: SpeechRequest) -> tuple[SpeechBackend, SpeechRequest]:
-    """Return a model that transcribes speech, and the request in the language that it gets.
+    """Return a model that transcribes speech, and the request with the language in which the model is asked.
 
     Raises RequestError (400, 404, 503).
     """

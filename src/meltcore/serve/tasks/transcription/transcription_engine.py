@@ -24,9 +24,10 @@ _COMPRESSED_BYTES_PER_S = 4000
 
 
 def estimated_audio_s(data: bytes) -> float:
-    """Return how many seconds a file seems to have: of WAV by its header, of others as if compressed to 32 kbit/s.
+    """Return the estimated duration of an audio file in seconds.
 
-    Whether a file may wait is decided before a worker has decoded it. No field of the header is trusted further.
+    The header of a WAV file gives the duration. Other files are assumed to be compressed to 32 kbit/s. The estimate
+    decides whether a file may wait, before a worker has decoded it. No field of the header is used for anything else.
     """
     bytes_per_s = _COMPRESSED_BYTES_PER_S
     if data[:4] == b"RIFF" and data[8:16] == b"WAVEfmt " and len(data) >= 32:
@@ -35,9 +36,10 @@ def estimated_audio_s(data: bytes) -> float:
 
 
 class _Recording(Child):
-    """A file at a replica: its clips there by id, each with its future transcript and the samples that were sent.
+    """An audio file at a replica.
 
-    Without another replica the sent samples are not kept: a request has up to 15 MB of them.
+    Its clips there are stored by id, each with a future of its transcript and the sent samples. If there is no other
+    replica, the sent samples are not kept, because a request has up to 15 MB of them.
     """
 
     def __init__(self, ticket: Ticket[_Recording], cost: int) -> None:
@@ -45,7 +47,7 @@ class _Recording(Child):
         self.clips: dict[str, tuple[asyncio.Future[Transcript], Transcribe | None]] = {}
 
     def messages(self) -> Sequence[Transcribe]:
-        """Return the clips without a transcript: words that were streamed stay."""
+        """Return the clips without a transcript. Transcripts that were already streamed stay as they are."""
         return [message for _, message in self.clips.values() if message is not None]
 
     def open_ids(self) -> Sequence[str]:
@@ -62,7 +64,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
 
     @property
     def languages(self) -> Sequence[str]:
-        """The languages that it transcribes, by code. They are empty before it is loaded."""
+        """The languages that the model transcribes, by code. There are none before the model is loaded."""
         return self._ready.languages if self._ready is not None else ()
 
     def on_output(self, replica: int, output: Transcript) -> None:
@@ -76,10 +78,11 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         request: SpeechRequest,
         on_words: Callable[[list[SpokenWord]], None] = lambda _words: None,
     ) -> Transcription:
-        """Return the words of a file. `on_words` receives the words of each clip, in order, as they are known.
+        """Return the words of an audio file.
 
-        Raises RequestError: 400 for audio or a language that cannot be served, 429 when the queue is full, 500 when the
-        engine fails, 504 after the time limit. Cancelling it ends its work.
+        `on_words` receives the words of each clip, in order, as soon as they are known. Raises RequestError: 400 if the
+        audio or the language cannot be served, 429 if the queue is full, 500 if the engine fails, and 504 after the
+        time limit. Cancelling the call ends the work.
         """
         ready: TranscriptionReady = self._loaded()
         language = model_language(request.language, ready.languages)
@@ -94,7 +97,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         recording: _Recording,
         on_words: Callable[[list[SpokenWord]], None],
     ) -> Transcription:
-        """Send the file's clips as they are decoded, a bounded number ahead of their transcripts."""
+        """Send the clips of a file as they are decoded, at most a bounded number of clips ahead of the transcripts."""
         starts: list[float] = []
         clips: list[asyncio.Future[Transcript]] = []
         words: list[SpokenWord] = []
@@ -152,7 +155,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         start_s: float,
         on_words: Callable[[list[SpokenWord]], None],
     ) -> list[SpokenWord]:
-        """Wait for a clip's transcript; returns its words with times from the beginning of the file."""
+        """Wait for the transcript of a clip. Returns its words with times from the beginning of the file."""
         transcript = await clip
         if transcript.finish_reason != "stop":
             raise RequestError(transcript.error or "the engine ended the request", status=500)

@@ -1,4 +1,4 @@
-"""Transcripts as OpenAI has them: the form of a request, and the formats of its answer."""
+"""OpenAI's forms of transcripts: the form of a request, and the formats of the answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ _CONTENT_TYPES: dict[str, bytes] = {
 
 
 async def read_form(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SpeechRequest:
-    """Parse the body of a request. `query` has the fields in its URL. Raises RequestError (400) that names a field."""
+    """Parse the body of a request. `query` has the fields of its URL.
+
+    Raises RequestError (400) that names a field.
+    """
     given, (data,) = await split_audio_form(body, content_type, ("file",))
     texts, granularities = dict[str, str](), set[str]()
     for name, value in given:
@@ -51,7 +54,10 @@ async def read_form(body: bytes, content_type: str | None, query: Mapping[str, s
 
 
 def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozenset[str] = frozenset()) -> SpeechRequest:
-    """Return the request of a file with the fields in `texts`. Raises RequestError (400) that names a field."""
+    """Return the request for the file `data` with the fields in `texts`.
+
+    Raises RequestError (400) that names a field.
+    """
     if unknown := texts.keys() - _FIELDS:
         raise RequestError(f"unknown field {shorten(min(unknown))!r}", param=shorten(min(unknown)))
     for name, accepted in _NEUTRAL.items():

@@ -19,7 +19,7 @@ FIELDS = ("file", "model", "language", "response_format", "timestamp_granulariti
 
 
 class TranscriptionsEndpoint(Endpoint):
-    """Reads a form, transcribes its file, and answers in the format that it asks for."""
+    """Reads a form, transcribes its file, and answers in the format that the form names."""
 
     has_uploads = True
     paths, dwani_paths = ("/v1/audio/transcriptions", *DWANI_PATHS), DWANI_PATHS
@@ -47,7 +47,7 @@ class TranscriptionsEndpoint(Endpoint):
 
 
 async def _stream(exchange: Exchange, backend: SpeechBackend, request: SpeechRequest) -> Transcription:
-    """Send OpenAI's events: the text of each clip of a long file as it is done, then the whole text."""
+    """Send OpenAI's events: the text of each clip when its transcript is complete, and at the end the whole text."""
     parts: asyncio.Queue[list[SpokenWord] | None] = asyncio.Queue()
     work = asyncio.create_task(backend.transcribe(request, parts.put_nowait))
     work.add_done_callback(lambda _: parts.put_nowait(None))
@@ -66,7 +66,7 @@ async def _stream(exchange: Exchange, backend: SpeechBackend, request: SpeechReq
 
 
 class TranscribeBatchEndpoint(Endpoint):
-    """Transcribes the files of a form together, and answers with their texts in order."""
+    """Transcribes the files of a form concurrently, and answers with their texts in order."""
 
     has_uploads = True
     paths = dwani_paths = ("/transcribe_batch/", "/transcribe_batch", "/v1/transcribe_batch/", "/v1/transcribe_batch")

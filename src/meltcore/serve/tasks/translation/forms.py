@@ -1,4 +1,4 @@
-"""The form of a request for translations, and what answers it."""
+"""The form of a request for translations, and the interface of the backends that answer it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_SENTENCES = 1024
 
 
 class TranslateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/translate. Languages: FLORES codes, English names or ISO 639 codes."""
+    """The body of POST /v1/translate. Languages are FLORES codes, English names or ISO 639 codes."""
 
     sentences: list[str]
     src_lang: str
@@ -19,9 +19,9 @@ class TranslateRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TranslatedTexts(NamedTuple):
-    """The translation of each text of a request, and the tokens of its sentences: those read, and those written.
+    """The translation of each text of a request, and the numbers of input and output tokens of all sentences.
 
-    The tokens include what a model adds to a sentence: its language tags and the end token.
+    The tokens include those that a model adds to a sentence: language tags and the end token.
     """
 
     texts: list[str]
@@ -37,13 +37,13 @@ class TranslationBackend(Protocol):
 
     @property
     def translates(self) -> bool:
-        """Whether the model is loaded and translates."""
+        """Whether the model is loaded and is a translation model."""
 
     def has_pair(self, request: TranslateRequest) -> bool:
-        """Return whether it translates between the request's languages."""
+        """Return whether the model translates between the request's languages."""
 
     async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
-        """Return the translation of each text. Cancelling it ends the work.
+        """Return the translation of each text. Cancelling the call ends the work.
 
         Raises RequestError (400, 429, 500, 503).
         """

@@ -1,4 +1,4 @@
-"""Translation by a language model: one prompt per text, so that there are always as many translations as texts."""
+"""Translation by a language model, with one prompt per text. So there are always as many translations as texts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NOTHING = ChatAnswer("", 0, 0)
 
 
 class LLMTranslator:
-    """Asks a language model for each translation. All prompts of a request run together."""
+    """Prompts a language model for each translation. All prompts of a request run concurrently."""
 
     translates = True
 
     def __init__(self, backend: Backend, prompt: str, stop: Sequence[str]) -> None:
-        """Translate with a model. `prompt` is the system message, with {source} and {target}.
+        """Create a translator with a language model.
 
-        Answers end at a text of `stop`.
+        `prompt` is the system message, with {source} and {target}. An answer ends at a text of `stop`.
         """
         self.names = backend.names
         self._backend = backend
@@ -31,13 +31,13 @@ class LLMTranslator:
         self._stop = stop
 
     def has_pair(self, request: TranslateRequest) -> bool:  # noqa: ARG002 - as the protocol has it
-        """Return True, since a language model is asked for any pair."""
+        """Return True, because a language model can be asked for any pair of languages."""
         return True
 
     async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:  # noqa: ARG002 - the time limit counts from each prompt's start
-        """Return the translation of each text; one without a visible character stays. Cancelling it ends the work.
+        """Return the translation of each text. Cancelling the call ends the work.
 
-        Raises RequestError (400, 429, 500, 503, 504).
+        A text without a visible character is returned unchanged. Raises RequestError (400, 429, 500, 503, 504).
         """
         source, target = english_name(request.src_lang, "src_lang"), english_name(request.tgt_lang, "tgt_lang")
         if source == target:

@@ -1,4 +1,4 @@
-"""POST /v1/translate, in the form of dwani.ai's API: sentences in, as many translations out."""
+"""POST /v1/translate in the form of dwani.ai's API. The answer has one translation for each sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat in the languages of its client, with a language model that may be asked in another one."""
+"""Chats in the client's languages with a language model that may be prompted in another language."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from meltcore.text.languages import english_name
 
 
 async def answer_in(choices: ModelChoice, exchange: Exchange, prompt: str, languages: tuple[str, str]) -> str:
-    """Return a language model's answer to a prompt. `languages` has the prompt's language and the answer's.
+    """Return a language model's answer to a prompt. `languages` has the language of the prompt and of the answer.
 
-    `fields["model"]` of the exchange names the model; None is the first model. The model is asked in its own language
-    where one is configured: prompt and answer are translated then. Raises RequestError (400, 404, 429, 500, 503, 504).
+    `fields["model"]` of the exchange names the model; None is the default model of the chat routes. If a language is
+    configured in which the model is prompted, the prompt and the answer are translated. Raises RequestError (400, 404,
+    429, 500, 503, 504).
     """
     source, target = (
         english_name(language, name) for language, name in zip(languages, ("src_lang", "tgt_lang"), strict=True)

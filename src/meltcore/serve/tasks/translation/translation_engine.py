@@ -51,9 +51,9 @@ class TranslationEngine(BatchBackend):
         return self.tickets is not None and self.tickets.has_pair(request)
 
     async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
-        """Return the translation of each text. Cancelling it ends the work.
+        """Return the translation of each text. Cancelling the call ends the work.
 
-        Raises RequestError (400, 429, 500, 503, 504).
+        Raises RequestError (400, 429, 500, 503).
         """
         return await self._loaded().translate(request, request_id, arrived_s)
 

@@ -36,7 +36,7 @@ _TURN_CHARS = 8_192
 
 @dataclass(frozen=True)
 class TranslationText:
-    """The tokenizer of a translation checkpoint, and the direction in its name."""
+    """The tokenizer of a translation checkpoint, and the direction that its name states."""
 
     tokenizer: TranslationTokenizer
     is_synthetic: bool
@@ -53,7 +53,7 @@ class TranslationText:
 
 
 def load_translation_text(config: ModelConfig, checkpoint: Checkpoint) -> TranslationText:
-    """Load the tokenizer. Raises ConfigError for missing and broken files."""
+    """Load the tokenizer. Raises ConfigError if files are missing or broken."""
     sizes = Fields(checkpoint.config).required("encoder_vocab_size", "decoder_vocab_size")
     is_synthetic = config.engine.load_format == "dummy" and not checkpoint.has_sentencepiece
     tokenizer: TranslationTokenizer = (
@@ -65,7 +65,7 @@ def load_translation_text(config: ModelConfig, checkpoint: Checkpoint) -> Transl
 
 
 class Translations(BatchTickets):
-    """Prepares texts, sends their sentences to the replicas, and puts the translations together."""
+    """Prepares texts, sends their sentences to the replicas, and joins the translations."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class Translations(BatchTickets):
     ) -> None:
         """Serve a loaded model.
 
-        send(message, replica) sends to one of its engines. live_replicas() raises RequestError without a live replica.
+        `send(message, replica)` sends a message to an engine. `live_replicas()` raises RequestError if no replica
+        lives.
         """
         super().__init__(stats, send, queue, request_timeout_s)
         self.text, self.engine = text, engine
@@ -100,7 +101,7 @@ class Translations(BatchTickets):
         return True
 
     async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
-        """Return the translation of each text. Cancelling it ends the work in the engines.
+        """Return the translation of each text. Cancelling the call ends the work in the engines.
 
         Raises RequestError (400, 429, 500, 503).
         """
@@ -132,9 +133,9 @@ class Translations(BatchTickets):
         return TranslatedTexts(texts, num_source_tokens, num_output_tokens)
 
     async def _documents(self, texts: Sequence[str], source: Language, target: Language) -> list[Document]:
-        """Prepare texts in a thread, in turns with other requests. Raises RequestError.
+        """Prepare texts in a thread, one request after another. Raises RequestError.
 
-        One thread at a time: each further one takes a share of the event loop's time.
+        Only one thread runs at a time, because each additional thread takes a share of the event loop's time.
         """
         tokenizer, limit, normalizer = self.text.tokenizer, self.engine.max_source, self._normalizer
 
