@@ -36,9 +36,14 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def linear_gelu(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Compute a linear layer and GELU with the tanh approximation. On CUDA it is the epilogue of cuBLASLt's GEMM.
+    """Compute a linear layer and GELU with the tanh approximation. On CUDA, GELU is the epilogue of cuBLASLt's GEMM.
 
-    hidden: [..., in], contiguous; weight: [out, in]; bias: [out]. Returns [..., out].
+    Args:
+        hidden: [..., in], contiguous.
+        weight: [out, in].
+        bias: [out].
+
+    Returns [..., out].
     """
     # On a CPU the fused operation is GELU without the approximation.
     if not (hidden.is_cuda and use_triton(hidden)):
@@ -65,7 +70,11 @@ def _launch_gated(kernel: Any, gate_up: torch.Tensor) -> torch.Tensor:
 def apply_sigmoid_gate(hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """Multiply `hidden` by sigmoid(gates) in place, in float32 before rounding (Qiu et al. 2025, arXiv:2505.06708).
 
-    hidden: [tokens, size], contiguous; gates: [tokens, size] of the same type, rows may be strided. Returns `hidden`.
+    Args:
+        hidden: [tokens, size], contiguous.
+        gates: [tokens, size] of the same dtype. Rows may be strided.
+
+    Returns `hidden`.
     """
     if not use_triton(hidden):
         return hidden.copy_(hidden.float() * gates.float().sigmoid())

@@ -11,7 +11,8 @@ from typing import NamedTuple
 class Architecture(NamedTuple):
     """A GPU architecture.
 
-    `gpu_type` is a large GPU of it with `sms` SMs, and a thread block has `shared_kib` KiB of memory.
+    `gpu_type` is a large GPU of this architecture, with `sms` SMs. A thread block has `shared_kib` KiB of shared
+    memory.
     """
 
     shared_kib: int

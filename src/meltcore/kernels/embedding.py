@@ -14,9 +14,14 @@ _BLOCK, _WARPS = 1024, 4
 def sharded_embedding(shard: torch.Tensor, token_ids: torch.Tensor, first_token: int) -> torch.Tensor:
     """Return the embeddings of tokens in this rank's shard, and zeros for all other tokens.
 
-    The all-reduce over the ranks then gives the embedding of every token. shard: [shard_size, hidden_size], the rows of
-    the vocabulary from `first_token` on; token_ids: [tokens] int64. Returns [tokens,
-    hidden_size].
+    The all-reduce over the ranks then gives the embedding of every token.
+
+    Args:
+        shard: [shard_size, hidden_size], the rows of the vocabulary from `first_token` on.
+        token_ids: [tokens] int64.
+        first_token: the first token of the shard.
+
+    Returns [tokens, hidden_size].
     """
     if not use_triton(shard):
         row = token_ids - first_token

@@ -18,9 +18,10 @@ _ROUNDING_BYTES = 2 * 2**20  # of a large allocation, upwards
 
 
 def hold_memory(num_bytes: int, device: torch.device | None = None) -> None:
-    """Have torch take free memory of a GPU into its cache, where no other process finds it. None is the current GPU.
+    """Make torch take free memory of a GPU into its cache, so that other processes cannot take it.
 
-    Less than twice the allocator's rounding is left. Raises torch.OutOfMemoryError where the GPU has no memory left.
+    `device` None means the current GPU. Less than twice the allocator's rounding is left. Raises torch.OutOfMemoryError
+    if the GPU has less free memory.
     """
     if num_bytes >= 2 * _ROUNDING_BYTES:
         torch.empty(num_bytes - _ROUNDING_BYTES, dtype=torch.uint8, device=device or "cuda")
@@ -35,14 +36,14 @@ class GraphCapturer:
         self._stream = stream()  # one for all: cuBLAS keeps a workspace per stream
 
     def capture(self, step: Callable[[], _Outputs]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:
-        """Return a graph of `step` and its outputs. It must have run before: loading a kernel may end a capture.
+        """Return a graph of `step`, and the outputs of `step`.
 
-        One of another size will not do. Triton compiles other kernels by sizes and by alignments. cuBLAS selects its
-        kernels by the number of tokens, and NCCL by bytes; neither tells which, and CUDA loads each at its first
-        launch.
+        The step must have run before, since loading a kernel may end a capture. The earlier run must have had the same
+        sizes. Triton compiles other kernels for other sizes and alignments. cuBLAS selects kernels by the number of
+        tokens, and NCCL by bytes. Neither reports its selection, and CUDA loads each kernel at its first launch.
 
-        Unlike torch.cuda.graph it neither waits for the device nor frees all cached memory, which the next step would
-        have to allocate again.
+        Unlike torch.cuda.graph, this method does not wait for the device. It does not free all cached memory either,
+        which the next step would have to allocate again.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -56,7 +57,7 @@ class GraphCapturer:
 
 
 class GraphCache(Generic[_Kept]):
-    """Keeps what was captured for the shapes that were used last."""
+    """Keeps the captured graphs of the most recently used shapes."""
 
     def __init__(self, limit: int) -> None:
         """Keep at most `limit` shapes."""
@@ -65,7 +66,7 @@ class GraphCache(Generic[_Kept]):
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[GraphCapturer], _Kept]) -> _Kept:
-        """Return what was made for a shape, or make it now in place of the one that was not used for longest."""
+        """Return the value for a shape. A missing value is made now and replaces the least recently used one."""
         if key not in self._kept:
             if len(self._kept) >= self._limit:
                 self._kept.popitem(last=False)

@@ -28,11 +28,14 @@ def taps_first(weight: torch.Tensor) -> torch.Tensor:
 def grouped_convolution(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, lengths: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return mish(convolution + bias) of as many frames, [rows, frames, channels] in the type of `hidden`.
+    """Return mish(convolution + bias), [rows, frames, channels] in the type of `hidden`. Sums are float32.
 
-    hidden: [rows, frames, channels], contiguous; weight: [channels, group size, taps] with an odd number of taps, from
-    `taps_first`; bias: [channels]; lengths: [rows] int64, frames of each row that are read. Frames beyond them count as
-    zeros, as frames before the first do. Accumulated in float32.
+    Args:
+        hidden: [rows, frames, channels], contiguous.
+        weight: [channels, group size, taps] with an odd number of taps, from `taps_first`.
+        bias: [channels].
+        lengths: [rows] int64, the number of frames of each row that are read. Frames beyond them count as zeros, as
+            frames before the first do. None reads all frames.
     """
     rows, frames, channels = hidden.shape
     group_size, taps = weight.shape[1:]

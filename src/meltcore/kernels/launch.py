@@ -28,9 +28,9 @@ _forced_triton: bool | None = None
 
 
 def force_implementation(name: Literal["reference", "triton"] | None) -> None:
-    """Make this process run one implementation on every device. None selects by device again.
+    """Make this process run one implementation on every device. None selects the implementation by device again.
 
-    "reference" is for bisecting (`--debug reference-kernels`), "triton" for Triton's interpreter and for compiling
+    "reference" is for bisecting (`--debug reference-kernels`). "triton" is for Triton's interpreter, and for compiling
     kernels from tensors of the meta device.
     """
     global _forced_triton
@@ -45,7 +45,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 def pdl_options(device: torch.device, enabled: bool = True) -> dict[str, bool]:
     """Return the keyword arguments of a launch: the constexpr PDL, and `launch_pdl` if the device has PDL.
 
-    A launch that should not start early has `enabled` False.
+    `enabled` is False for a launch that should not start early.
     """
     return _WITH_PDL if enabled and capability(device) >= _PDL_CAPABILITY else _WITHOUT_PDL
 

@@ -101,7 +101,7 @@ class MemoryPools:
 
 @contextmanager
 def memory_pool(tag: MemoryTag) -> Iterator[None]:
-    """Allocate CUDA tensors in the pool of `tag` of the engine that is being built, if that can sleep."""
+    """Allocate CUDA tensors in the pool of `tag` of the engine that is being built, if that engine can sleep."""
     pools = _current.get()
     if pools is None:
         yield
@@ -111,10 +111,10 @@ def memory_pool(tag: MemoryTag) -> Iterator[None]:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give memory that torch caches back to the GPU, for pools and for others. Does nothing on a CPU.
+    """Return the memory that torch caches to the GPU, for pools and for other processes. Does nothing on a CPU.
 
-    Call it after large temporaries, before the next tensor that stays. That one would be a part of a cached segment,
-    and no part of a segment can be given back alone.
+    Call this after large temporaries, before the next tensor that stays. Such a tensor would become part of a cached
+    segment, and a segment can only be returned as a whole.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -136,6 +136,9 @@ def describe_pools() -> str:
 
 
 def graph_pool() -> _POOL_HANDLE:
-    """Return the id of a pool for CUDA graphs: of the engine that is being built if that can sleep, or a new one."""
+    """Return the id of a pool for CUDA graphs.
+
+    If the engine that is being built can sleep, this is its pool, otherwise a new one.
+    """
     pools = _current.get()
     return torch.cuda.graph_pool_handle() if pools is None else pools.pool_id("graphs")

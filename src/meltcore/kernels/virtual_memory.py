@@ -46,9 +46,9 @@ class MemoryDriver(Protocol):
 
 @dataclass
 class Segment:
-    """A range of addresses. Its physical memory is `handle`, None while unmapped.
+    """A range of addresses. Its physical memory is `handle`, which is None while unmapped.
 
-    `host_address` is its copy, if it has one.
+    `host_address` is the address of the segment's copy in host memory, if it has one.
     """
 
     tag: str
@@ -81,7 +81,10 @@ class VirtualMemory:
         return sum(segment.size for segment in self._segments.values() if segment.host_address is not None)
 
     def allocate(self, tag: str, size: int) -> int:
-        """Return the address of a new segment of at least `size` bytes. Raises OutOfMemoryError and keeps nothing."""
+        """Return the address of a new segment of at least `size` bytes.
+
+        Raises OutOfMemoryError and allocates nothing.
+        """
         size = -(-size // self._driver.granularity) * self._driver.granularity
         segment = Segment(tag, self._driver.reserve(size), size)
         try:
@@ -124,8 +127,8 @@ class VirtualMemory:
     def wake(self, copied_tags: Collection[str]) -> int:
         """Map all segments at their addresses. Returns the bytes copied back.
 
-        Those with `copied_tags` have their content of the last sleep, others zeros. Raises SleepError when physical
-        memory is missing; then nothing is mapped, and it can be called again.
+        Segments with `copied_tags` have the content that they had before the last sleep. Others have zeros. Raises
+        SleepError if physical memory is missing. Nothing is mapped then, and `wake` can be called again.
         """
         needed_bytes, free_bytes = self.size(), self._driver.free_bytes()
         if needed_bytes > free_bytes:
@@ -154,7 +157,7 @@ class VirtualMemory:
                 self._unmap(segment)
 
     def _pin(self, segments: Collection[Segment]) -> None:
-        """Give every segment pinned memory for its copy, or none that has not had any."""
+        """Allocate pinned memory for the copy of every segment. On failure, no segment gets new memory."""
         unpinned = [segment for segment in segments if segment.host_address is None]
         needed_bytes = sum(segment.size for segment in unpinned)
         available_bytes = self._available_host_bytes() if unpinned else 0

@@ -20,7 +20,10 @@ def persistent_layers(
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
     rotary: torch.Tensor,
 ) -> DecodeLayers | None:
-    """Return layers, pairs of mixer and feed-forward, for few sequences, or None if the kernel does not support one."""
+    """Return the layers for decode steps of few sequences. Returns None if the kernel does not support one of them.
+
+    `layers` has pairs of mixer and feed-forward.
+    """
     found = [_decode_layer(*layer, *cache) for layer, cache in zip(layers, caches, strict=True)]
     supported = [layer for layer in found if layer is not None]
     if len(supported) < len(found) or not supports(supported):
@@ -30,7 +33,7 @@ def persistent_layers(
 
 
 def _decode_layer(attention: nn.Module, mlp: nn.Module, keys: torch.Tensor, values: torch.Tensor) -> DecodeLayer | None:
-    """Return a layer of unquantized and unsharded weights, or None where the kernel does not support the layer."""
+    """Return a layer of unquantized and unsharded weights. Returns None if the kernel does not support the layer."""
     if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP) or mlp.activation != "silu":
         return None
     has_more = attention.output_gate or attention.sliding_window is not None or attention.qkv_proj.bias is not None

@@ -27,7 +27,7 @@ class ParallelLMHead(nn.Module):
     def tensors(self) -> dict[str, WeightLoader]:
         """Return the loaders of the tensors of the checkpoint's matrix [vocab_size, hidden_size].
 
-        By the last part of their names.
+        The keys are the last part of the tensors' names.
         """
         shape, rows = self._checkpoint_shape, range(len(self._local_tokens))
         return self.weight.tensors(MatrixPart(shape, (self._local_tokens,), range(shape[1]), rows))

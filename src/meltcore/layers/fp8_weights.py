@@ -32,7 +32,7 @@ from meltcore.layers.weight_loader import (
 
 
 class StoredScales(NamedTuple):
-    """What shares a scale of a published FP8 weight, and the last part of the scales' name."""
+    """How values of a published FP8 weight share a scale, and the last part of the name of the scales' tensor."""
 
     strategy: Literal["block", "channel", "tensor"]
     name: str
@@ -254,7 +254,7 @@ class Fp8Experts(nn.Module):
 
 
 def _fused_loaders(experts: Sequence[Sequence[dict[str, WeightLoader]]]) -> dict[str, WeightLoader]:
-    """Return the loaders of tensors that stack matrices of all experts, each expert's one above the other."""
+    """Return the loaders of tensors that stack one matrix of every expert, in the order of the experts."""
     fused: dict[str, WeightLoader] = {}
     for end, first in experts[0][0].items():
         if first.shape == (1,):  # of one scale per matrix no layout is published

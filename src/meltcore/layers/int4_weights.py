@@ -51,7 +51,10 @@ class Int4Format(NamedTuple):
     group_index: bytes = b""
 
     def input_order(self) -> torch.Tensor | None:
-        """Return the inputs in the order of their groups, [inputs] int64 on the CPU; None means their own order."""
+        """Return the inputs in the order of their groups, [inputs] int64 on the CPU.
+
+        Returns None if no order is needed.
+        """
         if not self.group_index:
             return None
         groups = torch.frombuffer(bytearray(self.group_index), dtype=torch.int32)
@@ -107,7 +110,7 @@ class _Matrix(NamedTuple):
         store: Callable[[slice, torch.Tensor], None],
         dtypes: tuple[torch.dtype, ...],
     ) -> WeightLoader:
-        """Return the loader of a tensor of `shape`, of which `rows` are kept. Its columns have `word_values` outputs.
+        """Return the loader of a tensor of `shape` that keeps `rows`. A column of the tensor has `word_values` outputs.
 
         `store` stores a part of the tensor in some rows of the arrays.
         """

@@ -50,9 +50,14 @@ class LinearWeight(Protocol):
     ) -> torch.Tensor:
         """Return norm(hidden) W^T: [tokens, input_size] -> [tokens, output_size].
 
-        A norm of None stands for an input that is normalized already. At most one of these may be given: `gated`
-        returns silu(first half) * second half of the outputs. `residual` [tokens, output_size] gets the result added in
-        place. `out` is memory for the result, whose rows may be strided. By default it is new, and a head's is float32.
+        At most one of `gated`, `residual` and `out` may be given.
+
+        Args:
+            hidden: [tokens, input_size].
+            norm: None means that `hidden` is normalized already.
+            gated: return silu(first half) * second half of the outputs.
+            residual: [tokens, output_size]. The result is added to `residual` in place.
+            out: memory for the result, whose rows may be strided. None allocates memory, in float32 for an output head.
         """
 
 
@@ -95,19 +100,19 @@ class ExpertsWeight(Protocol):
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loaders of one expert's matrix gate_proj, [intermediate_size, hidden_size].
 
-        By the last part of their names.
+        The keys are the last part of the tensors' names.
         """
 
     def up_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loaders of one expert's matrix up_proj, [intermediate_size, hidden_size].
 
-        By the last part of their names.
+        The keys are the last part of the tensors' names.
         """
 
     def down_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loaders of one expert's matrix down_proj, [hidden_size, intermediate_size].
 
-        By the last part of their names.
+        The keys are the last part of the tensors' names.
         """
 
     def fused_gate_up_tensors(self, num_experts: int) -> dict[str, WeightLoader]:

@@ -59,9 +59,9 @@ def stored_dtypes(target: WeightLoader) -> tuple[torch.dtype, ...]:
 
 
 def row_loader(target: WeightLoader, rows: range) -> WeightLoader | None:
-    """Return the loader of some rows of a checkpoint tensor, or None where it is only stored as a whole.
+    """Return the loader of some rows of a checkpoint tensor. Returns None if the tensor is only stored as a whole.
 
-    Of sharded rows that this rank does not keep, the loader stores nothing.
+    The loader skips sharded rows that this rank does not keep.
     """
     if isinstance(target, torch.Tensor):
         return target[as_slice(rows)] if target.dim() else None
@@ -142,18 +142,18 @@ def permuted_loader(target: WeightLoader, row_order: torch.Tensor | None) -> Wei
 
 
 def all_columns(columns: range) -> range:
-    """Return `columns`: of a tensor that has one number per column of its matrix."""
+    """Return `columns`, for a tensor that has one number per column of its matrix."""
     return columns
 
 
 class MatrixPart(NamedTuple):
-    """This rank's part of a checkpoint's matrix of `shape`, and the rows of a layer's weight that keep it.
+    """This rank's part of a checkpoint's matrix of `shape`, and the rows of a layer's weight that hold this part.
 
     Args:
         outputs: ranges of the matrix's rows that are kept, one after another.
         inputs: the matrix's columns that are kept.
-        rows: rows of the weight that keep them.
-        row_order: row i of the kept rows is their row row_order[i] in the checkpoint. None keeps the order.
+        rows: the rows of the weight that hold the kept rows.
+        row_order: kept row i is row row_order[i] of the kept rows in the checkpoint. None keeps the order.
     """
 
     shape: tuple[int, int]

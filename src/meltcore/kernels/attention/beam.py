@@ -28,12 +28,15 @@ def beam_self_attention(
     positions: torch.Tensor,
     num_positions: int,
 ) -> torch.Tensor:
-    """Write the keys and values of new tokens, and attend to the prefixes that they end.
+    """Write the keys and values of new tokens, and attend to the prefixes that end with these tokens.
 
-    qkv: [rows, beams, 3, heads, head_dim], contiguous; cache: [2, slots, heads, length, beams, head_dim], contiguous,
-    written in place; writers: [slots, beams, length] int8, contiguous, the beam that wrote each position before the new
-    one; slots, positions: [rows] int64, of the new tokens, each slot once unless its result is not used;
-    num_positions: an upper bound of positions + 1, which only the reference reads.
+    Args:
+        qkv: [rows, beams, 3, heads, head_dim], contiguous.
+        cache: [2, slots, heads, length, beams, head_dim], contiguous, written in place.
+        writers: [slots, beams, length] int8, contiguous: the beam that wrote each position before the new token.
+        slots: [rows] int64, the slots of the new tokens. A slot may occur twice only if its result is not used.
+        positions: [rows] int64, the positions of the new tokens.
+        num_positions: an upper bound of positions + 1, which only the reference reads.
 
     Returns [rows, beams, heads * head_dim].
     """
@@ -47,9 +50,12 @@ def beam_cross_attention(
 ) -> torch.Tensor:
     """Attend to the sources of the slots.
 
-    query: [rows, beams, heads, head_dim], contiguous; cache: [2, slots, heads, source positions, head_dim], contiguous;
-    slots: [rows] int64; lengths: [rows] int64, positions of each source, at least 1. Only the reference reads
-    num_positions, an upper bound of the lengths.
+    Args:
+        query: [rows, beams, heads, head_dim], contiguous.
+        cache: [2, slots, heads, source positions, head_dim], contiguous.
+        slots: [rows] int64.
+        lengths: [rows] int64, the number of positions of each source, at least 1.
+        num_positions: an upper bound of the lengths, which only the reference reads.
 
     Returns [rows, beams, heads * head_dim].
     """

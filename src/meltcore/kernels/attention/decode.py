@@ -42,10 +42,12 @@ _FEW_PAIRS_WARPS, _FEW_PAIRS_STAGES, _FEW_PAIRS_COMBINED = 8, 2, 32
 
 
 class DecodeLaunch(NamedTuple):
-    """Launch parameters of a decode step, which say how its work is divided. See `decode_launch`.
+    """Launch parameters of a decode step, which divide its work. See `decode_launch`.
 
-    A sequence has at most `splits` KV splits, a power of two, of which `combined` are combined at a time. With
-    `prefetch` a split starts, and loads its first blocks, before the previous kernel has ended.
+    Args:
+        splits: the maximum number of KV splits of a sequence, a power of two.
+        combined: the number of splits that are combined at a time.
+        prefetch: a split starts, and loads its first blocks, before the previous kernel has ended.
     """
 
     splits: int
@@ -67,13 +69,20 @@ def decode_attention(
     out: torch.Tensor | None = None,
     launch: DecodeLaunch | StreamK | None = None,
 ) -> torch.Tensor:
-    """Store the key and value of one new token per sequence as `store_kv` does, and attend to its sequence.
+    """Store the key and value of one new token per sequence as `store_kv` does, and attend to the token's sequence.
 
-    qkv: [sequences, (heads + 2 * kv_heads) * head_dim], heads a multiple of kv_heads (grouped-query attention).
-    positions: [sequences] int64, positions of the new tokens, or -1 for the padding of a CUDA graph. Outputs of padding
-    are zeros, and neither the page table nor the caches are accessed. rows: [sequences] int64, each sequence's row in
-    the page table. Page-table entries before the page of a window's oldest key are not read, and neither are their
-    pages. Returns [sequences, heads, head_dim], in `out` where it is given.
+    Args:
+        qkv: [sequences, (heads + 2 * kv_heads) * head_dim], heads a multiple of kv_heads (grouped-query attention).
+        params: the parameters of the layer.
+        positions: [sequences] int64, positions of the new tokens, or -1 for the padding of a CUDA graph. Outputs of
+            padding are zeros, and neither the page table nor the caches are accessed.
+        page_table: [rows, max_pages] int64. Entries before the page of a window's oldest key, and their pages, are not
+            read.
+        rows: [sequences] int64, each sequence's row in the page table.
+        out: memory for the result. None allocates new memory.
+        launch: the launch parameters. None selects them by size.
+
+    Returns [sequences, heads, head_dim].
     """
     if out is None:
         out = params.empty_output(qkv)
@@ -120,20 +129,28 @@ def decode_launch(
     sms: int,
     shared_bytes: int,
 ) -> DecodeLaunch:
-    """Return the launch for these shapes, which a graph can capture: lengths are known to the device only.
+    """Return the launch parameters for these shapes. Lengths are known only to the device, so a graph can capture them.
 
-    A cache element has `element_bytes`, and a query's keys are on at most `max_pages` pages. The device has `sms` SMs
-    with `shared_bytes` of shared memory each.
+    A split is about `split_pages` pages, or more if a sequence would have more than `splits` such splits. All splits of
+    a sequence have about the same length.
 
-    A split is about `split_pages` pages, or more where a sequence has more than `splits` such splits; the splits of a
-    sequence have about one length. Few sequences start early and get as many splits as can run concurrently, with three
-    or four stages, whichever leaves less shared memory empty. Many are best left whole (400 sequences of 640 tokens: 97
-    % of read bandwidth, 89 % in two splits each; H200, 2026-11-21), except very long ones among them, which would delay
-    the rest: a second program per sequence costs next to nothing where it finds no split. With heads of 256 it does:
-    206 instead of 165 us at 256 sequences of 1,280 tokens (2026-11-22).
+    With few sequences, programs start early, and a sequence gets as many splits as can run concurrently. They have
+    three or four stages, whichever leaves less shared memory empty. Many sequences are best left whole (400 sequences
+    of 640 tokens: 97 % of read bandwidth, 89 % in two splits each; H200, 2026-11-21). Very long sequences among them
+    are split, since they would delay the rest. A second program per sequence costs almost nothing if it finds no split.
+    With heads of 256 it does cost time: 206 instead of 165 us at 256 sequences of 1,280 tokens (2026-11-22).
 
-    A sequence of 4 key heads, or 2 of 256 dims, has 8 warps, which combine most of its splits together: 2.3 us less for
-    a layer of Qwen3-30B-A3B, and 5 for a layer of Qwen3.5-35B-A3B, of 1,166 tokens (2026-11-29).
+    A sequence of 4 key heads, or of 2 with 256 dims, has 8 warps, which combine most of its splits together. This saves
+    2.3 us for a layer of Qwen3-30B-A3B and 5 us for a layer of Qwen3.5-35B-A3B, both with 1,166 tokens (2026-11-29).
+
+    Args:
+        sequences: the number of sequences.
+        kv_heads: the number of key heads.
+        head_dim: the size of a head.
+        element_bytes: the bytes of a cache element.
+        max_pages: the maximum number of pages with keys of one query.
+        sms: the number of SMs of the device.
+        shared_bytes: the shared memory of an SM.
     """
     num_pairs = sequences * kv_heads
     prefetch = num_pairs < sms

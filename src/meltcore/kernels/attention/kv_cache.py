@@ -21,10 +21,13 @@ _BLOCK = 1024
 
 
 def store_kv(qkv: torch.Tensor, params: AttentionParams, positions: torch.Tensor, slots: torch.Tensor) -> None:
-    """Normalize and rotate keys head by head, and store them and the values in the cache.
+    """Normalize and rotate the keys of each head, and store keys and values in the cache.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], in that order; positions, slots: [tokens] int64, a slot is
-    page * page_size + offset.
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values.
+        params: the parameters of the layer.
+        positions: [tokens] int64.
+        slots: [tokens] int64. A slot is page * page_size + offset.
     """
     if not use_triton(qkv):
         store_kv_reference(qkv, params, positions, slots)
@@ -85,8 +88,13 @@ def attention_reference(
 ) -> torch.Tensor:
     """Compute dense causal attention of one sequence in PyTorch and in float32, as the kernels' specification.
 
-    queries: [queries, heads, head_dim], query i at position context_len + i; pages: the sequence's row of the page
-    table. Keys before the first query's sliding window are not read.
+    Keys before the first query's sliding window are not read.
+
+    Args:
+        queries: [queries, heads, head_dim]. Query i is at position context_len + i.
+        params: the parameters of the layer.
+        pages: the sequence's row of the page table.
+        context_len: the number of tokens before the first query.
     """
     num_queries, heads, head_dim = queries.shape
     page_size, kv_heads = params.key_cache.shape[1:3]

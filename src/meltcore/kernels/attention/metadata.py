@@ -15,8 +15,8 @@ BLOCK_QUERIES = 64
 class PaddedGroup(NamedTuple):
     """Neighboring sequences [first, last) of a step, padded to one query length and one page count.
 
-    Padding is the cost of the reference implementation; the planner sorts sequences so that it stays below a factor of
-    two.
+    Padding is the cost of the reference implementation. The planner sorts sequences so that this cost stays below a
+    factor of two.
     """
 
     first: int
@@ -99,7 +99,7 @@ class AttentionParams(NamedTuple):
         return qkv.new_empty(qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads, head_dim)
 
     def max_query_pages(self, max_pages: int) -> int:
-        """Return the maximum number of pages of one query's keys, where a sequence has at most `max_pages`."""
+        """Return the maximum number of pages with keys of one query, if a sequence has at most `max_pages`."""
         if self.sliding_window is None:
             return max_pages
         page_size = self.key_cache.shape[1]
@@ -107,10 +107,11 @@ class AttentionParams(NamedTuple):
 
 
 def make_query_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
-    """Cut chunks (row in the page table, index of the first token, tokens, position of the first token) into tiles.
+    """Cut chunks of prompts into tiles of at most BLOCK_QUERIES tokens.
 
-    Returns [tiles, 4] int32 of the same form, at most BLOCK_QUERIES tokens each. Tiles with most keys come first: the
-    device starts them in this order, and short tiles fill the gaps at the end.
+    A chunk is (row in the page table, index of the first token, tokens, position of the first token). Returns [tiles,
+    4] int32, each a tile in the same form. Tiles with most keys come first. The device starts tiles in this order, and
+    short tiles fill the gaps at the end.
     """
     table = np.array(list(chunks), dtype=np.int32).reshape(-1, 4)
     tile_counts = -(-table[:, 2] // BLOCK_QUERIES)

@@ -16,10 +16,15 @@ from meltcore.kernels.launch import use_triton
 def paged_attention(
     qkv: torch.Tensor, params: AttentionParams, positions: torch.Tensor, metadata: AttentionMetadata
 ) -> torch.Tensor:
-    """Store the new tokens' keys and values, and attend causally to each token's own sequence, itself included.
+    """Store the new tokens' keys and values, and attend causally to each token's sequence, including the token itself.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim], heads a multiple of kv_heads (grouped-query attention); positions:
-    [tokens] int64. Returns [tokens, heads, head_dim].
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim], heads a multiple of kv_heads (grouped-query attention).
+        params: the parameters of the layer.
+        positions: [tokens] int64.
+        metadata: the sequences of the step.
+
+    Returns [tokens, heads, head_dim].
     """
     if not use_triton(qkv):
         return _paged_attention_reference(qkv, params, positions, metadata)
@@ -59,11 +64,11 @@ def causal_mask(
 
 
 class _GroupKeys(NamedTuple):
-    """Where the keys of a padded group are, and which of them each query sees.
+    """The pages of a padded group's keys, and a mask of the keys that each query sees.
 
-    `pages` is a slice of neighboring pages, which needs no copy, or their numbers, [sequences, pages]. `bias` is 0 for
-    a key that a query sees, else minus infinity: [sequences, 1, rows, keys], with rows as in `_attend_group`. It has
-    one row for all of a token's heads where each sequence has one query.
+    `pages` is a slice of neighboring pages, which needs no copy, or page numbers [sequences, pages]. `bias` is 0 for a
+    key that a query sees, else minus infinity. It is [sequences, 1, rows, keys], with rows as in `_attend_group`. If
+    each sequence has one query, `bias` has one row for all heads of a token.
     """
 
     pages: slice | torch.Tensor

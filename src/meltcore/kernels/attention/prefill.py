@@ -20,9 +20,9 @@ class PrefillLaunch(NamedTuple):
     """Launch parameters of the prefill kernel.
 
     Args:
-        packed_heads: heads of a group in one tile.
-        block_keys: keys of a block.
-        stages: stages of the key pipeline.
+        packed_heads: the number of a group's heads in one tile.
+        block_keys: the number of keys of a block.
+        stages: the number of stages of the key pipeline.
         registers: registers per thread, or None for the compiler's choice.
     """
 
@@ -42,12 +42,20 @@ def prefill_attention(
     out: torch.Tensor | None = None,
     launch: PrefillLaunch | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention of chunks of prompts, whose own keys and values are in the cache already.
+    """Compute causal attention of chunks of prompts, whose keys and values are already in the cache.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim]; its queries are loaded, normalized and rotated by their positions.
-    tiles: [tiles, 4] int32 from `make_query_tiles`, on the device; those without tokens are padding. Returns [tokens,
-    heads, head_dim], in `out` where it is given. Tokens that no tile covers are left as they are. With a sliding
-    window, a tile reads no page-table entry before the page of its first query's oldest key.
+    With a sliding window, a tile reads no page-table entry before the page of its first query's oldest key.
+
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim]. The queries are loaded, normalized, and rotated by their
+            positions.
+        params: the parameters of the layer.
+        page_table: [rows, max_pages] int64.
+        tiles: [tiles, 4] int32 from `make_query_tiles`, on the device. Tiles without tokens are padding.
+        out: memory for the result. None allocates new memory. Tokens that no tile covers are not written.
+        launch: the launch parameters. None selects them by size.
+
+    Returns [tokens, heads, head_dim].
     """
     if out is None:
         out = params.empty_output(qkv)
@@ -95,13 +103,15 @@ def _prefill_reference(
 
 
 def prefill_launch(head_dim: int, element_bytes: int) -> PrefillLaunch:
-    """Return the launch of 64 queries of one head per program.
+    """Return the launch parameters for programs with 64 queries of one head.
 
-    A block of keys and one of values take 32 KiB. With three stages (two of them in flight) and the queries that is at
-    most 112 KiB on Hopper, which keeps a third block for its asynchronous matrix instructions. It is less elsewhere,
-    within consumer GPUs. Heads of 256 do with two stages: 258 and 375 TFLOP/s; by 8 warps, in smaller or larger blocks
-    or with a third stage 82 to 189 and 96 to 305. Float32 is a path for checking, without matrix units, and needs one
-    stage where the queries alone are 64 KiB.
+    A block of keys and a block of values take 32 KiB together. With three stages (two of them in flight) and the
+    queries, a program takes at most 112 KiB on Hopper, which keeps a third block for its asynchronous matrix
+    instructions. On other GPUs it takes less, so that consumer GPUs support it.
+
+    Heads of 256 have two stages: 258 and 375 TFLOP/s. With 8 warps, with smaller or larger blocks or with a third
+    stage, they reach 82 to 189 and 96 to 305 TFLOP/s. Float32 is for checking and does not use matrix units. It has one
+    stage if the queries alone take 64 KiB.
     """
     if element_bytes > 2:
         return PrefillLaunch(1, max(16, 2**13 // (head_dim * element_bytes)), 8, stages=2 if head_dim <= 128 else 1)
@@ -117,7 +127,10 @@ PACKED_PAIRS = PrefillLaunch(2, 64, warps=8, stages=2, registers=128)
 
 
 def select_launch(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, tiles: int) -> PrefillLaunch:
-    """Return the launch for a number of tiles and heads. About half of a graph's tiles are padding, which exits."""
+    """Return the launch parameters for a number of tiles and heads.
+
+    About half of a graph's tiles are padding, which exits.
+    """
     kv_heads, head_dim = key_cache.shape[2:]
     can_pack = (
         capability(qkv.device) == 90

@@ -32,7 +32,7 @@ _LINE_BYTES = 16  # divides the addresses that are read
 
 
 def supports(qkv: torch.Tensor, params: AttentionParams, heads: int) -> bool:
-    """Return whether the kernel supports a layer: on Hopper, in bfloat16, heads of 128 in pairs that share keys."""
+    """Return whether the kernel supports a layer: on Hopper, bfloat16, heads of 128 in pairs that share keys."""
     page_size, kv_heads, head_dim = params.key_cache.shape[1:]
     tensors = [qkv, params.key_cache, params.value_cache, *(params.norms[:1] if params.norms else ())]
     return (
@@ -49,9 +49,9 @@ def supports(qkv: torch.Tensor, params: AttentionParams, heads: int) -> bool:
 
 
 def is_faster(tiles: int, heads: int, device: torch.device) -> bool:
-    """Return whether the kernel is faster than Triton's, which fits two programs on an SM.
+    """Return whether the kernel is faster than Triton's kernel, two programs of which fit on an SM.
 
-    It is where nearly every SM has an item (docs/decisions/prefill-attention.md).
+    It is faster if nearly every SM has an item (docs/decisions/prefill-attention.md).
     """
     return tiles * heads // 2 >= 0.95 * sm_count(device)
 
@@ -73,7 +73,7 @@ def kernel_macros(heads: int, kv_heads: int, page_size: int, *, normed: bool) ->
 def prefill_wgmma(
     qkv: torch.Tensor, params: AttentionParams, page_table: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Compute `prefill_attention` for what `supports` returns True for."""
+    """Compute `prefill_attention` of tensors for which `supports` returns True."""
     norms, rotary_table, key_cache, value_cache, scale, _ = params
     heads, (_, page_size, kv_heads, _) = out.shape[1], key_cache.shape
     maps = (

@@ -52,13 +52,15 @@ class StreamK(NamedTuple):
 
 
 def stream_k_for(sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> StreamK | None:
-    """Return the work ranges of a decode step, or None where one program per sequence and key head is better.
+    """Return the work ranges of a decode step. Returns None if one program per sequence and key head is better.
 
-    As many programs as run concurrently: shared memory holds three blocks of keys and values for each, one of them in
-    flight, so two per SM on Hopper. (The registers of a third fit only smaller blocks, which are slower.) Two key heads
-    are neighbors on a page. Where their query heads fit in the 16 rows that tl.dot takes at least, they cost no more
-    arithmetic than one: 1 % faster. Four or eight are slower, since the splits of their more work ranges take longer to
-    combine (H200, 2026-11-21).
+    There are as many programs as run concurrently. Shared memory holds three blocks of keys and values for each
+    program, one of them in flight. So Hopper runs two programs per SM. (The registers of a third program would allow
+    only smaller blocks, which are slower.)
+
+    Two key heads are neighbors on a page. If their query heads fit in the 16 rows that tl.dot needs, two key heads cost
+    no more arithmetic than one and are 1 % faster. Four or eight are slower, since the splits of their more work ranges
+    take longer to combine (H200, 2026-11-21).
     """
     programs = sm_count(device) * max(1, shared_memory_bytes(device) // (96 * 2**10))
     if sequences > MAX_SEQUENCES or sequences * kv_heads < sm_count(device) or head_dim > _MAX_HEAD_DIM:
@@ -76,7 +78,10 @@ def decode_stream_k(
     out: torch.Tensor,
     launch: StreamK,
 ) -> None:
-    """Compute `decode_attention` of at most MAX_SEQUENCES sequences into `out`. Raises ValueError for more."""
+    """Compute `decode_attention` of at most MAX_SEQUENCES sequences into `out`.
+
+    Raises ValueError for more sequences.
+    """
     sequences, heads, head_dim = out.shape
     _, page_size, kv_heads, _ = params.key_cache.shape
     norms, (num_ranges, key_heads) = params.norms, launch

@@ -82,7 +82,7 @@ def all_reduce_reference(partial_sums: list[torch.Tensor], residual: torch.Tenso
 def all_reduce_rms_norm_reference(
     partial_sums: list[torch.Tensor], norm: Norm, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rounded sum and its `rms_norm`: the specification of `all_reduce_rms_norm`."""
+    """Return the rounded sum and its `rms_norm`, as the specification of `all_reduce_rms_norm`."""
     total = all_reduce_reference(partial_sums, residual)
     return total, rms_norm(total, *norm)
 
@@ -250,8 +250,8 @@ def all_reduce(
 ) -> torch.Tensor:
     """Replace `partial_sum` by the sum of all ranks' partial sums, or add that sum to `residual` if it is given.
 
-    All ranks must call it together. Both tensors are contiguous, of one shape and floating type. `can_all_reduce` tells
-    whether they are supported.
+    All ranks must call this together. Both tensors are contiguous and have the same shape and floating type.
+    `can_all_reduce` returns whether they are supported.
     """
     output = partial_sum if residual is None else residual
     chunks = triton.cdiv(partial_sum.numel() * partial_sum.element_size() // 4, CHUNK)
@@ -289,8 +289,13 @@ def combine_all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `all_reduce_rms_norm` of the rounded weighted sum of each token's expert outputs.
 
-    outputs: [tokens * top_k, size], contiguous; topk_weights: [tokens, top_k] float32; residual: [tokens, size] in the
-    type of `outputs`, see `can_fuse_norm`.
+    Args:
+        outputs: [tokens * top_k, size], contiguous.
+        memory: the group's symmetric memory.
+        topk_weights: [tokens, top_k] float32.
+        norm: the norm of the result.
+        residual: [tokens, size] of the dtype of `outputs`, see `can_fuse_norm`.
+        phases: the phases to launch.
     """
     normalized, row = torch.empty_like(residual), row_words(residual)
     _launch(outputs, topk_weights, memory, residual, normalized, norm, row, phases, has_residual=True)

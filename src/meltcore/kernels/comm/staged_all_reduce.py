@@ -53,8 +53,13 @@ def staged_all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of all ranks' partial sums, plus `residual` if it is given, and the norm of the result.
 
-    All ranks must call it together. partial_sum, residual: [rows, size] of one type, see `can_stage`. The result
-    replaces `residual` if it is given, else `partial_sum`.
+    All ranks must call this together. The result replaces `residual` if it is given, else `partial_sum`.
+
+    Args:
+        partial_sum: [rows, size], see `can_stage`.
+        memory: the group's symmetric memory.
+        norm: the norm of the result.
+        residual: [rows, size] of the same dtype.
     """
     output = partial_sum if residual is None else residual
     normalized = _reduce(partial_sum, None, memory, output, norm, has_residual=residual is not None)
@@ -70,8 +75,12 @@ def staged_combine_all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `staged_all_reduce_rms_norm` of the rounded weighted sum of each token's expert outputs.
 
-    outputs: [tokens * top_k, size], contiguous; topk_weights: [tokens, top_k] float32; residual: [tokens, size] in the
-    type of `outputs`, see `can_stage`.
+    Args:
+        outputs: [tokens * top_k, size], contiguous.
+        memory: the group's symmetric memory.
+        topk_weights: [tokens, top_k] float32.
+        norm: the norm of the result.
+        residual: [tokens, size] of the dtype of `outputs`, see `can_stage`.
     """
     return residual, _reduce(outputs, topk_weights, memory, residual, norm, has_residual=True)
 
@@ -270,7 +279,7 @@ def _reduce(
     *,
     has_residual: bool,
 ) -> torch.Tensor:
-    """Reduce messages that fit into the buffers one after another. Returns the norm of `output`."""
+    """Reduce messages that fit into the buffers, one after another. Returns the norm of `output`."""
     normalized = torch.empty_like(output)
     top_k = 0 if topk_weights is None else topk_weights.shape[1]
     num_rows = rows_per_message(row_words(output), memory.ranks)
@@ -345,7 +354,7 @@ def _launch(
 
 
 def _exchange(stage: int, memory: SymmetricMemory) -> None:
-    """Tell the other ranks that all rows (0) or sums (1) of this rank have arrived, and wait for theirs."""
+    """Report to the other ranks that this rank's rows (stage 0) or sums (stage 1) have arrived, and wait for theirs."""
     _all_reduce_exchange_kernel[(int(memory.has_messages),)](
         memory.pointers,
         memory.messages,

@@ -24,8 +24,10 @@ BLOCK = 128
 class BlockFp8Tensor(NamedTuple):
     """A quantized weight, or quantized tokens.
 
-    values: [..., rows, columns] e4m3; scales: [..., rows / row_group, blocks of columns] float32, factors of the
-    values. Blocks have 128 columns, the last one the rest, unless a row has one scale.
+    Args:
+        values: [..., rows, columns] e4m3.
+        scales: [..., rows / row_group, blocks of columns] float32, the factors of the values. A block has 128 columns;
+            the last block may have fewer. If a row has one scale, all columns are one block.
     """
 
     values: torch.Tensor
@@ -128,7 +130,8 @@ def _quantize_blocks_kernel(
 def quantize_blocks(hidden: torch.Tensor, norm: Norm | None = None) -> BlockFp8Tensor:
     """Quantize norm(hidden) per row and block of columns. hidden: [rows, columns] of any floating type, contiguous.
 
-    The norm's factor of a row is multiplied into its scales: the values do not wait for it, and are rounded once.
+    The norm's factor of a row is multiplied into the row's scales. So values are quantized without waiting for the
+    factor, and are rounded once.
     """
     if not use_triton(hidden):
         return quantize_blocks_reference(hidden, norm)

@@ -200,12 +200,19 @@ def block_fp8_gemm(
     has_residual: bool = False,
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
-    """Write hidden W^T to `output`: hidden [tokens, K], weight [N, K] -> [tokens, N]. Rows of `output` may be strided.
+    """Write hidden W^T to `output`: hidden [tokens, K], weight [N, K] -> [tokens, N].
 
-    `hidden` has quantized tokens, or unquantized tokens of any floating type, which are quantized in blocks. With
-    `gated` the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. With
-    `has_residual` the result is added to `output`. The weight is read before the previous kernel has ended: that kernel
-    must not write it. Raises ValueError for unquantized tokens and a weight without blocks.
+    The weight is read before the previous kernel has ended, so that kernel must not write it.
+
+    Args:
+        hidden: quantized tokens, or unquantized tokens of any floating type, which are quantized in blocks.
+        weight: [N, K].
+        output: [tokens, N]. Rows may be strided.
+        gated: the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
+        has_residual: the result is added to `output`.
+        config: the tile configuration. None selects one by size.
+
+    Raises ValueError for unquantized tokens and a weight without blocks.
     """
     is_quantized = isinstance(hidden, BlockFp8Tensor)
     values, token_scales = hidden if isinstance(hidden, BlockFp8Tensor) else (hidden, weight.scales)

@@ -86,7 +86,8 @@ def _quantize_kernel(
 def quantize(hidden: torch.Tensor, norm: Norm | None = None) -> Fp8Tensor:
     """Quantize norm(hidden) per row. hidden: [rows, size] of any floating type, contiguous.
 
-    The norm's factor of a row is multiplied into its scale: the values do not wait for it, and are rounded once.
+    The norm's factor of a row is multiplied into the row's scale. So values are quantized without waiting for the
+    factor, and are rounded once.
     """
     if not use_triton(hidden):
         return quantize_reference(hidden, norm)

@@ -226,7 +226,7 @@ def fp8_skinny_gemm(
 ) -> torch.Tensor:
     """Multiply up to MAX_TOKENS quantized tokens by an FP8 weight. The result has type `dtype`.
 
-    gated and residual have the meaning that they have in `gemv`.
+    `gated` and `residual` are explained at `gemv`.
     """
     num_tokens, k = hidden.values.shape
     output = output_or_residual(num_tokens, weight, dtype, gated, residual)
@@ -256,7 +256,10 @@ def fp8_skinny_gemm(
 def output_or_residual(
     tokens: int, weight: Fp8Tensor, dtype: torch.dtype, gated: bool, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the residual [tokens, N] if there is one, else new memory of that size. N is half of the rows if gated."""
+    """Return the residual [tokens, N] if there is one, else new memory of that size.
+
+    N is the number of the weight's rows, or half of it if `gated`.
+    """
     if residual is not None:
         return residual
     n = weight.values.shape[0] // (2 if gated else 1)

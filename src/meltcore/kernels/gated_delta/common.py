@@ -113,8 +113,8 @@ def require_layout(projected: torch.Tensor, params: GatedDeltaParams, shape: Gat
 def make_chunk_indices(query_lens: Sequence[int], num_decodes: int) -> np.ndarray:
     """Return (sequence index, chunk index) of every prefill chunk of a step: [chunks, 2] int32.
 
-    `query_lens` has the tokens of each sequence in this step. The first `num_decodes` sequences decode and have no
-    chunk. Chunks are counted from the sequence's first token in this step.
+    `query_lens` has the number of tokens of each sequence in this step. The first `num_decodes` sequences decode and
+    have no chunk. Chunks are counted from the sequence's first token in this step.
     """
     chunk_counts = -(-np.asarray(query_lens[num_decodes:], dtype=np.int32) // CHUNK)
     sequences = np.arange(num_decodes, len(query_lens), dtype=np.int32).repeat(chunk_counts)
@@ -183,7 +183,13 @@ def delta_rule_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply one token to the state. Returns the output [..., value_dim] and the new state.
 
-    query, key: [..., key_dim]; value: [..., value_dim]; g, beta: [...]; state: [..., key_dim, value_dim].
+    Args:
+        query: [..., key_dim].
+        key: [..., key_dim].
+        value: [..., value_dim].
+        g: [...], the logarithm of the decay.
+        beta: [...], the step size.
+        state: [..., key_dim, value_dim].
     """
     state = state * g.exp()[..., None, None]
     update = beta[..., None] * (value - (key[..., None, :] @ state)[..., 0, :])

@@ -37,9 +37,14 @@ def gated_delta_decode(
 ) -> None:
     """Compute one new token per sequence into `out` and update the states.
 
-    projected: [sequences, width]; positions: [sequences] int64, of the new tokens; slots: [sequences] int64, with the
-    sequences' states; out: [sequences, heads * value_dim]. Position -1 is the padding of a CUDA graph, on slot 0: its
-    output is zeros.
+    Args:
+        projected: [sequences, width].
+        params: the parameters and states of the layer.
+        positions: [sequences] int64, the positions of the new tokens. Position -1 is the padding of a CUDA graph, which
+            uses slot 0. Its output is zeros.
+        slots: [sequences] int64, the slots of the sequences' states.
+        shape: the sizes of the layer.
+        out: [sequences, heads * value_dim].
     """
     if not use_triton(projected):
         _decode_reference(projected, params, positions, slots, shape, out)

@@ -33,10 +33,15 @@ def gated_delta_prefill(
 ) -> None:
     """Compute the tokens of all sequences in prefill into `out` and update the states.
 
-    projected: [tokens, width]; out: [tokens, heads * value_dim], unchanged for tokens that decode.
+    A CUDA graph is padded by sequences without tokens, on slot 0, and by their chunks. Programs of padding return
+    immediately: a graph has up to twice as many chunks as its tokens fill.
 
-    Sequences without tokens, on slot 0, pad a CUDA graph, and so do their chunks. Their programs return at their start:
-    a graph has up to twice as many chunks as its tokens fill.
+    Args:
+        projected: [tokens, width].
+        params: the parameters and states of the layer.
+        metadata: the sequences of the step.
+        shape: the sizes of the layer.
+        out: [tokens, heads * value_dim], unchanged for tokens that decode.
     """
     if not use_triton(projected):
         _prefill_reference(projected, params, metadata, shape, out)

@@ -141,10 +141,16 @@ def gemv(
 ) -> torch.Tensor:
     """Compute norm(hidden) W^T: hidden [1, K], weight [N, K] -> [1, N].
 
-    With `gated` the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. `residual` is
-    [1, N], contiguous; the result is added to it in place and it is returned. `out` is [1, N], of the type of `hidden`
-    or float32, and takes the result. The weight is read before the previous kernel has ended: that kernel must not
-    write it.
+    The weight is read before the previous kernel has ended, so that kernel must not write it.
+
+    Args:
+        hidden: [1, K].
+        weight: [N, K].
+        norm: None means that `hidden` is normalized already.
+        gated: the weight holds gate rows above up rows, and the result is silu(gate) * up, [1, N / 2].
+        residual: [1, N], contiguous. The result is added to `residual` in place, and `residual` is returned.
+        out: [1, N], of the type of `hidden` or float32. The result is written to `out`.
+        config: None selects a configuration by size.
     """
     k = hidden.shape[1]
     output_size = weight.shape[0] // 2 if gated else weight.shape[0]

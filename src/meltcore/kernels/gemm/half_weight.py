@@ -23,7 +23,7 @@ _ROUNDING = 2.0**-12
 
 
 def supports_half_weights() -> bool:
-    """Return whether this processor multiplies by `PackedHalf`: one of x86-64 with AVX2."""
+    """Return whether this processor supports `PackedHalf`: an x86-64 processor with AVX2."""
     return torch.backends.quantized.engine in ("x86", "fbgemm")
 
 
@@ -39,7 +39,8 @@ def packed_half_bytes(rows: int, columns: int, *, in_two_parts: bool) -> int:
 class PackedHalf:
     """A weight [N, K] in float16, packed for `half_linear`.
 
-    In two parts the second one holds what the first one rounds off, and the result equals a GEMM in float32.
+    With two parts, the second part holds the rounding errors of the first part, and the result equals a GEMM in
+    float32.
     """
 
     def __init__(self, values: torch.Tensor, *, in_two_parts: bool = False) -> None:

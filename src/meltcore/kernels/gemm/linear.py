@@ -26,10 +26,16 @@ def linear(
 ) -> torch.Tensor:
     """Compute norm(hidden) W^T by the fastest kernel: hidden [tokens, K], weight [N, K] -> [tokens, N].
 
-    At most one of the following may be given. `gated`: the result is silu(gate) * up, where gate and up are its halves,
-    [tokens, N / 2]. `residual`: [tokens, N], contiguous; the result is added to it in place and it is returned. `out`:
-    [tokens, N], contiguous; it takes the result. A float32 `out` takes the sums without rounding them to the type of
-    `hidden`.
+    At most one of `gated`, `residual` and `out` may be given.
+
+    Args:
+        hidden: [tokens, K].
+        weight: [N, K].
+        norm: None means that `hidden` is normalized already.
+        gated: the result is silu(gate) * up, [tokens, N / 2], where gate and up are the halves of the GEMM's columns.
+        residual: [tokens, N], contiguous. The result is added to `residual` in place, and `residual` is returned.
+        out: [tokens, N], contiguous. The result is written to `out`. A float32 `out` takes the sums without rounding
+            them to the type of `hidden`.
     """
     in_triton = use_triton(hidden)
     if in_triton and gemv_kernel.supports(hidden, weight, gated=gated):

@@ -253,10 +253,15 @@ def split_k_gemm(
 ) -> torch.Tensor:
     """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N].
 
-    With `gated` the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. `residual` is
-    [tokens, N], contiguous; the result is added to it in place and it is returned. `out` is [tokens, N], contiguous, of
-    the type of `hidden` or float32, and takes the result. The weight is read before the previous kernel has ended: that
-    kernel must not write it.
+    The weight is read before the previous kernel has ended, so that kernel must not write it.
+
+    Args:
+        hidden: [tokens, K].
+        weight: [N, K].
+        gated: the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
+        residual: [tokens, N], contiguous. The result is added to `residual` in place, and `residual` is returned.
+        out: [tokens, N], contiguous, of the type of `hidden` or float32. The result is written to `out`.
+        config: None selects a configuration by size.
     """
     tokens, k = hidden.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]

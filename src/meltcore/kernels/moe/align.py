@@ -29,9 +29,13 @@ _TILES_PER_PROGRAM = 8  # per program that writes pairs: enough for one round wh
 class Alignment(NamedTuple):
     """The pairs of tokens and experts, sorted by expert and cut into tiles of `block_m` rows.
 
-    src2dst: [tokens, top_k] int32, the row of each pair. sorted_token_ids: [tiles * block_m] int32, the pair of each
-    row, undefined for padding. expert_ids: [tiles] int32, undefined for empty tiles. num_valid: [tiles] int32, number
-    of pairs in the first rows of each tile. num_tiles: [1] int32; later tiles are empty.
+    Args:
+        src2dst: [tokens, top_k] int32, the row of each pair.
+        sorted_token_ids: [tiles * block_m] int32, the pair of each row, undefined for padding.
+        expert_ids: [tiles] int32, the expert of each tile, undefined for empty tiles.
+        num_valid: [tiles] int32, the number of pairs of each tile. They are in the tile's first rows.
+        num_tiles: [1] int32. Later tiles are empty.
+        block_m: rows of a tile.
     """
 
     src2dst: torch.Tensor

@@ -18,10 +18,12 @@ _ELEMENTS_PER_THREAD = 8
 
 
 def combine(outputs: torch.Tensor, topk_weights: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the float32 weighted sum of each token's outputs. Adds it to `residual` in place if that is given.
+    """Return the float32 weighted sum of each token's outputs. If `residual` is given, the sum is added to it in place.
 
-    outputs: [tokens * top_k, hidden_size]; topk_weights: [tokens, top_k] float32; residual and result: [tokens,
-    hidden_size], contiguous.
+    Args:
+        outputs: [tokens * top_k, hidden_size].
+        topk_weights: [tokens, top_k] float32.
+        residual: [tokens, hidden_size], contiguous, as is the result.
     """
     if not use_triton(outputs):
         return combine_reference(outputs, topk_weights, residual)

@@ -46,13 +46,19 @@ def expert_outputs(
     config: GemmConfig | None = None,
     mode: Mode | None = None,
 ) -> torch.Tensor:
-    """Compute the unweighted outputs of each token's experts.
+    """Compute the unweighted outputs of each token's experts: down (silu(gate x) * up x) of each pair.
 
-    Returns [tokens * top_k, hidden_size]: down (silu(gate x) * up x) of each pair of a token and an expert.
+    The activation is stored in the type of `hidden`.
 
-    The activation is stored in the type of `hidden`. hidden: [tokens, hidden_size], contiguous; gate_up: [experts, 2 *
-    width, hidden_size], gate rows above up rows; down: [experts, hidden_size, width]. `config` and `mode` of the
-    grouped GEMM are selected by size if they are None.
+    Args:
+        hidden: [tokens, hidden_size], contiguous.
+        routing: the experts of each token.
+        gate_up: [experts, 2 * width, hidden_size], gate rows above up rows.
+        down: [experts, hidden_size, width].
+        config: the configuration of the grouped GEMM. None selects one by size.
+        mode: the mode of the grouped GEMM. None selects one by size.
+
+    Returns [tokens * top_k, hidden_size].
     """
     if not use_triton(hidden):
         return expert_outputs_reference(hidden, routing, gate_up, down)

@@ -36,12 +36,18 @@ def route_tokens(
     shared_expert: bool = False,
     uniform_seed: int | None = None,
 ) -> tuple[torch.Tensor, Routing]:
-    """Return norm(residual), and each token's experts, selected by the logits norm(residual) router^T.
+    """Return norm(residual) and each token's experts, which are selected by the logits norm(residual) router^T.
 
-    residual: [tokens, hidden_size], contiguous; router: [experts + shared_expert, hidden_size]. A norm of None stands
-    for a `residual` that is normalized already; it is then returned as is. With `uniform_seed` the GEMM is computed,
-    but experts are drawn at random. The router is read before the previous kernel has ended: that kernel must not write
-    it.
+    The router is read before the previous kernel has ended, so that kernel must not write it.
+
+    Args:
+        residual: [tokens, hidden_size], contiguous.
+        norm: None means that `residual` is normalized already. It is then returned unchanged.
+        router: [experts + shared_expert, hidden_size].
+        top_k: the number of experts per token.
+        norm_topk_prob: see `select_experts`.
+        shared_expert: see `select_experts`.
+        uniform_seed: if given, experts are drawn at random. The GEMM is computed all the same.
     """
     if use_triton(residual) and supports(residual, norm, router):
         hidden, logits = _launch_router(residual, norm, router)

@@ -22,9 +22,13 @@ def log_softmax_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `k` largest log-probabilities of each row in descending order, and their tokens.
 
-    logits: [rows, vocab] of any floating type, rows may be strided; k: at most vocab - 1. In the rows of is_forbidden
-    ([rows] bool) `token` is not chosen, though its probability counts. Of equal logits the kernel takes the lowest
-    token.
+    Of equal logits the kernel takes the lowest token.
+
+    Args:
+        logits: [rows, vocab] of any floating type. Rows may be strided.
+        k: at most vocab - 1.
+        token: the token that may be forbidden.
+        is_forbidden: [rows] bool. In these rows `token` is not selected, but its probability counts in the softmax.
 
     Returns [rows, k] float32 and [rows, k] int64.
     """

@@ -30,12 +30,19 @@ def gumbel_sample(
     positions: torch.Tensor,
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample a token per row from softmax(logits / temperature). At temperature 0 the token is the one of `argmax`.
+    """Sample a token per row from softmax(logits / temperature). At temperature 0 the token is that of `argmax`.
 
     The argmax of logits plus Gumbel noise has that distribution (Maddison et al. 2014, arXiv:1411.0030), so no
-    probability is computed. logits: [rows, vocab] of any floating type; temperatures: [rows] float32; seeds, positions:
-    [rows] int64, the counter of the noise; thresholds: [rows] int64 from `threshold_tokens`, or None to keep all
-    tokens. Returns [rows] int64.
+    probability is computed.
+
+    Args:
+        logits: [rows, vocab] of any floating type.
+        temperatures: [rows] float32.
+        seeds: [rows] int64, the first part of the noise's counter.
+        positions: [rows] int64, the second part of the noise's counter.
+        thresholds: [rows] int64 from `threshold_tokens`. None keeps all tokens.
+
+    Returns [rows] int64.
     """
     return gumbel_sample_shard(logits, temperatures, seeds, positions, 0, thresholds)[0]
 

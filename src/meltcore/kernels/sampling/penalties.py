@@ -22,10 +22,18 @@ def apply_penalties(
 ) -> None:
     """Apply presence, frequency and repetition penalties to logits, in place.
 
-    OpenAI's presence and frequency penalties count generated tokens, the repetition penalty (Keskar et al. 2019,
-    arXiv:1909.05858) prompt and generated tokens. logits: [rows, vocab] float32; rows, slots: [penalized] int64, the
-    rows with penalties and where in the tables their counts are; output_counts: [slots, vocab] int32; in_prompt:
-    [slots, vocab] bool; the penalties: [penalized] float32.
+    OpenAI's presence and frequency penalties count generated tokens. The repetition penalty (Keskar et al. 2019,
+    arXiv:1909.05858) counts prompt and generated tokens.
+
+    Args:
+        logits: [rows, vocab] float32.
+        rows: [penalized] int64, the rows with penalties.
+        slots: [penalized] int64, the slots of these rows in the tables of counts.
+        output_counts: [slots, vocab] int32.
+        in_prompt: [slots, vocab] bool.
+        presence: [penalized] float32.
+        frequency: [penalized] float32.
+        repetition: [penalized] float32.
     """
     if not use_triton(logits):
         _penalties_reference(logits, rows, slots, output_counts, in_prompt, presence, frequency, repetition)
