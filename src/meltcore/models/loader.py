@@ -97,11 +97,10 @@ def build_meta_model(
         device: the device on which the model will be allocated.
         quantization: how weights are quantized while they are loaded.
         group: if given, only this rank's shard is built.
-        reads_files: whether the files of a quantized checkpoint are checked to hold each tensor exactly once. False
-            opens no weight file of a folder.
+        reads_files: check that files of a quantized checkpoint hold each tensor once. False opens no folder's weights.
 
-    Raises ConfigError for an unknown architecture, or if the architecture does not support the quantization or the
-    group size. Raises it also if a quantized checkpoint is to be quantized again, or if `device` has too little memory.
+    Raises ConfigError for an unknown architecture, an unsupported quantization or group size, or a second quantization.
+    Raises it also if `device` has too little memory.
     """
     ranks = group.size if group else 1
     try:
@@ -202,10 +201,7 @@ def matrix_dtypes(checkpoint: Checkpoint, *, reads_files: bool = True) -> set[st
 
 @contextmanager
 def _named_source(checkpoint: Checkpoint) -> Iterator[None]:
-    """Return a context that adds the file to errors about a field of config.json.
-
-    The file is the folder, or the GGUF file from which the field was read.
-    """
+    """Return a context that adds the file of the configuration to errors about a field of config.json."""
     try:
         yield
     except ConfigError as error:
@@ -438,10 +434,7 @@ class _Part(NamedTuple):
     target: WeightLoader
 
     def target_memory(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the target's memory as [bytes] uint8 if the part can be read into it without a conversion.
-
-        Returns None if the part must be converted.
-        """
+        """Return the target's memory as [bytes] uint8, or None if the part must be converted before it is stored."""
         target = self.target
         if isinstance(target, torch.Tensor) and target.device.type == "cpu" and target.dtype == dtype:
             return target.detach().view(-1).view(torch.uint8) if target.is_contiguous() else None
