@@ -280,7 +280,7 @@ def test_window_spans_at_most_this_many_pages(window: int) -> None:
     assert params._replace(sliding_window=None).max_query_pages(640) == 640
 
 
-@pytest.mark.parametrize(("window", "splits"), [(None, 64), (1024, 16), (65, 2), (1, 1)])
+@pytest.mark.parametrize(("window", "splits"), [(None, 32), (1024, 16), (65, 2), (1, 1)])
 def test_decode_is_split_no_further_than_the_pages_of_the_window(window: int | None, splits: int) -> None:
     """One sequence of one key head would have as many splits as may be."""
     out, table = torch.empty(1, 2, 64), torch.zeros(1, 640, dtype=torch.int64)
