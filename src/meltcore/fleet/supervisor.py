@@ -1,8 +1,7 @@
 """Supervises a server: binds the port, starts and watches processes, passes connections on, and drains.
 
 The supervisor serves no requests: engines and API servers are processes of their own. `meltcore serve` is a fleet of
-one model that ends with its engines. In a fleet of `meltcore up`, models fail and come back by themselves
-(`FleetOptions`).
+one model that ends with its engines. In a fleet of `meltcore up`, models fail and come back by themselves.
 """
 
 from __future__ import annotations
@@ -303,8 +302,7 @@ class Supervisor:
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
         """Return the settings and the engines of this fleet, with the nodes of its cluster as they are now.
 
-        `checkpoints` are paths and hub ids that some nodes may not have. Raises ConfigError if the cluster cannot be
-        read.
+        Some nodes may lack `checkpoints`, paths and hub ids. Raises ConfigError if the cluster cannot be read.
         """
         return Running(self.config, self._places(), await self._launcher.read_nodes(checkpoints))
 

@@ -164,7 +164,8 @@ def _shard_on_meta(
             if isinstance(published, AwqConfig | GptqConfig):
                 with ExitStack() as stack:
                     files = open_files(checkpoint) if reads_files and _has_weight_files(checkpoint) else ()
-                    quantize_to_int4(model, published, [stack.enter_context(file) for file in files])
+                    opened = [stack.enter_context(file) for file in files]
+                    quantize_to_int4(model, published, opened, is_planned=not reads_files)
             else:
                 keep_published_fp8(model, published, device)
         if quantization == "fp8":

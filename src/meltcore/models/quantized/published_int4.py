@@ -28,10 +28,12 @@ Int4Config = AwqConfig | GptqConfig
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def quantize_to_int4(model: Model, config: Int4Config, files: Sequence[TensorFile]) -> None:
+def quantize_to_int4(
+    model: Model, config: Int4Config, files: Sequence[TensorFile], *, is_planned: bool = False
+) -> None:
     """Make every layer keep the 4-bit weights of `files`. Called on the meta device.
 
-    For dummy weights `files` is empty, and layers get the formats that `config` states. Raises ConfigError for
+    Without `files`, of dummy weights or for a plan, layers get the formats that `config` states. Raises ConfigError for
     unsupported settings, for tensors that contradict the settings, and for a shard that cuts a group.
     """
     assert isinstance(model, Decoder)
@@ -41,6 +43,9 @@ def quantize_to_int4(model: Model, config: Int4Config, files: Sequence[TensorFil
         with torch.device("cpu"):
             formats = stored_formats(config, files, model.canonical_name)
     else:
+        if not is_planned and isinstance(config, GptqConfig) and config.desc_act:
+            setting = "config.json: quantization_config.desc_act is true"
+            raise ConfigError(f"{setting}; dummy weights have no activation order")
         formats = _stated_formats(config, layers)
     for layer, modules in layers:
         if isinstance(layer, SparseMoeBlock):
@@ -77,8 +82,6 @@ def _check_settings(config: Int4Config) -> None:
 
 def _stated_formats(config: Int4Config, layers: Iterable[tuple[object, list[str]]]) -> dict[str, Int4Format]:
     """Return the formats of all modules that `config` quantizes."""
-    if isinstance(config, GptqConfig) and config.desc_act:
-        raise ConfigError("config.json: quantization_config.desc_act is true; dummy weights have no activation order")
     stated = Int4Format(_layout(config), Int4Type(config.group_size))
     modules: list[str] = []
     for layer, names in layers:
