@@ -211,7 +211,7 @@ def _cpu(fingerprint: Fingerprint) -> str:
 
 def _metrics(nodes: Sequence[NodeResult], slow_below: Callable[[str], float]) -> list[NodeMetric]:
     """Return every rate that was measured on at least two nodes with the same hardware."""
-    by_metric: dict[tuple[str, str, str], list[tuple[str, float, str]]] = msgspec.field(default_factory=dict)
+    by_metric: dict[tuple[str, str, str], list[tuple[str, float, str]]] = {}
     for node in nodes:
         slowest: dict[tuple[str, str], tuple[float, str]] = {}
         for key, unit, value, subject in _rates(node.document):
@@ -265,7 +265,7 @@ def _has_gpus(document: NodeDocument | None) -> bool:
 
 
 def _differences(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[NodeDifference]:
-    by_hardware: dict[str, list[tuple[NodeResult, Mapping[str, str]]]] = msgspec.field(default_factory=dict)
+    by_hardware: dict[str, list[tuple[NodeResult, Mapping[str, str]]]] = {}
     for node, of_node in facts:
         by_hardware.setdefault(node.hardware, []).append((node, of_node))
     return [difference for group in by_hardware.values() for difference in _compare(group)]
