@@ -53,8 +53,8 @@ def read_sizes(requests: Iterable[SizeRequest]) -> list[Any]:
     if missing:
         build = _built if "torch" in sys.modules else _built_by_child
         answers |= zip(missing, build(list(missing.values())), strict=True)
-    # What is wrong with a model may be mended while this process lives.
-    _known.update({key: answers[key] for key in missing if not isinstance(answers[key], ConfigError)})
+    # Errors too: a pending engine asks again each second. A mended model has other `contents`.
+    _known.update({key: answers[key] for key in missing})
     return [answers[key] for key in keys]
 
 

@@ -14,7 +14,7 @@ import msgspec
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import size_text
-from meltcore.engine.memory.memory_needs import EngineNeeds, UnknownSizesError
+from meltcore.engine.memory.memory_needs import EngineNeeds, UnknownSizesError, read_model_sizes
 from meltcore.fleet.plan.cluster import (
     Cluster,
     lacking_nodes,
@@ -113,6 +113,11 @@ class FleetPlanner:
         with self._looking:
             self._site = site = self._site.now(nodes, places)
         return site
+
+    def read_sizes(self) -> None:
+        """Read the sizes of the models on GPUs and on the CPU, so that `elsewhere` does not wait for them."""
+        engines = [model for model in self._running_spec.models.values() if model.kind == "engine"]
+        read_model_sizes((model, on_cpu) for model in engines for on_cpu in (False, True))
 
     def elsewhere(
         self,

@@ -214,6 +214,7 @@ class ClusterDriver:
             nodes = await self.read_nodes([model] if must_load else [])
         except ConfigError as error:
             raise EnginePendingError(f"{reason}, and {error}") from error
+        await asyncio.to_thread(self._planner.read_sizes)  # a child process builds the models: 3 s and more
         # Many engines may have lost their node with it. What is given to one is not free for the next, loaded or not.
         place = self._planner.elsewhere(start, nodes, self.places(), failed_nodes)
         if place is None and start.node not in failed_nodes:  # one that may fail is better than none
