@@ -129,7 +129,7 @@ def test_child_that_dies_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         model_sizes._built_by_child([request])
 
 
-def test_answers_are_kept_until_a_checkpoint_changes_and_errors_are_not(
+def test_answers_and_errors_are_kept_until_a_checkpoint_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -142,9 +142,11 @@ def test_answers_are_kept_until_a_checkpoint_changes_and_errors_are_not(
     monkeypatch.setattr(model_sizes, "_built", built)
     request = SizeRequest("any:function", ModelSection(checkpoint=str(tmp_path)), False, "one")
     assert isinstance(read_sizes([request])[0], ConfigError)
-    assert read_sizes([request, request]) == [1, 1]
-    assert read_sizes([request]) == [1]
-    assert read_sizes([request._replace(contents="other"), request]) == [2, 1]
+    assert isinstance(read_sizes([request])[0], ConfigError)
+    mended = request._replace(contents="two")
+    assert read_sizes([mended, mended]) == [1, 1]
+    assert read_sizes([mended]) == [1]
+    assert read_sizes([mended._replace(contents="three"), mended]) == [2, 1]
     assert asked == [1, 1, 1]
 
 

@@ -11,6 +11,7 @@ from meltcore.measure.load.config import LoadConfig, Timeouts, parse_slo
 from meltcore.measure.load.run.loops import arrival_offsets
 from meltcore.measure.load.run.runner import check_limits
 from meltcore.measure.load.tasks.generation import CHAT_PATH, COMPLETIONS_PATH, load_workload
+from meltcore.measure.load.tasks.task import check_workload
 from meltcore.measure.load.workloads.workload import Workload
 from meltcore.measure.problems import generate
 
@@ -103,7 +104,6 @@ def test_invalid_workload_is_refused(text: str) -> None:
         ({"num_prompts": (0,)}, "num_prompts must be at least 1"),
         ({"num_prompts": (1, 2)}, "2 values for 1 levels"),
         ({"processes": 0}, "processes must be at least 1"),
-        ({"slo_ms": {"tfft": 1.0}}, "unknown tfft"),
         ({"slo_ms": {"ttft": -1.0}}, "ttft must be more than 0 ms"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"timeouts": Timeouts(total_s=float("nan"))}, "total_s must be more than 0 seconds; got nan"),
@@ -112,6 +112,11 @@ def test_invalid_workload_is_refused(text: str) -> None:
 def test_settings_out_of_range_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LoadConfig(url="http://127.0.0.1:1", **fields)
+
+
+def test_limit_that_the_task_does_not_measure_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tfft is not measured of generation; ttft, "):
+        check_workload(LoadConfig(url="http://127.0.0.1:1", slo_ms={"tfft": 1.0}))
 
 
 def test_goodput_limits_are_parsed_and_malformed_ones_refused() -> None:
