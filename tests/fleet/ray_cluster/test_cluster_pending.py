@@ -178,10 +178,11 @@ def test_fleet_in_the_background_is_up_with_a_model_that_is_pending(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
 
     def start_scripted(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert command[:3] == [sys.executable, "-m", "meltcore.fleet.daemon"]
+        if command[:3] != [sys.executable, "-m", "meltcore.fleet.daemon"]:
+            return start(command, **options)
         return start([sys.executable, scripted_cluster.__file__, *command[3:], "background"], **options)
 
-    monkeypatch.setattr(daemon, "start_process", start_scripted)
+    monkeypatch.setattr("meltcore.common.process.start", start_scripted)
     # The plan sees room on b, and as the engine starts, another job has it.
     cluster = ScriptedCluster(tmp_path, a=Node("a", host_gib=8), b=Node("b", [40], is_full=True))
     file = tmp_path / "fleet.yaml"
