@@ -1,6 +1,6 @@
 """Makes command-line options from fields, which define name, type, default, limits and help once.
 
-The fields are those of a dataclass with `option`, or of a msgspec struct with `setting`.
+A dataclass declares its fields with `option`, a msgspec struct with `setting`.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, kw_only=True)

@@ -194,7 +194,7 @@ class BeamState:
         tokens: torch.Tensor,
         is_last: torch.Tensor,  # noqa: ARG002 - a single beam ends in any case
     ) -> torch.Tensor:
-        """Append the most probable tokens of single beams. Arguments and result are those of `_extend_beams`."""
+        """Append the most probable tokens of single beams. Arguments and result are as in `_extend_beams`."""
         token, scores = tokens[:, :, 0], self._scores[slots] + log_probs[:, :, 0]
         sequences = self._tokens[slots].scatter(2, (lengths - 1)[:, None, None], token[..., None])
         self._tokens[targets] = self._finished_tokens[targets] = sequences

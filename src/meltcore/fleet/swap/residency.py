@@ -1,7 +1,7 @@
 """Decides which sleepable models are awake, by times, bytes and waiting requests, without processes and clocks.
 
 Models that take turns share the memory of their devices. A model that is needed replaces other models: idle ones first,
-then those of the least urgent class, then those that were used longest ago. Three rules limit swaps. Each model stays
+then models of the least urgent class, then models that were used longest ago. Three rules limit swaps. Each model stays
 awake for a minimum time. A busy model keeps its turn unless a more urgent class waits. The swaps per minute are
 limited. No model starves: a model that has waited for several turns comes before all classes.
 """

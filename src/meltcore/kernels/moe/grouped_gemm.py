@@ -286,7 +286,7 @@ def grouped_gemm(
 
     With `gated`, the GEMM goes from tokens to pairs: inputs [tokens, K], output [tokens * top_k, N]. The weight
     [experts, 2 * N, K] holds gate rows above up rows, and the result is silu(gate) * up. Otherwise the GEMM goes from
-    pairs to pairs, with weight [experts, N, K]. `config.block_m` must be that of the alignment.
+    pairs to pairs, with weight [experts, N, K]. `config.block_m` must equal the block size of the alignment.
     """
     (rows, k), (num_tokens, top_k) = weight.shape[1:], dispatch.topk_ids.shape
     # One size serves all tokens of the mode unless a test forces it for more: each is compiled.
