@@ -16,6 +16,7 @@ from waiting import WAIT_S, wait_until
 
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import LimitsSection
 from meltcore.settings.server_config import ModelConfig
 
 NAMES = ("first", "second")
@@ -74,7 +75,8 @@ def test_metrics_logs_and_errors_are_keyed_by_model() -> None:
 
 @pytest.mark.slow
 def test_full_queue_of_one_model_does_not_affect_the_other() -> None:
-    with two_scripted_models("--silent-steps", "150", "--step-s", "0.01", second={"max_queue": 0}) as server:
+    without_queue = {"limits": LimitsSection(max_queue=0)}
+    with two_scripted_models("--silent-steps", "150", "--step-s", "0.01", second=without_queue) as server:
         with ThreadPoolExecutor(8) as pool:
             answers = {name: [pool.submit(complete, server, name) for _ in range(4)] for name in NAMES}
             statuses = {name: sorted(answer.result().status for answer in answers[name]) for name in NAMES}
