@@ -7,7 +7,6 @@ from meltcore.common.tasks import tasks
 from meltcore.protocol.generation import ToEngine
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import Admission
-from meltcore.serve.requests.fair_queue import Waiting
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
@@ -36,7 +35,6 @@ def open_requests(stats: ModelStats, send: Callable[[ToEngine, int], object]) ->
 
 def start(requests: OpenRequests, generation: Generation, priority: int = 0) -> None:
     """Let a request through the queue."""
-    generation.waiting = Waiting("standard", lambda: None)
     generation.priority = priority
     requests.accept(generation)
     requests.start(generation)

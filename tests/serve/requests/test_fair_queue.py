@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,9 +13,10 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.admission import MAX_RETRY_S, RATE_WINDOW_S, UNKNOWN_RETRY_S, Admission, DrainRate, Load
-from meltcore.serve.requests.fair_queue import STALE_S, FairQueue, Waiting
+from meltcore.serve.requests.fair_queue import STALE_S, FairQueue
 from meltcore.serve.requests.request_queue import RequestQueue, room_of
 from meltcore.serve.requests.stats import CLASSES, ModelStats, ServerStats
+from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.settings.config import PriorityClass
 
 SHARES = (60, 30, 10)
@@ -27,10 +29,13 @@ def processes(count: int) -> list[ModelStats]:
     return [view.models[0] for view in views]
 
 
-def request(name: PriorityClass, now_s: float, **settings: float) -> Waiting:
-    waiting = Waiting(name, lambda: None, **settings)  # type: ignore[arg-type]
-    waiting.admitted_s, waiting.order_s = now_s, now_s
-    return waiting
+def request(name: PriorityClass, now_s: float, cost: float = 1.0) -> Ticket[Child]:
+    """A request with one child."""
+    ticket: Ticket[Child] = Ticket(now_s)
+    Child(ticket)
+    ticket.request_turn(name, units=0, cost=cost)
+    ticket.admitted_s = ticket.order_s = now_s
+    return ticket
 
 
 class Simulation:
@@ -41,14 +46,12 @@ class Simulation:
         self.stats = processes(2)
         self.queues = [FairQueue(stats, SHARES) for stats in self.stats]
         self.slots, self.now_s = slots, 0.0
-        self.running: list[tuple[FairQueue, Waiting]] = []
+        self.running: list[tuple[FairQueue, Ticket[Child]]] = []
         self.work: Counter[str] = Counter()  # of each class that is done
         self.waits_s: dict[str, list[float]] = {name: [] for name in CLASSES}
 
-    def arrive(self, name: PriorityClass) -> Waiting:
-        waiting = request(name, self.now_s, cost=self.draw.uniform(1, 40))
-        self.draw.choice(self.queues).push(waiting)
-        return waiting
+    def arrive(self, name: PriorityClass) -> None:
+        self.draw.choice(self.queues).push(request(name, self.now_s, cost=self.draw.uniform(1, 40)))
 
     def waits(self, name: PriorityClass) -> float:
         return self.stats[0].total(f"queue_requests/{name}")
@@ -59,10 +62,10 @@ class Simulation:
         for queue in self.queues:
             queue.beat(self.now_s)
         if len(self.running) == self.slots:
-            queue, waiting = self.running.pop(self.draw.randrange(self.slots))
+            queue, ticket = self.running.pop(self.draw.randrange(self.slots))
             cost = self.draw.uniform(1, 40)
-            queue.settle(waiting, cost)
-            self.work[waiting.priority_class] += cost  # type: ignore[assignment]
+            queue.settle(ticket, cost)
+            self.work[ticket.priority_class] += cost  # type: ignore[assignment]
         idle = 0
         while len(self.running) < self.slots and idle < 20:
             queue = self.draw.choice(self.queues)
@@ -113,8 +116,8 @@ def test_order_within_a_class_and_a_process_that_has_stopped() -> None:
     mine, theirs = FairQueue(own, SHARES), FairQueue(other, SHARES)
     late, early, urgent = (request("standard", now_s + delay) for delay in (0.2, 0.0, 0.3))
     urgent.order_s -= 5
-    for waiting in (late, early, urgent):
-        mine.push(waiting)
+    for ticket in (late, early, urgent):
+        mine.push(ticket)
     elder = request("standard", now_s - 1)
     theirs.push(elder)
     theirs.beat(now_s)
@@ -133,18 +136,25 @@ class Scene:
         self.stats = stats or processes(1)[0]
         admission = Admission(max_queue=max_queue, max_units=1000, max_num_seqs=2)
         self.queue = RequestQueue(self.stats, admission, slots=2, shares=SHARES)
+        self.queue.accept = lambda _ticket: self.stats.add("in_flight")
+        self.queue.start = lambda ticket: self.starts[ticket]()
+        self.starts: dict[Ticket[Child], Callable[[], object]] = {}
         self.started: list[str] = []
 
-    def admit(self, name: str, priority_class: PriorityClass = "standard", **settings: float) -> Waiting:
-        waiting = Waiting(priority_class, lambda: self.started.append(name), **settings)  # type: ignore[arg-type]
-        self.queue.admit(waiting, lambda: self.stats.add("in_flight"))
-        return waiting
+    def admit(
+        self, name: str, priority_class: PriorityClass = "standard", start: Callable[[], object] | None = None
+    ) -> Ticket[Child]:
+        """Admit a request. At its turn `start` is called, or else its name is noted."""
+        ticket = request(priority_class, time.monotonic())
+        self.starts[ticket] = start or (lambda: self.started.append(name))
+        self.queue.admit(ticket)
+        return ticket
 
-    def end(self, waiting: Waiting) -> None:
+    def end(self, ticket: Ticket[Child]) -> None:
         self.stats.add("in_flight", -1)
         self.stats.add("finished")
-        self.queue.leave(waiting)
-        self.queue.ended(waiting, waiting.cost)
+        self.queue.leave(ticket)
+        self.queue.ended(ticket, ticket.cost)
 
 
 def run(scenario: Callable[[], object]) -> None:
@@ -165,11 +175,11 @@ def test_requests_start_immediately_until_the_engine_is_full_then_in_turn() -> N
         scene.admit("interactive", "interactive")
         scene.end(left)  # its client has gone: its place is free, and no engine hears of it
         assert (len(scene.queue), scene.stats.total("queue_requests")) == (3, 3)
-        for waiting in running:
-            scene.end(waiting)
+        for ticket in running:
+            scene.end(ticket)
         await asyncio.sleep(0.02)
         assert scene.started[3:] == ["interactive", "standard", "batch"]
-        assert batch.wait_s > 0
+        assert batch.terms.queue_wait_s > 0
         assert scene.stats.total("in_flight") == 3
         buckets, _ = scene.stats.queue_waits["standard"].totals()
         assert buckets[-1][1] == 4  # those that need not wait too
@@ -254,15 +264,14 @@ def test_no_request_starts_after_its_deadline_and_those_that_leave_lose_no_room(
                 assert len(running) <= room_of(2)
                 started.set()
 
-            waiting = Waiting(draw.choice(CLASSES), start)
-            scene.queue.admit(waiting, lambda: scene.stats.add("in_flight"))
+            ticket = scene.admit(str(index), draw.choice(CLASSES), start)
             try:
                 await asyncio.wait_for(started.wait(), draw.uniform(0.001, 0.1))
                 await asyncio.sleep(draw.uniform(0, 0.005))
             except TimeoutError:
                 late.add(index)
             running.discard(index)
-            scene.end(waiting)
+            scene.end(ticket)
 
         await asyncio.gather(*map(request_of, range(90)))
         assert 0 < len(late) < 90

@@ -9,7 +9,7 @@ from waiting import WAIT_S
 
 from meltcore.serve.requests import ticket
 from meltcore.serve.requests.generation import Generation
-from meltcore.serve.requests.ticket import RequestTimeLimit
+from meltcore.serve.requests.open_tickets import RequestTimeLimit
 
 
 def generation(age_s: float, name: str = "g") -> Generation:

@@ -10,7 +10,8 @@ from typing import Any
 from meltcore.common.errors import RequestError
 from meltcore.protocol.batch import TaskRequest, TaskResult
 from meltcore.serve.engines.engine_backend import EngineBackend
-from meltcore.serve.requests.ticket import Child, OpenTickets, Ticket
+from meltcore.serve.requests.open_tickets import OpenTickets
+from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.settings.config import PriorityClass
 
 _ENDED = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (500, None)}

@@ -15,9 +15,9 @@ from meltcore.protocol.shell import EngineOutputs, EngineReady, Profile, Profile
 from meltcore.serve.engines.engine_link import EngineLink
 from meltcore.serve.requests.admission import Admission, Unit
 from meltcore.serve.requests.backend import SERVING, Health
+from meltcore.serve.requests.open_tickets import OpenTickets, Outcome
 from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.serve.requests.ticket import OpenTickets, Outcome
 from meltcore.settings.config import Profiler
 from meltcore.settings.server_config import ModelConfig
 

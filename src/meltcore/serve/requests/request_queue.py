@@ -12,13 +12,14 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.admission import Admission, DrainRate, Load
-from meltcore.serve.requests.fair_queue import FairQueue, Waiting
+from meltcore.serve.requests.fair_queue import FairQueue
 from meltcore.serve.requests.stats import CLASSES, ModelStats
-from meltcore.serve.requests.terms import asleep_error, current_terms
-from meltcore.settings.config import PriorityClass
+from meltcore.serve.requests.terms import asleep_error
+from meltcore.serve.requests.ticket import Ticket
 
 # Other processes' ends of requests make room that no message tells of.
 TURN_CHECK_S = 0.005
@@ -27,9 +28,6 @@ LOOKAHEAD = 4  # a fourth of an engine's slots more than it runs is sent to it
 # An answer's length as a queue expects it, and how much one answer changes that.
 EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT = 128.0, 0.02
 EQUAL_SHARES = tuple(1 for _ in CLASSES)
-# The engines see the class too: one that can start overtakes what was sent ahead. The queue has decided how much
-# of each class they get, so this starves none.
-ENGINE_PRIORITY: dict[PriorityClass, int] = {name: index - 1 for index, name in enumerate(CLASSES)}
 
 
 def room_of(slots: int) -> int:
@@ -38,7 +36,14 @@ def room_of(slots: int) -> int:
 
 
 class RequestQueue:
-    """Admits requests, lets them wait for their turn, and starts them."""
+    """Admits requests, lets them wait for their turn, and starts them.
+
+    The table of open tickets sets `accept`, which counts a request as in flight, and `start`, which sends it to the
+    engines.
+    """
+
+    accept: Callable[[Ticket[Any]], None]
+    start: Callable[[Ticket[Any]], None]
 
     def __init__(
         self,
@@ -69,66 +74,65 @@ class RequestQueue:
         """Return how many requests of this process wait here."""
         return len(self._fair)
 
-    def admit(self, waiting: Waiting, accept: Callable[[], None]) -> None:
-        """Start a request now or at its turn. Before that, `accept` is called, which counts the request as in flight.
+    def admit(self, ticket: Ticket[Any]) -> None:
+        """Accept a request, and start it now or at its turn.
 
         Raises RequestError: 429 if the queue is full, and 503 for a model that sleeps. The request is then neither
         counted nor started.
         """
         stats = self._stats
-        waiting.task = stats.task
         with stats.shared.locked():  # the limits are those of all API servers together
             in_flight, replicas = round(stats.total("in_flight")), len(stats.live_replicas())
             if not replicas and stats.is_asleep:
-                self._check_sleep(waiting)
+                self._check_sleep(ticket)
             held = stats.total("queue_requests")
             # Nearly every request of a server that keeps up: it waits for nothing, so no bound is near.
             if (
                 held
-                or in_flight + waiting.requests > self._slots * replicas
-                or not self._admission.has_room(self._waiting_units(), waiting.units)
+                or in_flight + len(ticket.children) > self._slots * replicas
+                or not self._admission.has_room(self._waiting_units(), ticket.units)
             ):
-                self._check(waiting, in_flight, replicas)
-            accept()
+                self._check(ticket, in_flight, replicas)
+            self.accept(ticket)
             if held or in_flight >= self._room_per_replica * replicas:
-                self._fair.push(waiting)
-                waiting.held_by = stats
-                stats.add("queue_requests", waiting.requests)
+                self._fair.push(ticket)
+                ticket.terms.waits_for.append(stats)
+                stats.add("queue_requests", len(ticket.children))
                 self._fair.beat(time.monotonic())
             else:
-                waiting.start()
-        current_terms().waits.append(waiting)
-        if waiting.is_held:
+                self.start(ticket)
+        ticket.terms.admissions.append((stats.task, ticket.priority_class))
+        if ticket.is_queued:
             self._watch()
         else:
-            stats.queue_waits[waiting.priority_class].observe(0.0)
+            stats.queue_waits[ticket.priority_class].observe(0.0)
 
-    def leave(self, waiting: Waiting) -> None:
+    def leave(self, ticket: Ticket[Any]) -> None:
         """Remove a request that has ended while it waited. No effect on a request that was started."""
-        if not waiting.is_held:
+        if not ticket.is_queued:
             return
         with self._stats.shared.locked():
-            self._fair.remove(waiting)
-            self._stats.add("queue_requests", -waiting.requests)
-        self._note_wait(waiting)
+            self._fair.remove(ticket)
+            self._stats.add("queue_requests", -len(ticket.children))
+        self._note_wait(ticket)
 
-    def ended(self, waiting: Waiting | None = None, cost: float = 0.0) -> None:
+    def ended(self, ticket: Ticket[Any] | None = None, cost: float = 0.0) -> None:
         """Free the slots of a started request that has ended, and start the next requests.
 
         Its work had the real `cost`.
         """
         now_s = time.monotonic()
-        if waiting is not None and waiting.charge:
+        if ticket is not None and ticket.charge:
             with self._stats.shared.locked():
-                self._fair.settle(waiting, cost)
+                self._fair.settle(ticket, cost)
         if self._rate.is_due(now_s):
             self._rate.record(now_s, self._stats.ended())
         if self._fair and not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._start_next)
 
-    def _check(self, waiting: Waiting, in_flight: int, replicas: int) -> None:
-        stats, name = self._stats, waiting.priority_class
+    def _check(self, ticket: Ticket[Any], in_flight: int, replicas: int) -> None:
+        stats, name = self._stats, ticket.priority_class
         load = Load(
             in_flight,
             self._waiting_units(),
@@ -138,9 +142,9 @@ class RequestQueue:
         try:
             self._admission.check(
                 load,
-                requests=waiting.requests,
+                requests=len(ticket.children),
                 replicas=replicas,
-                units=waiting.units,
+                units=ticket.units,
                 share=self._shares[name],
             )
         except RequestError as error:
@@ -148,7 +152,7 @@ class RequestQueue:
             stats.add(f"refused_full/{name}")
             now_s, ended = time.monotonic(), stats.ended()
             error.retry_after_s = self._rate.retry_after_s(
-                now_s, ended, excess=error.retry_after_s or 0.0, requests=waiting.requests
+                now_s, ended, excess=error.retry_after_s or 0.0, requests=len(ticket.children)
             )
             if self._rate.is_due(now_s):
                 self._rate.record(now_s, ended)
@@ -157,17 +161,17 @@ class RequestQueue:
                 raise asleep_error(stats, f"the model sleeps, and {error.message}") from error
             raise
 
-    def _check_sleep(self, waiting: Waiting) -> None:
+    def _check_sleep(self, ticket: Ticket[Any]) -> None:
         """Refuse a request whose deadline passes before the model can be awake.
 
         For other requests the supervisor wakes it.
         """
         stats, now_s = self._stats, time.monotonic()
-        limit_s, wake_s = current_terms().limit_s(math.inf), stats.wake_at_s() - now_s
+        limit_s, wake_s = ticket.terms.limit_s(math.inf), stats.wake_at_s() - now_s
         if wake_s > limit_s:
             stats.set("wanted_s", now_s)
             stats.add("rejected_sleeping")
-            stats.add(f"refused_deadline/{waiting.priority_class}")
+            stats.add(f"refused_deadline/{ticket.priority_class}")
             message = f"the model sleeps and cannot serve for {wake_s:.1f} s; X-Request-Timeout is {limit_s:g} s"
             raise asleep_error(stats, message)
 
@@ -175,26 +179,27 @@ class RequestQueue:
         """Start the requests that are next, as long as the engines have slots for them."""
         self._is_scheduled = False
         stats = self._stats
-        started: list[Waiting] = []
+        started: list[Ticket[Any]] = []
         with stats.shared.locked():
             now_s = time.monotonic()
             self._fair.beat(now_s)
             running = round(stats.total("in_flight") - stats.total("queue_requests"))
             room = self._room_per_replica * len(stats.live_replicas()) - running
-            while room > 0 and len(started) < MAX_STARTS and (waiting := self._fair.pop(now_s)) is not None:
-                stats.add("queue_requests", -waiting.requests)
-                room -= waiting.requests
-                waiting.held_by = None
-                started.append(waiting)
-                waiting.start()
-        for waiting in started:
-            self._note_wait(waiting)
+            while room > 0 and len(started) < MAX_STARTS and (ticket := self._fair.pop(now_s)) is not None:
+                stats.add("queue_requests", -len(ticket.children))
+                room -= len(ticket.children)
+                ticket.terms.waits_for.remove(stats)
+                started.append(ticket)
+                self.start(ticket)
+        for ticket in started:
+            self._note_wait(ticket)
         if len(started) == MAX_STARTS:
             self.ended()
 
-    def _note_wait(self, waiting: Waiting) -> None:
-        waiting.wait_s = time.monotonic() - waiting.admitted_s
-        self._stats.queue_waits[waiting.priority_class].observe(waiting.wait_s)
+    def _note_wait(self, ticket: Ticket[Any]) -> None:
+        wait_s = time.monotonic() - ticket.admitted_s
+        ticket.terms.queue_wait_s += wait_s
+        self._stats.queue_waits[ticket.priority_class].observe(wait_s)
 
     def _watch(self) -> None:
         """Check regularly whether a waiting request of this process is next."""

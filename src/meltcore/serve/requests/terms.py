@@ -15,7 +15,6 @@ from meltcore.settings.config import PriorityClass
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from meltcore.serve.requests.fair_queue import Waiting
     from meltcore.serve.requests.keys import ApiKey
     from meltcore.serve.requests.stats import ModelStats
 
@@ -26,11 +25,11 @@ MODEL_ASLEEP = "model_asleep"
 class RequestTerms:
     """What a request's headers ask for, and how long the request has waited.
 
-    None stands for the default of the server or of the model. A request may use several models in turn, as speech to
-    speech does; `waits` has one entry for each model.
+    None stands for the default of the server or of the model. A request may use several models, in turn or
+    concurrently, as speech to speech does.
     """
 
-    __slots__ = ("key", "priority_class", "retries", "span", "timeout_s", "waits")
+    __slots__ = (*("admissions", "key", "priority_class", "queue_wait_s", "retries", "span", "timeout_s", "waits_for"),)
 
     def __init__(
         self, key: ApiKey | None = None, priority_class: PriorityClass | None = None, timeout_s: float | None = None
@@ -38,7 +37,9 @@ class RequestTerms:
         self.key = key
         self.priority_class = priority_class
         self.timeout_s = timeout_s
-        self.waits: list[Waiting] = []
+        self.admissions: list[tuple[str, PriorityClass]] = []  # task and class, at each model
+        self.waits_for: list[ModelStats] = []  # models in whose queues it waits, or has waited until it ended
+        self.queue_wait_s = 0.0  # in all queues
         self.retries = 0  # on other replicas, after the death of the first
         self.span: Span | None = None  # where traces are on
 
@@ -62,9 +63,8 @@ class RequestTerms:
         The status is 503 if the request waited for a model that sleeps, else 504.
         """
         limit_s = self.limit_s(server_limit_s)
-        holding = [waiting.held_by for waiting in self.waits if waiting.held_by is not None]
-        if holding and holding[0].is_asleep:
-            return asleep_error(holding[0], f"the model sleeps and could not be woken within {limit_s:g} s")
+        if self.waits_for and self.waits_for[0].is_asleep:
+            return asleep_error(self.waits_for[0], f"the model sleeps and could not be woken within {limit_s:g} s")
         source = "--request-timeout" if limit_s == server_limit_s else "X-Request-Timeout"
         message = f"the answer took longer than {limit_s:g} s ({source})"
         return RequestError(message, status=504, code="request_timeout")
@@ -86,10 +86,10 @@ class RequestTerms:
     def log_fields(self) -> dict[str, Any]:
         """Return the fields of the request's log line that follow from its terms."""
         fields: dict[str, Any] = {} if self.key is None else {"key": self.key.name}
-        if self.waits:
-            fields["task"] = ",".join(waiting.task for waiting in self.waits)
-            fields["class"] = self.waits[0].priority_class
-            fields["queue_wait_s"] = round(sum(waiting.wait_s for waiting in self.waits), 6)
+        if self.admissions:
+            fields["task"] = ",".join(task for task, _ in self.admissions)
+            fields["class"] = self.admissions[0][1]
+            fields["queue_wait_s"] = round(self.queue_wait_s, 6)
         if self.retries:
             fields["retries"] = self.retries
         return fields

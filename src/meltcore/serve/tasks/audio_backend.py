@@ -11,8 +11,9 @@ from typing import Any, Generic, TypeVar
 from meltcore.audio.pool import AudioWorkers
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.engines.engine_backend import EngineBackend
+from meltcore.serve.requests.open_tickets import OpenTickets
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.serve.requests.ticket import Child, OpenTickets, Ticket
+from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.settings.server_config import ModelConfig
 
 # Uploads of open requests in this process. Beyond it requests are refused: memory stays bounded.

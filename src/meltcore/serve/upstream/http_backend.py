@@ -19,13 +19,14 @@ from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Health
+from meltcore.serve.requests.open_tickets import OpenTickets, Outcome, RequestTimeLimit
 from meltcore.serve.requests.request_queue import (
     EXPECTED_OUTPUT_TOKENS,
     OUTPUT_TOKENS_WEIGHT,
     RequestQueue,
 )
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.requests.ticket import OpenTickets, Outcome, RequestTimeLimit, Ticket
+from meltcore.serve.requests.ticket import Ticket
 from meltcore.serve.tasks.exchange import Exchange
 from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardOutcome
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
@@ -84,7 +85,8 @@ class _OpenTickets(OpenTickets[UpstreamChild]):
     """Requests for which the queue chooses no server. Each attempt chooses one."""
 
     def start(self, ticket: Ticket[UpstreamChild]) -> None:
-        """Let the request start."""
+        """Let the request start. Until its answer is known, its work is its prompt."""
+        ticket.cost = ticket.units
         ticket.begin()
 
 
@@ -199,7 +201,6 @@ class HttpBackend:
         priority = fields.priority if isinstance(fields.priority, int) else 0
         cost = tokens + self._output_tokens
         self.tickets.admit(ticket, self.config.priority, units=tokens, cost=cost, priority=priority)
-        ticket.cost = tokens
         self._time_limit.watch(ticket)
         client.set_disconnect_callback(ticket.disconnect)
         ended: Outcome = "failed"
@@ -218,7 +219,6 @@ class HttpBackend:
                 self.stats.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - exchange.arrived_s)
             self.tickets.close(ticket.child, ended)
             ticket.children.clear()  # they refer to it: a cycle would stay until the next collection
-            ticket.waiting = None
 
     def _count_tokens(self, ticket: UpstreamTicket, outcome: ForwardOutcome) -> None:
         """Count the tokens of an answer, if they are known."""
@@ -237,13 +237,11 @@ class HttpBackend:
         self, exchange: Exchange, ticket: UpstreamTicket, body: bytes, *, is_streamed: bool
     ) -> ForwardOutcome:
         """Wait for the request's turn, then send it on."""
-        waiting = ticket.waiting
-        assert waiting is not None
-        if waiting.is_held:
+        if ticket.is_queued:
             await ticket.wait_turn()
-            if ticket.is_gone and waiting.is_held:
+            if ticket.is_gone and ticket.is_queued:
                 return ForwardOutcome(499, None, "client_closed")
-            if waiting.is_held or ticket.error is not None:  # its end came before its turn
+            if ticket.is_queued or ticket.error is not None:  # its end came before its turn
                 raise ticket.error or self.tickets.overdue(ticket)
             await self._wait_usable(ticket)
         return await self._try_replicas(exchange, ticket, body, is_streamed=is_streamed)

@@ -9,6 +9,7 @@ from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_toke
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import TOKENS
 from meltcore.serve.requests.generation import Echo, Generation
+from meltcore.serve.requests.open_tickets import RequestTimeLimit
 from meltcore.serve.requests.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -16,7 +17,6 @@ from meltcore.serve.requests.protocol import (
     TokenizeRequest,
 )
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.serve.requests.ticket import RequestTimeLimit
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
