@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from exchanges import new_exchange
 from open_tickets import open_requests, start
 from server_harness import MODEL, RunningServer, chat_body, configure, running, scripted_server
 from waiting import wait_until
@@ -31,6 +32,7 @@ from meltcore.protocol.step_marks import StepMarks
 from meltcore.serve.engines.engine_process import EngineProcess
 from meltcore.serve.engines.stuck_watch import StuckWatch
 from meltcore.serve.requests.backend import STUCK_AFTER_S, Health
+from meltcore.serve.requests.exchange import set_exchange
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS
@@ -46,6 +48,7 @@ class Table:
     """The requests of one API server, and what it sends to which replica."""
 
     def __init__(self, stats: ModelStats) -> None:
+        set_exchange(new_exchange())
         self.stats = stats
         self.sent: list[tuple[ToEngine, int]] = []
         self.requests = open_requests(stats, lambda message, replica: self.sent.append((message, replica)))

@@ -23,9 +23,9 @@ from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthe
 from meltcore.protocol.translation import TranslationReady
 from meltcore.serve.engines.batch_backend import BatchTicket, BatchTickets
 from meltcore.serve.requests.backend import ModelTable
+from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.audio_backend import _RUNNING_REQUESTS
-from meltcore.serve.tasks.exchange import Exchange
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.serve.tasks.model_choice import ModelChoice
@@ -302,7 +302,7 @@ def test_average_length_of_answers_is_what_one_without_a_limit_counts_as() -> No
     requests: Any = open_requests(ServerStats([2]).models[0], lambda *_: None)
     before = requests.usual_output_tokens
     children = [SimpleNamespace(prompt_tokens=1, output_tokens=1000)]
-    requests.settle(SimpleNamespace(terms=SimpleNamespace(charge=lambda _: None), children=children))
+    requests.settle(SimpleNamespace(exchange=SimpleNamespace(charge=lambda _: None), children=children))
     assert before < requests.usual_output_tokens < 1000
 
 

@@ -29,7 +29,7 @@ class Task:
         settings: The settings of a model that only this task, or few tasks, have.
         title: What the task's engines do, for error messages. An empty title uses the name.
         backend: Import path of the `EngineBackend` that serves the task's models in an API server process.
-        routes: Import paths of the endpoints, which are subclasses of `meltcore.serve.tasks.exchange.Endpoint`.
+        routes: Import paths of the endpoints, which are subclasses of `meltcore.serve.tasks.endpoint.Endpoint`.
         engine: Import path of the function that creates an engine: `engine(config, progress=...)`.
         messages: Import path of the module that defines the messages ToEngine and FromEngine of the task.
         needs: Import path of the function that computes the memory an engine needs (`engine/memory/memory_needs.py`).

@@ -47,12 +47,12 @@ from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.http.hops import set_own_name
 from meltcore.serve.http.http_server import HttpServer, tune_gc
 from meltcore.serve.http.listener import raise_file_limit
+from meltcore.serve.requests.admission import MODEL_ASLEEP, asleep_error
 from meltcore.serve.requests.backend import ModelTable
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.serve.requests.terms import MODEL_ASLEEP, asleep_error
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.routes import build_app
 from meltcore.serve.upstream.http_backend import HttpBackend

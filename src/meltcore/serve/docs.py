@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from meltcore.serve.http.http import send_bytes
 from meltcore.serve.http.page import page_headers
 from meltcore.serve.http.paths import SWAGGER_PATHS
 from meltcore.serve.openapi import document
+from meltcore.serve.requests.asgi import send_bytes
 from meltcore.serve.requests.request_fields import header
 
 PACKAGE = "flask_swagger_ui"  # for the files that it ships; it is never imported, and so neither is Flask

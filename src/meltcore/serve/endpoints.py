@@ -8,7 +8,7 @@ from __future__ import annotations
 from meltcore.common.tasks import load, tasks
 from meltcore.serve.dialects.dwani_chat import DwaniChatEndpoint
 from meltcore.serve.dialects.vision import VisionEndpoint
-from meltcore.serve.tasks.exchange import Endpoint
+from meltcore.serve.tasks.endpoint import Endpoint
 
 
 def endpoint_types() -> list[type[Endpoint]]:

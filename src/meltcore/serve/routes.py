@@ -21,7 +21,10 @@ from meltcore.serve.endpoints import endpoint_types
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.http.gate import RequestGate
 from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, may_probe, own_name
-from meltcore.serve.http.http import (
+from meltcore.serve.http.origins import OriginCheck
+from meltcore.serve.http.page import ChatPage
+from meltcore.serve.http.paths import DOCS_PATHS
+from meltcore.serve.requests.asgi import (
     ClientDisconnectedError,
     error_json,
     read_body,
@@ -30,9 +33,6 @@ from meltcore.serve.http.http import (
     send_error,
     while_connected,
 )
-from meltcore.serve.http.origins import OriginCheck
-from meltcore.serve.http.page import ChatPage
-from meltcore.serve.http.paths import DOCS_PATHS
 from meltcore.serve.requests.backend import (
     LANGUAGE_PATHS,
     SERVING,
@@ -50,7 +50,7 @@ from meltcore.serve.requests.protocol import DetokenizeRequest, TokenizeRequest,
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.status import Status
-from meltcore.serve.tasks.exchange import Endpoint
+from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.upstream.forward import UPSTREAM_PATHS, ForwardingEndpoint, forwarded_paths
 from meltcore.settings.server_config import ServerConfig
 

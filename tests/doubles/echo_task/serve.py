@@ -6,10 +6,11 @@ import msgspec
 
 from echo_task.messages import Shout
 from meltcore.serve.engines.batch_backend import BatchBackend
-from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import Operation
 from meltcore.serve.requests.admission import Unit
-from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.requests.asgi import while_connected
+from meltcore.serve.requests.exchange import Exchange
+from meltcore.serve.tasks.endpoint import Endpoint
 
 
 class EchoForm(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

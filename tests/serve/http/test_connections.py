@@ -16,8 +16,8 @@ from server_harness import MODEL, RunningServer, scripted_server
 from waiting import WAIT_S, until, wait_until
 
 from meltcore.serve.http import http_protocol, http_server
-from meltcore.serve.http.http import read_body, send_bytes
 from meltcore.serve.http.listener import raise_file_limit
+from meltcore.serve.requests.asgi import read_body, send_bytes
 from meltcore.serve.requests.stats import ServerStats
 
 BODY = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 3}).encode()

@@ -18,8 +18,8 @@ from uvicorn.server import ServerState
 from waiting import WAIT_S
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.http import read_body, send_bytes, send_error
 from meltcore.serve.http.http_protocol import MAX_HEAD_BYTES, HttpProtocol
+from meltcore.serve.requests.asgi import read_body, send_bytes, send_error
 from meltcore.serve.requests.stats import ServerStats
 
 LIMIT_BYTES = 1000

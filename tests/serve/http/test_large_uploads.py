@@ -21,8 +21,8 @@ for package in ("python_multipart", "soxr"):
 
 from meltcore.audio.pool import AudioWorkers  # noqa: E402
 from meltcore.serve.http.forms import read_multipart  # noqa: E402 - after the checks for extras
-from meltcore.serve.http.http import read_body, send_bytes  # noqa: E402
 from meltcore.serve.http.http_server import HttpServer  # noqa: E402
+from meltcore.serve.requests.asgi import read_body, send_bytes  # noqa: E402
 from meltcore.serve.requests.request_fields import header  # noqa: E402
 from meltcore.serve.requests.stats import EVENT_LOOP_LAG, ServerStats  # noqa: E402
 

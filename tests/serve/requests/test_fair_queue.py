@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from exchanges import new_exchange
 from waiting import WAIT_S
 
 from meltcore.common.errors import RequestError
@@ -32,6 +33,7 @@ def processes(count: int) -> list[ModelStats]:
 def request(name: PriorityClass, now_s: float, cost: float = 1.0) -> Ticket[Child]:
     """A request with one child."""
     ticket: Ticket[Child] = Ticket(now_s)
+    ticket.exchange = new_exchange()
     Child(ticket)
     ticket.request_turn(name, units=0, cost=cost)
     ticket.admitted_s = ticket.order_s = now_s
@@ -179,7 +181,7 @@ def test_requests_start_immediately_until_the_engine_is_full_then_in_turn() -> N
             scene.end(ticket)
         await asyncio.sleep(0.02)
         assert scene.started[3:] == ["interactive", "standard", "batch"]
-        assert batch.terms.queue_wait_s > 0
+        assert batch.exchange.queue_wait_s > 0
         assert scene.stats.total("in_flight") == 3
         buckets, _ = scene.stats.queue_waits["standard"].totals()
         assert buckets[-1][1] == 4  # those that need not wait too

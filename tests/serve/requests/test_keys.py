@@ -10,19 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from exchanges import new_exchange
 from server_harness import configure
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.fleet.plan.from_spec import server_config
-from meltcore.serve.http.gate import RequestGate, read_terms
+from meltcore.serve.http.gate import RequestGate, check_headers
 from meltcore.serve.http.origins import OriginCheck
 from meltcore.serve.http.paths import OPEN_PATHS
 from meltcore.serve.requests import keys as keys_module
 from meltcore.serve.requests.backend import ModelTable
+from meltcore.serve.requests.exchange import Exchange, current_exchange
 from meltcore.serve.requests.keys import ApiKeys, resolve_keys
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.routes import build_app
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_file import parse_fleet
@@ -169,19 +170,26 @@ def test_tokens_are_counted_when_known_and_refuse_later_requests(clock: SimpleNa
     key.admit()
 
 
-def test_terms_are_read_from_headers() -> None:
+def checked(keys: ApiKeys, **headers: str) -> Exchange:
+    """A request whose headers the gate has checked."""
+    exchange = new_exchange(**headers)
+    check_headers(exchange, keys)
+    return exchange
+
+
+def test_class_and_time_limit_are_read_from_headers() -> None:
     keys = table(KeySection(name="a", sha256=sha256("x"), priority="standard"))
-    terms = read_terms(scope(x_api_key="x", x_priority_class="Interactive", x_request_timeout="2.5"), keys)
-    assert (terms.class_of("batch"), terms.limit_s(600), terms.limit_s(1)) == ("standard", 2.5, 1)
-    assert read_terms(scope(x_api_key="x"), keys).class_of("interactive") == "standard"
-    open_terms = read_terms(scope(), ApiKeys((), ServerStats()))
-    classes = [open_terms.class_of("standard", priority) for priority in (None, 0, -1, 7)]
+    exchange = checked(keys, x_api_key="x", x_priority_class="Interactive", x_request_timeout="2.5")
+    assert (exchange.class_of("batch"), exchange.limit_s(600), exchange.limit_s(1)) == ("standard", 2.5, 1)
+    assert checked(keys, x_api_key="x").class_of("interactive") == "standard"
+    without_key = checked(ApiKeys((), ServerStats()))
+    classes = [without_key.class_of("standard", priority) for priority in (None, 0, -1, 7)]
     assert classes == ["standard", "standard", "interactive", "batch"]
     for name, value in (("x_request_timeout", "soon"), ("x_request_timeout", "0"), ("x_request_timeout", "nan")):
         with pytest.raises(RequestError, match="X-Request-Timeout must be a number of seconds above 0"):
-            read_terms(scope(**{name: value}), ApiKeys((), ServerStats()))
+            checked(ApiKeys((), ServerStats()), **{name: value})
     with pytest.raises(RequestError, match="one of interactive, standard, batch; got 'urgent'"):
-        read_terms(scope(x_priority_class="urgent"), ApiKeys((), ServerStats()))
+        checked(ApiKeys((), ServerStats()), x_priority_class="urgent")
 
 
 def test_every_route_needs_a_key_but_the_open_ones() -> None:
@@ -219,7 +227,8 @@ def test_the_gate_stops_what_has_no_key_and_logs_no_key() -> None:
     names: list[str | None] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        names.append(current_terms().log_fields().get("key"))
+        key = current_exchange().key
+        names.append(None if key is None else key.name)
 
     async def send(message: Any) -> None:
         sent.append(message)

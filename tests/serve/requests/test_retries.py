@@ -88,7 +88,7 @@ def test_answer_of_which_nothing_was_sent_begins_again() -> None:
     table.requests.retry(0, [1])
     first, again = (message for message, _ in table.sent if isinstance(message, AddRequest))
     assert (first, [replica for _, replica in table.given()]) == (again, [0, 1])
-    assert (again.priority, again.sampling.seed, generation.terms.log_fields()) == (3, 5, {"retries": 1})
+    assert (again.priority, again.sampling.seed, generation.exchange.retries) == (3, 5, 1)
     table.step(0, generation, "late", end="stop")  # of the lost one, which is within reach again
     table.step(1, generation, "part")
     table.step(1, generation, "!", end="stop")

@@ -14,7 +14,8 @@ from upstream_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
-from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.requests.exchange import Exchange, set_exchange
+from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.forwarding import ForwardOutcome
 from meltcore.serve.tasks.upstream_chat import ask_upstream
 from meltcore.serve.upstream.forward import ForwardingEndpoint, read_fields
@@ -118,7 +119,7 @@ def test_request_goes_to_the_model_that_it_names_or_to_the_default(first: str, b
 
     class Own(Endpoint):
         async def respond(self, exchange: Exchange) -> None:
-            assert (await exchange.body(self.limit_bytes))[0] == body
+            assert await exchange.body(self.limit_bytes) == body
             answers.append("own")
 
     async def receive() -> Any:
@@ -134,6 +135,7 @@ def test_request_goes_to_the_model_that_it_names_or_to_the_default(first: str, b
     config = configure(models=())
     endpoint = ForwardingEndpoint(Own(table, config, log), table, config, log)
     scope: Any = {"type": "http", "path": "/v1/completions", "headers": []}
+    set_exchange(Exchange(scope, receive, None))  # type: ignore[arg-type]
     asyncio.run(endpoint(scope, receive, None))  # type: ignore[arg-type]
     assert answers == [answered_by]
 

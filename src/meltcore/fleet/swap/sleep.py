@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 from meltcore.fleet.run.replica import ReplicaLife
 from meltcore.fleet.run.supervised_model import POLL_S, SupervisedModel
 from meltcore.protocol.channel import EndRequests
+from meltcore.serve.requests.admission import MODEL_ASLEEP
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.requests.terms import MODEL_ASLEEP
 
 OVERDUE = "the model is put to sleep for another one, and the time for its open requests is over; send it again"
 WAKE_LIMIT_S = 120.0  # for an engine's answer, when it is put to sleep or woken

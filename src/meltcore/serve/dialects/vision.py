@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.http import discard_body
 from meltcore.serve.http.operation import DWANI, Operation
-from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.requests.asgi import discard_body
+from meltcore.serve.requests.exchange import Exchange
+from meltcore.serve.tasks.endpoint import Endpoint
 
 _NAMES = (
     "visual_query_direct",

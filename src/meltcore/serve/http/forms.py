@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.http import join_pieces
+from meltcore.serve.requests.asgi import join_pieces
 from meltcore.serve.requests.request_fields import shorten
 
 # Parsed or copied before other connections get their turn: 25 MB together would stop the event loop for 40 ms.
@@ -66,9 +66,9 @@ def file_name_error(name: str) -> RequestError:
     return RequestError(f"the part {name} has no file name, so that it is text: {_MISSING_NAME_ERROR}", param=name)
 
 
-def is_multipart(content_type: str | None) -> bool:
+def is_multipart(content_type: str) -> bool:
     """Return whether a body of this content type is a form with files."""
-    return content_type is not None and content_type.lower().startswith("multipart/form-data")
+    return content_type.lower().startswith("multipart/form-data")
 
 
 def find_field(body: bytes, content_type: str, name: str) -> slice | None:
@@ -163,14 +163,14 @@ async def split_form(
 
 
 async def split_audio_form(
-    body: bytes, content_type: str | None, file_names: Sequence[str], max_files: int = 1
+    body: bytes, content_type: str, file_names: Sequence[str], max_files: int = 1
 ) -> tuple[list[tuple[str, str]], list[bytes]]:
     """Return the texts of a form with their names, and its audio files.
 
     Raises RequestError (400) if there is no file.
     """
     name = file_names[0]
-    if content_type is None or not is_multipart(content_type):
+    if not is_multipart(content_type):
         raise RequestError(f"the body must be multipart/form-data with the audio in the field {name}", param=name)
     texts, files = await split_form(body, content_type, file_names, max_files)
     if not files:

@@ -1,9 +1,8 @@
-"""The first layer of the application: refuses pages of other sites and invalid keys, and reads a request's terms."""
+"""The first layer of the application: refuses pages of other sites and invalid keys, and begins an exchange."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
@@ -12,37 +11,35 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meltcore.common.errors import RequestError
 from meltcore.common.options import read_number
 from meltcore.serve.http.hops import check_hops
-from meltcore.serve.http.http import request_id, send_error
 from meltcore.serve.http.origins import OriginCheck
 from meltcore.serve.http.paths import OPEN_PATHS
+from meltcore.serve.requests.exchange import Exchange, set_exchange
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header, shorten
 from meltcore.serve.requests.request_span import end_span
 from meltcore.serve.requests.stats import CLASSES
-from meltcore.serve.requests.terms import RequestTerms, set_terms
 from meltcore.settings.config import PriorityClass
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
     from meltcore.serve.requests.tracing import Tracing
 
 TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
 
 
-def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:
-    """Read the terms of a request from its headers.
+def check_headers(exchange: Exchange, keys: ApiKeys) -> None:
+    """Set the key, the class and the time limit of a request from its headers.
 
     Raises RequestError: 401 without a valid key, 400 for an invalid header, and 429 past a limit of the key.
     """
+    scope = exchange.scope
     key = keys.find(scope)
     timeout, priority_class = header(scope, TIMEOUT_HEADER), header(scope, CLASS_HEADER)
     timeout_s = None if timeout is None else _timeout_s(timeout)
     class_name = None if priority_class is None else _priority_class(priority_class)
     if key is not None and scope["method"] == "POST":
         key.admit()
-    return RequestTerms(key, class_name, timeout_s)
+    exchange.key, exchange.priority_class, exchange.timeout_s = key, class_name, timeout_s
 
 
 def _timeout_s(value: bytes) -> float:
@@ -82,48 +79,36 @@ class RequestGate:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer one request."""
+        exchange = Exchange(scope, receive, send)
+        set_exchange(exchange)
         try:
             check_hops(scope)
             self._origins.check(scope)
         except RequestError as error:
-            set_terms(RequestTerms())
-            return self._refuse(scope, send, error)
+            return self._refuse(exchange, error)
         if scope["path"] in OPEN_PATHS:
             return self._app(scope, receive, send)
         if self._tracing is not None and scope["method"] == "POST":
-            return self._pass_traced(scope, receive, send, self._tracing)
-        return self._check_and_pass(scope, receive, send)
+            return self._pass_traced(exchange, self._tracing)
+        return self._check_and_pass(exchange)
 
-    def _check_and_pass(self, scope: Scope, receive: Receive, send: Send, span: Span | None = None) -> Awaitable[None]:
+    def _check_and_pass(self, exchange: Exchange) -> Awaitable[None]:
         try:
-            terms = read_terms(scope, self._keys)
+            check_headers(exchange, self._keys)
         except RequestError as error:
-            terms = RequestTerms()
-            answer: Awaitable[None] = self._refuse(scope, send, error)
-        else:
-            answer = self._app(scope, receive, send)
-        terms.span = span
-        set_terms(terms)
-        return answer
+            return self._refuse(exchange, error)
+        return self._app(exchange.scope, exchange.receive, exchange.send)
 
-    async def _pass_traced(self, scope: Scope, receive: Receive, send: Send, tracing: Tracing) -> None:
-        span, failure = tracing.begin(scope), None
+    async def _pass_traced(self, exchange: Exchange, tracing: Tracing) -> None:
+        exchange.span, failure = tracing.begin(exchange.scope), None
         try:
-            await self._check_and_pass(scope, receive, send, span)
+            await self._check_and_pass(exchange)
         except BaseException as error:
             failure = error
             raise
         finally:
-            end_span(span, failure)
+            end_span(exchange.span, failure)
 
-    async def _refuse(self, scope: Scope, send: Send, error: RequestError) -> None:
-        began_s, identity = time.monotonic(), request_id(scope)
-        await send_error(send, error, headers=[(b"x-request-id", identity.encode())])
-        self._log.write(
-            "request",
-            request_id=identity,
-            path=scope["path"],
-            status=error.status,
-            error=error.code,
-            total_s=round(time.monotonic() - began_s, 6),
-        )
+    async def _refuse(self, exchange: Exchange, error: RequestError) -> None:
+        await exchange.fail(error)
+        exchange.write_line(self._log)

@@ -13,8 +13,8 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.http import error_json, request_id
 from meltcore.serve.http.http_responses import JoinedWrites, Refusal, ResponseBeforeBody, ResponseOfHttp10, head_problem
+from meltcore.serve.requests.asgi import error_json, request_id
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.stats import ServerStats
 

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.http import request_id, send_error
+from meltcore.serve.requests.asgi import request_id, send_error
 from meltcore.serve.requests.request_fields import header, shorten
 
 

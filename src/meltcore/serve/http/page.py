@@ -9,7 +9,7 @@ from pathlib import Path
 
 from starlette.types import Receive, Scope, Send
 
-from meltcore.serve.http.http import Headers, send_bytes
+from meltcore.serve.requests.asgi import Headers, send_bytes
 
 _FILE = Path(__file__).with_name("page.html")
 _INLINE_CODE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import NamedTuple
 
 from meltcore.common.errors import RequestError
+from meltcore.serve.requests.stats import ModelStats
 
 RATE_WINDOW_S = 10.0  # over which the drain rate is measured
 RATE_SAMPLE_S = 0.25
 UNKNOWN_RETRY_S = 10.0  # when nothing has ended within the window
 MAX_RETRY_S = 300.0
+MODEL_ASLEEP = "model_asleep"
 
 
 class Unit(NamedTuple):
@@ -130,3 +133,9 @@ class DrainRate:
         place_s = requests * self._processes / rate
         self._booked_s = min(max(now_s + excess / rate, self._booked_s + place_s), now_s + MAX_RETRY_S)
         return self._booked_s - now_s
+
+
+def asleep_error(stats: ModelStats, message: str) -> RequestError:
+    """Return the error (503) of a request whose model sleeps and cannot serve the request in time."""
+    retry_s = max(1.0, stats.wake_at_s() - time.monotonic())
+    return RequestError(message, status=503, code=MODEL_ASLEEP, retry_after_s=retry_s)

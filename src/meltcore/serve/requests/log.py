@@ -15,9 +15,7 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from meltcore.serve.requests.request_fields import shorten
-from meltcore.serve.requests.request_span import describe_span
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.serve.requests.terms import current_terms
 
 MAX_LINES_WAITING = 16_384
 # Lines are gathered for so long: a thread that wakes for each takes Python's lock from the requests.
@@ -40,16 +38,7 @@ class Log:
         self._thread.start()
 
     def write(self, event: str, **fields: Any) -> None:
-        """Queue one line. If the queue is full, the line is dropped and counted in `log_lines_dropped`.
-
-        A line of the event "request" also has the key's name and the waiting time of the request, from its terms. Its
-        fields also describe the request's span.
-        """
-        if event == "request":
-            terms = current_terms()
-            fields |= terms.log_fields()
-            if terms.span is not None:
-                describe_span(terms.span, fields)
+        """Queue one line. If the queue is full, the line is dropped and counted in `log_lines_dropped`."""
         record = {"time": self._timestamp(), "event": event}
         for key, value in fields.items():
             record[key] = shorten(value) if isinstance(value, str) else value

@@ -15,9 +15,9 @@ from typing import Any, Generic, Literal, TypeVar
 from meltcore.common.errors import RequestError
 from meltcore.protocol.engines import ToEngine
 from meltcore.protocol.shell import AbortRequests
+from meltcore.serve.requests.admission import MODEL_ASLEEP
 from meltcore.serve.requests.request_queue import RequestQueue
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.requests.terms import MODEL_ASLEEP
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.settings.config import PriorityClass
 
@@ -126,7 +126,7 @@ class OpenTickets(Generic[_Child]):
         """
         turn = ticket.turn = asyncio.get_running_loop().create_future()
         self.admit(ticket, default_class, units=units, cost=cost)
-        left_s = ticket.arrived_s + ticket.terms.limit_s(self.limit_s) - time.monotonic()
+        left_s = ticket.arrived_s + ticket.exchange.limit_s(self.limit_s) - time.monotonic()
         outcome: Outcome = "aborted"
         try:
             async with asyncio.timeout(left_s) as ticket.scope:
@@ -149,7 +149,7 @@ class OpenTickets(Generic[_Child]):
         """Return the error of a request that exceeds its time limit."""
         if ticket.is_queued:
             self._stats.add(f"refused_deadline/{ticket.priority_class}")
-        return ticket.terms.overdue(self.limit_s)
+        return ticket.exchange.overdue(self.limit_s)
 
     # --- the loss of a replica
 
@@ -162,7 +162,7 @@ class OpenTickets(Generic[_Child]):
                 lost.setdefault(ticket, []).append(child)
         for ticket, children in lost.items():
             ticket.is_retried = True
-            ticket.terms.retries += 1
+            ticket.exchange.retries += 1
             self._abort(children)  # the replica may be out of reach only
             for child in children:
                 self.leave(child)
@@ -241,7 +241,7 @@ class RequestTimeLimit(Generic[_Ticket]):
 
     def watch(self, ticket: _Ticket) -> None:
         """Limit the time of a request, counted from its arrival."""
-        limit_s = ticket.terms.limit_s(self.limit_s)
+        limit_s = ticket.exchange.limit_s(self.limit_s)
         if limit_s < self.limit_s:
             left_s = ticket.arrived_s + limit_s - time.monotonic()
             timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._end_early, ticket)

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.requests.admission import Admission, DrainRate, Load
+from meltcore.serve.requests.admission import Admission, DrainRate, Load, asleep_error
 from meltcore.serve.requests.fair_queue import FairQueue
 from meltcore.serve.requests.stats import CLASSES, ModelStats
-from meltcore.serve.requests.terms import asleep_error
 from meltcore.serve.requests.ticket import Ticket
 
 # Other processes' ends of requests make room that no message tells of.
@@ -96,12 +95,12 @@ class RequestQueue:
             self.accept(ticket)
             if held or in_flight >= self._room_per_replica * replicas:
                 self._fair.push(ticket)
-                ticket.terms.waits_for.append(stats)
+                ticket.exchange.waits_for.append(stats)
                 stats.add("queue_requests", len(ticket.children))
                 self._fair.beat(time.monotonic())
             else:
                 self.start(ticket)
-        ticket.terms.admissions.append((stats.task, ticket.priority_class))
+        ticket.exchange.admissions.append((stats.task, ticket.priority_class))
         if ticket.is_queued:
             self._watch()
         else:
@@ -167,7 +166,7 @@ class RequestQueue:
         For other requests the supervisor wakes it.
         """
         stats, now_s = self._stats, time.monotonic()
-        limit_s, wake_s = ticket.terms.limit_s(math.inf), stats.wake_at_s() - now_s
+        limit_s, wake_s = ticket.exchange.limit_s(math.inf), stats.wake_at_s() - now_s
         if wake_s > limit_s:
             stats.set("wanted_s", now_s)
             stats.add("rejected_sleeping")
@@ -188,7 +187,7 @@ class RequestQueue:
             while room > 0 and len(started) < MAX_STARTS and (ticket := self._fair.pop(now_s)) is not None:
                 stats.add("queue_requests", -len(ticket.children))
                 room -= len(ticket.children)
-                ticket.terms.waits_for.remove(stats)
+                ticket.exchange.waits_for.remove(stats)
                 started.append(ticket)
                 self.start(ticket)
         for ticket in started:
@@ -198,7 +197,7 @@ class RequestQueue:
 
     def _note_wait(self, ticket: Ticket[Any]) -> None:
         wait_s = time.monotonic() - ticket.admitted_s
-        ticket.terms.queue_wait_s += wait_s
+        ticket.exchange.queue_wait_s += wait_s
         self._stats.queue_waits[ticket.priority_class].observe(wait_s)
 
     def _watch(self) -> None:

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from meltcore.common.errors import RequestError
 from meltcore.protocol.engines import ToEngine
+from meltcore.serve.requests.exchange import current_exchange
 from meltcore.serve.requests.stats import CLASSES
-from meltcore.serve.requests.terms import current_terms
 from meltcore.settings.config import PriorityClass
 
 # Within a class requests are served in order of arrival. Each step of OpenAI's field `priority` counts as much time.
@@ -77,9 +77,9 @@ class Ticket(Generic[_Child]):
     """One request to a model."""
 
     def __init__(self, arrived_s: float) -> None:
-        """Open a ticket with the terms of the current request, which arrived at `arrived_s` of time.monotonic()."""
+        """Open a ticket of the current exchange. `arrived_s` is its time.monotonic() of arrival."""
         self.arrived_s = arrived_s
-        self.terms = current_terms()
+        self.exchange = current_exchange()
         self.children: list[_Child] = []
         self.open_children = 0
         # What the queue knows of it, from `request_turn` on.
@@ -106,7 +106,7 @@ class Ticket(Generic[_Child]):
             cost: expected work, in the same unit for all requests of a model.
             priority: vLLM's field. Lower values are earlier within the class.
         """
-        self.priority_class = self.terms.class_of(default_class, priority)
+        self.priority_class = self.exchange.class_of(default_class, priority)
         # The engines see the class too: one that can start overtakes what was sent ahead. The queue has decided how
         # much of each class they get, so this starves none.
         self.priority = CLASSES.index(self.priority_class) - 1

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 
-from meltcore.serve.tasks.exchange import Exchange
+from meltcore.serve.requests.exchange import Exchange
 
 
 class ForwardedFields(msgspec.Struct):
@@ -42,8 +42,8 @@ class ForwardingBackend(Protocol):
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
 
-    async def forward(self, exchange: Exchange, fields: ForwardedFields) -> ForwardOutcome:
-        """Send the body of `exchange` to the upstream, and the answer to the client.
+    async def forward(self, exchange: Exchange, body: bytes, fields: ForwardedFields) -> ForwardOutcome:
+        """Send the body of a request to the upstream, and the answer to the client.
 
         Raises RequestError. No part of an answer was sent then.
         """

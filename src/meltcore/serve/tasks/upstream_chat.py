@@ -10,7 +10,7 @@ from starlette.types import Message
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS
-from meltcore.serve.tasks.exchange import Exchange
+from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardingBackend
 
 _MAX_ANSWER_BYTES = 8 * 2**20
@@ -80,13 +80,12 @@ async def ask_upstream(backend: ForwardingBackend, fields: dict[str, Any], reque
 
     scope = {
         "type": "http",
-        "headers": [(b"x-request-id", request_id.encode())],
+        "headers": [(b"x-request-id", request_id.encode()), (b"content-type", b"application/json")],
         "path": LANGUAGE_PATHS[0],
         "meltcore.connection": _NoConnection(),
     }
     exchange = Exchange(scope, _no_body, send)
-    exchange.passed_body, exchange.passed_type = msgspec.json.encode(fields), "application/json"
-    outcome = await backend.forward(exchange, ForwardedFields(model=fields["model"]))
+    outcome = await backend.forward(exchange, msgspec.json.encode(fields), ForwardedFields(model=fields["model"]))
     answer, name = b"".join(parts), backend.names[0]
     if outcome.error is not None or size > _MAX_ANSWER_BYTES:
         reason = outcome.error or f"it has more than {_MAX_ANSWER_BYTES} bytes"

@@ -10,16 +10,17 @@ import codecs
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from meltcore.common.errors import RequestError
 from meltcore.common.tasks import tasks
 from meltcore.serve.http.forms import find_field, is_multipart
-from meltcore.serve.http.http import discard_body
+from meltcore.serve.requests.asgi import discard_body
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
+from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import shorten
-from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardingBackend, is_forwarding
 from meltcore.settings.server_config import ServerConfig
 
@@ -42,39 +43,36 @@ class ForwardingEndpoint(Endpoint):
         """Create the endpoint. `own` is None for a path that no model of Meltcore's own serves."""
         super().__init__(models, config, log)
         self._own = own
-        self.has_uploads = own is not None and own.has_uploads
+        if own is not None:
+            self.has_uploads, self.dwani_paths = own.has_uploads, own.dwani_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if any(is_forwarding(backend) for backend in self._models.backends):
-            exchange = Exchange(scope, receive, send)
-            await self.serve(exchange)
-            if not exchange.is_left:
-                return
-            receive = _replay(exchange.passed_body, receive)
-        if self._own is None:
+            await super().__call__(scope, receive, send)
+        elif self._own is not None:
+            await self._own(scope, receive, send)
+        else:
             await discard_body(scope, receive)  # a client that is still sending would lose the answer to a reset
             raise HTTPException(404)
-        await self._own(scope, receive, send)
 
     async def respond(self, exchange: Exchange) -> None:
-        """Forward a request, or pass it to `own`. Raises RequestError, ClientDisconnectedError."""
+        """Forward a request, or let `own` answer it. Raises RequestError, ClientDisconnectedError."""
         path = exchange.scope["path"]
-        body, content_type = await exchange.body(self.limit_bytes)
-        body, content_type = body.removeprefix(codecs.BOM_UTF8), content_type or "application/json"
-        exchange.passed_body, exchange.passed_type = body, content_type
-        fields = read_fields(body, content_type)
+        body = (await exchange.body(self.limit_bytes)).removeprefix(codecs.BOM_UTF8)
+        fields = read_fields(body, exchange.body_type)
         name = None if fields is None else fields.model or self._default(path)
         backend = None if name is None else self._models.get(name)
         if fields is None or not is_forwarding(backend):
             if self._own is None:
                 raise self._not_here(fields, name, path)
-            exchange.is_left = True
+            exchange.passed_body = body
+            await self._own.respond(exchange)
             return
         exchange.fields |= {"model": backend.names[0], "user": fields.user, "stream": bool(fields.stream)}
         if path not in backend.paths:
             raise _not_served(backend, path)
-        exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, fields))
+        exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, body, fields))
 
     def _default(self, path: str) -> str | None:
         """Return the model of a request that names none. Speech and translation choose their models by language."""
@@ -103,13 +101,3 @@ def _not_served(backend: Backend | ForwardingBackend, path: str) -> RequestError
     return RequestError(
         f"the model {backend.names[0]} does not serve {shorten(path)}; it serves {routes}", param="model"
     )
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` function that yields the body again, which has already been read."""
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replayed() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return replayed

@@ -11,14 +11,13 @@ from typing import Any
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.hops import via_lines
-from meltcore.serve.http.http import error_json, send_bytes
+from meltcore.serve.requests.asgi import error_json, send_bytes
+from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.requests.request_span import trace_headers
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.requests.tracing import CONTEXT_HEADERS
-from meltcore.serve.tasks.exchange import Exchange
 from meltcore.serve.tasks.forwarding import ForwardOutcome
 from meltcore.serve.upstream.event_stream import EventBuffer
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamConnection, UpstreamError
@@ -244,7 +243,7 @@ class Attempt:
     def describe(self, error: UpstreamError) -> str:
         """Return the error for the client, without the upstream's address."""
         if error.kind == "deadline":
-            return current_terms().overdue(self._limit_s).message
+            return self._ticket.exchange.overdue(self._limit_s).message
         return f"{self._server} failed: {error}"
 
     def _fail(self) -> None:
@@ -256,14 +255,14 @@ class Attempt:
         exchange, replica, ticket = self._exchange, self._replica, self._ticket
         scope = exchange.scope
         headers = f"X-Request-Id: {exchange.identity}\r\n{via_lines(scope)}"
-        span = current_terms().span
+        span = ticket.exchange.span
         if span is not None:
             headers += "".join(f"{name}: {value}\r\n" for name, value in trace_headers(span).items())
         else:
             for name in CONTEXT_HEADERS:
                 if (value := header(scope, name)) is not None:
                     headers += f"{name.decode()}: {value.decode('latin-1')}\r\n"
-        data = replica.encode("POST", scope["path"], body, exchange.passed_type, headers)
+        data = replica.encode("POST", scope["path"], body, exchange.body_type, headers)
         idle = replica.idle_connection()
         if idle is not None:
             ticket.connection = idle

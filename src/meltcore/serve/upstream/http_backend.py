@@ -19,6 +19,7 @@ from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Health
+from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.open_tickets import OpenTickets, Outcome, RequestTimeLimit
 from meltcore.serve.requests.request_queue import (
     EXPECTED_OUTPUT_TOKENS,
@@ -27,7 +28,6 @@ from meltcore.serve.requests.request_queue import (
 )
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.ticket import Ticket
-from meltcore.serve.tasks.exchange import Exchange
 from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardOutcome
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
@@ -189,15 +189,16 @@ class HttpBackend:
         if problem is not None:
             raise self.health.not_ready(problem)
 
-    async def forward(self, exchange: Exchange, fields: ForwardedFields) -> ForwardOutcome:
-        """Send the body of `exchange` to an upstream, and the answer to the client.
+    async def forward(self, exchange: Exchange, body: bytes, fields: ForwardedFields) -> ForwardOutcome:
+        """Send the body of a request to an upstream, and the answer to the client.
 
         Raises RequestError. No part of an answer was sent then.
         """
         self.check_ready()
-        body, client = self._upstream_body(exchange, fields.model), exchange.scope["meltcore.connection"]
+        client = exchange.scope["meltcore.connection"]
         ticket = UpstreamTicket(exchange.arrived_s, client)
-        tokens = 0.0 if is_multipart(exchange.passed_type) else len(exchange.passed_body) / BYTES_PER_TOKEN
+        tokens = 0.0 if is_multipart(exchange.body_type) else len(body) / BYTES_PER_TOKEN
+        body = self._renamed(body, exchange.body_type, fields.model)
         priority = fields.priority if isinstance(fields.priority, int) else 0
         cost = tokens + self._output_tokens
         self.tickets.admit(ticket, self.config.priority, units=tokens, cost=cost, priority=priority)
@@ -231,7 +232,7 @@ class HttpBackend:
             ticket.cost += output_tokens
             self.stats.add("generation_tokens", output_tokens)
             self._output_tokens += (output_tokens - self._output_tokens) * OUTPUT_TOKENS_WEIGHT
-        ticket.terms.charge(round(ticket.cost))
+        ticket.exchange.charge(round(ticket.cost))
 
     async def _serve(
         self, exchange: Exchange, ticket: UpstreamTicket, body: bytes, *, is_streamed: bool
@@ -323,14 +324,13 @@ class HttpBackend:
             if each.index in live and each.index not in tried and each.problem(now_s) is None
         ]
 
-    def _upstream_body(self, exchange: Exchange, model: str | None) -> bytes:
+    def _renamed(self, body: bytes, content_type: str, model: str | None) -> bytes:
         """Return the body with the upstream's name of the model. All other values keep their bytes."""
         name = self.config.upstream_model or self.names[0]
-        body = exchange.passed_body
         if name == model:
             return body
-        if is_multipart(exchange.passed_type):
-            place = find_field(body, exchange.passed_type, "model")
+        if is_multipart(content_type):
+            place = find_field(body, content_type, "model")
             return body if place is None else body[: place.start] + name.encode() + body[place.stop :]
         fields = _decode_fields(body)
         fields["model"] = msgspec.Raw(msgspec.json.encode(name))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.http import Headers, error_json
 from meltcore.serve.http.operation import Operation
+from meltcore.serve.requests.asgi import Headers, error_json
 from meltcore.serve.requests.backend import LanguageBackend
+from meltcore.serve.requests.exchange import EVENTS, Exchange
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions
-from meltcore.serve.tasks.exchange import EVENTS, Endpoint, Exchange
+from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.generation.responses import DONE, ChatResponseWriter, CompletionResponseWriter, ResponseWriter
 
 # Log-probabilities of one response. More are encoded on a thread: this many take about 10 ms, the longest that one

@@ -197,7 +197,7 @@ class LocalEngine(EngineBackend):
             priority=priority,
         )
         self._time_limit.watch(generation)
-        generation.terms.charge(prompt_tokens)
+        generation.exchange.charge(prompt_tokens)
 
     def _end_overdue(self, generation: Generation) -> None:
         assert self.tickets is not None

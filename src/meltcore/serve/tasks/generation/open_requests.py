@@ -59,7 +59,7 @@ class OpenRequests(OpenTickets[Choice]):
         output_tokens = sum(choice.output_tokens for choice in ticket.children)
         mean = output_tokens / len(ticket.children)
         self.usual_output_tokens += (mean - self.usual_output_tokens) * OUTPUT_TOKENS_WEIGHT
-        ticket.terms.charge(output_tokens)
+        ticket.exchange.charge(output_tokens)
         return sum(choice.prompt_tokens for choice in ticket.children) + output_tokens
 
     def on_step(self, step: StepOutputs, replica: int = 0) -> None:

@@ -13,11 +13,12 @@ import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.forms import MAX_BATCH, is_multipart, split_form
-from meltcore.serve.http.http import finish_batch, while_connected
 from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
+from meltcore.serve.requests.asgi import finish_batch, while_connected
+from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.protocol import AudioFormat, convert_fields, decode_request
 from meltcore.serve.requests.request_fields import shorten
-from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.synthesis.forms import (
     SpokenPart,
     SynthesisBackend,
@@ -48,8 +49,8 @@ class SpeechEndpoint(Endpoint):
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
-        body, content_type = await exchange.body(self.limit_bytes)
-        request = await read_request(body, content_type, exchange.query)
+        body = await exchange.body(self.limit_bytes)
+        request = await read_request(body, exchange.body_type, exchange.query)
         exchange.fields |= {"model": request.model, "user": request.user}
         backend = synthesizer(self.choices, request.language, request.model)
         await while_connected(exchange.scope, send_speech(exchange, backend, request))
@@ -79,11 +80,11 @@ async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: Sy
         await exchange.end()
 
 
-async def read_request(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SynthesisRequest:
+async def read_request(body: bytes, content_type: str, query: Mapping[str, str]) -> SynthesisRequest:
     """Parse a request: JSON, a form with a reference, or dwani.ai's query without a body. Raises RequestError (400)."""
     reference = None
     if is_multipart(content_type):
-        texts, files = await split_form(body, content_type or "", ("reference", "ref_audio"))
+        texts, files = await split_form(body, content_type, ("reference", "ref_audio"))
         fields, reference = dict(texts), next(iter(files), None)
         if len(fields) < len(texts):
             names = [name for name, _ in texts]

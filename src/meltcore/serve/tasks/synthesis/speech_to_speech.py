@@ -9,12 +9,13 @@ import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.forms import split_audio_form
-from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
+from meltcore.serve.requests.asgi import while_connected
+from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.protocol import AudioFormat, convert_fields
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.tasks.chat import check_mode
-from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.synthesis.forms import SynthesisRequest, speak_whole, synthesizer
 from meltcore.serve.tasks.synthesis.speech import send_speech
 from meltcore.serve.tasks.transcription.forms import transcriber
@@ -71,8 +72,8 @@ class SpeechToSpeechEndpoint(Endpoint):
         session = header(exchange.scope, b"x-session-id")
         if session is not None and len(session) > _MAX_SESSION_BYTES:
             raise RequestError(f"X-Session-ID has {len(session)} characters; the limit is {_MAX_SESSION_BYTES}")
-        body, content_type = await exchange.body(self.limit_bytes)
-        texts, (data,) = await split_audio_form(body, content_type, ("file",))
+        body = await exchange.body(self.limit_bytes)
+        texts, (data,) = await split_audio_form(body, exchange.body_type, ("file",))
         fields = convert_fields({**exchange.query, **dict(texts)}, SpeechToSpeechFields)
         check_mode(fields.mode)
         await while_connected(exchange.scope, self._answer(exchange, fields, data))

@@ -136,7 +136,7 @@ class SynthesisEngine(AudioBackend[_Speech]):
                 request_id=speech.request_id,
                 priority=speech.ticket.priority,
                 arrived_s=now_s,
-                deadline_s=now_s + speech.ticket.terms.limit_s(self.tickets.limit_s),
+                deadline_s=now_s + speech.ticket.exchange.limit_s(self.tickets.limit_s),
                 text=request.text,
                 voice=voice,
                 reference=reference,

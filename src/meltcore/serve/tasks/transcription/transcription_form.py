@@ -34,7 +34,7 @@ _CONTENT_TYPES: dict[str, bytes] = {
 }
 
 
-async def read_form(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SpeechRequest:
+async def read_form(body: bytes, content_type: str, query: Mapping[str, str]) -> SpeechRequest:
     """Parse the body of a request. `query` has the fields of its URL.
 
     Raises RequestError (400) that names a field.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from meltcore.serve.http.forms import MAX_BATCH, split_audio_form
-from meltcore.serve.http.http import finish_batch, while_connected
 from meltcore.serve.http.operation import DWANI, Operation
-from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.requests.asgi import finish_batch, while_connected
+from meltcore.serve.requests.exchange import Exchange
+from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.transcription.forms import SpeechBackend, SpeechRequest, transcriber
 from meltcore.serve.tasks.transcription.transcription_form import read_form, render, speech_request
 from meltcore.text.transcripts import SpokenWord, Transcription, join_words
@@ -30,9 +31,9 @@ class TranscriptionsEndpoint(Endpoint):
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
-        body, content_type = await exchange.body(self.limit_bytes)
+        body = await exchange.body(self.limit_bytes)
         is_dwani = exchange.scope["path"] in DWANI_PATHS
-        request = await read_form(body, content_type, exchange.query if is_dwani else {})
+        request = await read_form(body, exchange.body_type, exchange.query if is_dwani else {})
         exchange.fields |= {"model": request.model, "user": request.user}
         backend, request = transcriber(self.choices, request)
         await while_connected(exchange.scope, self._answer(exchange, backend, request))
@@ -78,8 +79,8 @@ class TranscribeBatchEndpoint(Endpoint):
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
-        body, content_type = await exchange.body(self.limit_bytes)
-        texts, files = await split_audio_form(body, content_type, ("files", "files[]"), MAX_BATCH)
+        body = await exchange.body(self.limit_bytes)
+        texts, files = await split_audio_form(body, exchange.body_type, ("files", "files[]"), MAX_BATCH)
         backend, request = transcriber(self.choices, speech_request({**exchange.query, **dict(texts)}, b""))
         requests = [request._replace(data=data) for data in files]
         exchange.fields |= {"model": backend.names[0], "files": len(files)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.http import finish_all
+from meltcore.serve.requests.asgi import finish_all
 from meltcore.serve.requests.backend import Backend
 from meltcore.serve.tasks.chat import ChatAnswer, ask
 from meltcore.serve.tasks.translation.forms import TranslatedTexts, TranslateRequest

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import DWANI, Operation
-from meltcore.serve.requests.terms import current_terms
-from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.requests.asgi import while_connected
+from meltcore.serve.requests.exchange import Exchange
+from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.translation.choice import translator
 from meltcore.serve.tasks.translation.forms import MAX_SENTENCES, TranslateRequest
 
@@ -37,7 +37,7 @@ class TranslateEndpoint(Endpoint):
             )
         backend, request = translator(self.choices, request)
         exchange.fields |= {"model": backend.names[0], "sentences": len(request.sentences)}
-        async with current_terms().timeout(self._config.timeouts.request_s):
+        async with exchange.timeout(self._config.timeouts.request_s):
             work = backend.translate(request, exchange.identity, arrived_s)
             translated = await while_connected(exchange.scope, work)
         usage = {

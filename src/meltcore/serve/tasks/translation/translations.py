@@ -129,7 +129,7 @@ class Translations(BatchTickets):
         texts = await asyncio.to_thread(lambda: list(self._texts(documents, outputs, target)))
         num_source_tokens = sum(len(sentence.token_ids) for sentence in sentences)
         num_output_tokens = sum(map(len, outputs))
-        ticket.terms.charge(num_source_tokens + num_output_tokens)
+        ticket.exchange.charge(num_source_tokens + num_output_tokens)
         return TranslatedTexts(texts, num_source_tokens, num_output_tokens)
 
     async def _documents(self, texts: Sequence[str], source: Language, target: Language) -> list[Document]:
