@@ -28,7 +28,7 @@ from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import TranslationText
-from meltcore.serve.upstream.forward import UPSTREAM_PATHS, read_fields
+from meltcore.serve.upstream.forward import UPSTREAM_PATHS, read_request
 from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
@@ -167,4 +167,4 @@ def test_model_of_another_task_is_refused_in_words(model: str) -> None:
 
 @pytest.mark.parametrize("body", [b"[" * 200_000, b'{"a":' * 200_000, b'{"model": "\xff"}', b"", b"5"])
 def test_body_that_is_no_object_names_no_model(body: bytes) -> None:
-    assert read_fields(body, "application/json") is None
+    assert read_request(body, "application/json") is None

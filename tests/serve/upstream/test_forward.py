@@ -18,7 +18,7 @@ from meltcore.serve.requests.exchange import Exchange, set_exchange
 from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.forwarding import ForwardOutcome
 from meltcore.serve.tasks.upstream_chat import ask_upstream
-from meltcore.serve.upstream.forward import ForwardingEndpoint, read_fields
+from meltcore.serve.upstream.forward import ForwardingEndpoint, read_request
 
 SPEECH = "/v1/audio/transcriptions"
 TEXT = b'{"text":"x"}'
@@ -50,7 +50,7 @@ TYPES = ("multipart/form-data; boundary=B", 'Multipart/Form-Data; charset=utf-8;
 @pytest.mark.parametrize("content_type", TYPES)
 @pytest.mark.parametrize("body", FORMS.values(), ids=FORMS)
 def test_model_of_a_form_is_read_as_our_own_models_read_it(body: bytes, content_type: str) -> None:
-    fields = read_fields(body, content_type)
+    fields = read_request(body, content_type)
     assert fields is not None
     assert fields.model == "m"
     if not body.startswith(b"Some"):  # which starlette's parser refuses
@@ -75,7 +75,7 @@ def test_model_of_a_form_is_read_as_our_own_models_read_it(body: bytes, content_
     ],
 )
 def test_form_without_the_field_has_no_model(body: bytes, model: str | None) -> None:
-    fields = read_fields(body, TYPES[0])
+    fields = read_request(body, TYPES[0])
     assert fields is not None
     assert fields.model == model
 

@@ -50,10 +50,21 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: Any = None
 
 
-class _Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that chat and completion requests share."""
+class JsonRequest(msgspec.Struct, kw_only=True):
+    """The fields that JSON requests of OpenAI's API share.
+
+    No other field is decoded of a request that may be forwarded, because the upstream checks the rest of the body.
+    """
 
     model: str | None = None  # None uses the default of the route
+    stream: bool | None = None
+    user: str | None = None  # the caller's name for its end user: written to the request log, nothing else
+    priority: Any = None
+
+
+class _Sampling(JsonRequest, forbid_unknown_fields=True, kw_only=True):
+    """The fields that chat and completion requests share."""
+
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -69,10 +80,8 @@ class _Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None  # lower runs earlier
-    user: str | None = None  # the caller's name for its end user: written to the request log, nothing else
     # Accepted and not used: they concern OpenAI's storage, abuse monitoring and cache, and change no answer.
     metadata: dict[str, str] | None = None
     store: bool | None = None

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 
 from meltcore.serve.requests.exchange import Exchange
-
-
-class ForwardedFields(msgspec.Struct):
-    """The fields that are read of a request that may be forwarded. The upstream checks the rest of the body."""
-
-    model: str | None = None  # the name that the client used
-    stream: bool | None = None  # the answer is server-sent events
-    user: str | None = None
-    priority: Any = None  # vLLM's field
+from meltcore.serve.requests.protocol import JsonRequest
 
 
 class ForwardOutcome(msgspec.Struct):
@@ -42,7 +34,7 @@ class ForwardingBackend(Protocol):
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
 
-    async def forward(self, exchange: Exchange, body: bytes, fields: ForwardedFields) -> ForwardOutcome:
+    async def forward(self, exchange: Exchange, body: bytes, request: JsonRequest) -> ForwardOutcome:
         """Send the body of a request to the upstream, and the answer to the client.
 
         Raises RequestError. No part of an answer was sent then.

@@ -11,7 +11,8 @@ from starlette.types import Message
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS
 from meltcore.serve.requests.exchange import Exchange
-from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardingBackend
+from meltcore.serve.requests.protocol import JsonRequest
+from meltcore.serve.tasks.forwarding import ForwardingBackend
 
 _MAX_ANSWER_BYTES = 8 * 2**20
 
@@ -85,7 +86,7 @@ async def ask_upstream(backend: ForwardingBackend, fields: dict[str, Any], reque
         "meltcore.connection": _NoConnection(),
     }
     exchange = Exchange(scope, _no_body, send)
-    outcome = await backend.forward(exchange, msgspec.json.encode(fields), ForwardedFields(model=fields["model"]))
+    outcome = await backend.forward(exchange, msgspec.json.encode(fields), JsonRequest(model=fields["model"]))
     answer, name = b"".join(parts), backend.names[0]
     if outcome.error is not None or size > _MAX_ANSWER_BYTES:
         reason = outcome.error or f"it has more than {_MAX_ANSWER_BYTES} bytes"

@@ -19,9 +19,10 @@ from meltcore.serve.requests.asgi import discard_body
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.log import Log
+from meltcore.serve.requests.protocol import JsonRequest
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.tasks.endpoint import Endpoint
-from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardingBackend, is_forwarding
+from meltcore.serve.tasks.forwarding import ForwardingBackend, is_forwarding
 from meltcore.settings.server_config import ServerConfig
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and upstream servers may.
@@ -33,7 +34,7 @@ def forwarded_paths() -> tuple[str, ...]:
     return (*(path for task in tasks().values() for path in task.paths), *UPSTREAM_PATHS)
 
 
-_decode_fields = msgspec.json.Decoder(ForwardedFields).decode
+_decode_request = msgspec.json.Decoder(JsonRequest).decode
 
 
 class ForwardingEndpoint(Endpoint):
@@ -60,38 +61,38 @@ class ForwardingEndpoint(Endpoint):
         """Forward a request, or let `own` answer it. Raises RequestError, ClientDisconnectedError."""
         path = exchange.scope["path"]
         body = (await exchange.body(self.limit_bytes)).removeprefix(codecs.BOM_UTF8)
-        fields = read_fields(body, exchange.body_type)
-        name = None if fields is None else fields.model or self._default(path)
+        request = read_request(body, exchange.body_type)
+        name = None if request is None else request.model or self._default(path)
         backend = None if name is None else self._models.get(name)
-        if fields is None or not is_forwarding(backend):
+        if request is None or not is_forwarding(backend):
             if self._own is None:
-                raise self._not_here(fields, name, path)
+                raise self._not_here(request, name, path)
             exchange.passed_body = body
             await self._own.respond(exchange)
             return
-        exchange.fields |= {"model": backend.names[0], "user": fields.user, "stream": bool(fields.stream)}
+        exchange.fields |= {"model": backend.names[0], "user": request.user, "stream": bool(request.stream)}
         if path not in backend.paths:
             raise _not_served(backend, path)
-        exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, body, fields))
+        exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, body, request))
 
     def _default(self, path: str) -> str | None:
         """Return the model of a request that names none. Speech and translation choose their models by language."""
         has_default = path in LANGUAGE_PATHS or path in UPSTREAM_PATHS
         return self._models.default(path) if has_default else None
 
-    def _not_here(self, fields: ForwardedFields | None, name: str | None, path: str) -> RequestError:
-        if fields is None:
+    def _not_here(self, request: JsonRequest | None, name: str | None, path: str) -> RequestError:
+        if request is None:
             return RequestError("the body is neither a JSON object nor a form")
         return _not_served(self._models.find(name), path)
 
 
-def read_fields(body: bytes, content_type: str) -> ForwardedFields | None:
+def read_request(body: bytes, content_type: str) -> JsonRequest | None:
     """Return the fields that the API needs of a body. Returns None if the body is neither JSON nor a form."""
     if is_multipart(content_type):
         place = find_field(body, content_type, "model")
-        return ForwardedFields() if place is None else ForwardedFields(body[place].decode(errors="replace"))
+        return JsonRequest() if place is None else JsonRequest(model=body[place].decode(errors="replace"))
     try:
-        return _decode_fields(body)
+        return _decode_request(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # the endpoint of our own models says what is wrong
 

@@ -21,6 +21,7 @@ from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Health
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.open_tickets import OpenTickets, Outcome, RequestTimeLimit
+from meltcore.serve.requests.protocol import JsonRequest
 from meltcore.serve.requests.request_queue import (
     EXPECTED_OUTPUT_TOKENS,
     OUTPUT_TOKENS_WEIGHT,
@@ -28,7 +29,7 @@ from meltcore.serve.requests.request_queue import (
 )
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.ticket import Ticket
-from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardOutcome
+from meltcore.serve.tasks.forwarding import ForwardOutcome
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
@@ -189,7 +190,7 @@ class HttpBackend:
         if problem is not None:
             raise self.health.not_ready(problem)
 
-    async def forward(self, exchange: Exchange, body: bytes, fields: ForwardedFields) -> ForwardOutcome:
+    async def forward(self, exchange: Exchange, body: bytes, request: JsonRequest) -> ForwardOutcome:
         """Send the body of a request to an upstream, and the answer to the client.
 
         Raises RequestError. No part of an answer was sent then.
@@ -198,15 +199,15 @@ class HttpBackend:
         client = exchange.scope["meltcore.connection"]
         ticket = UpstreamTicket(exchange.arrived_s, client)
         tokens = 0.0 if is_multipart(exchange.body_type) else len(body) / BYTES_PER_TOKEN
-        body = self._renamed(body, exchange.body_type, fields.model)
-        priority = fields.priority if isinstance(fields.priority, int) else 0
+        body = self._renamed(body, exchange.body_type, request.model)
+        priority = request.priority if isinstance(request.priority, int) else 0
         cost = tokens + self._output_tokens
         self.tickets.admit(ticket, self.config.priority, units=tokens, cost=cost, priority=priority)
         self._time_limit.watch(ticket)
         client.set_disconnect_callback(ticket.disconnect)
         ended: Outcome = "failed"
         try:
-            outcome = await self._serve(exchange, ticket, body, is_streamed=bool(fields.stream))
+            outcome = await self._serve(exchange, ticket, body, is_streamed=bool(request.stream))
             ended = "finished" if outcome.error is None else "aborted" if outcome.status == 499 else "failed"
             self._count_tokens(ticket, outcome)
             return outcome
