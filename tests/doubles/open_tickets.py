@@ -7,7 +7,7 @@ from meltcore.common.tasks import tasks
 from meltcore.protocol.generation import ToEngine
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import Admission
-from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests.generation import GenerationTicket
 from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import OpenRequests
@@ -33,8 +33,8 @@ def open_requests(stats: ModelStats, send: Callable[[ToEngine, int], object]) ->
     return OpenRequests(stats, send, wide_queue(stats), 600.0)  # type: ignore[arg-type]  # of fewer tasks
 
 
-def start(requests: OpenRequests, generation: Generation, priority: int = 0) -> None:
+def start(requests: OpenRequests, ticket: GenerationTicket, priority: int = 0) -> None:
     """Let a request through the queue."""
-    generation.priority = priority
-    requests.accept(generation)
-    requests.start(generation)
+    ticket.priority = priority
+    requests.accept(ticket)
+    requests.start(ticket)

@@ -33,7 +33,7 @@ from meltcore.serve.engines.engine_process import EngineProcess
 from meltcore.serve.engines.stuck_watch import StuckWatch
 from meltcore.serve.requests.backend import STUCK_AFTER_S, Health
 from meltcore.serve.requests.exchange import set_exchange
-from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests.generation import Choice, GenerationTicket
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS
 from meltcore.settings.config import EngineConfig, EngineSharing, SharingSection
@@ -53,12 +53,12 @@ class Table:
         self.sent: list[tuple[ToEngine, int]] = []
         self.requests = open_requests(stats, lambda message, replica: self.sent.append((message, replica)))
 
-    def add(self, *prompt_tokens: int, max_tokens: int = 10) -> Generation:
-        generation = Generation("id", arrived_s=0.0, streaming=True)
+    def add(self, *prompt_tokens: int, max_tokens: int = 10) -> GenerationTicket:
+        ticket = GenerationTicket("id", arrived_s=0.0, streaming=True)
         for tokens in prompt_tokens:
-            generation.add_choice([1] * tokens, SamplingParams(max_tokens=max_tokens), TOKENIZER)
-        start(self.requests, generation)
-        return generation
+            Choice(ticket, [1] * tokens, SamplingParams(max_tokens=max_tokens), TOKENIZER)
+        start(self.requests, ticket)
+        return ticket
 
     def given(self) -> list[int]:
         return [replica for message, replica in self.sent if isinstance(message, AddRequest)]
@@ -68,8 +68,8 @@ def model_stats(replicas: int) -> ModelStats:
     return ServerStats((replicas,)).models[0]
 
 
-def ends(generation: Generation) -> StepOutputs:
-    outputs = [SequenceOutput(choice.request_id, [65], "length") for choice in generation.choices]
+def ends(ticket: GenerationTicket) -> StepOutputs:
+    outputs = [SequenceOutput(choice.request_id, [65], "length") for choice in ticket.choices]
     return StepOutputs(outputs, EngineStats(), 1.0)
 
 
@@ -91,17 +91,17 @@ def test_answer_without_a_limit_counts_as_one_of_the_usual_length() -> None:
     limited = [table.add(10, max_tokens=240) for _ in range(4)]
     assert table.given() == [0, 1, 1, 0, 1]
     table.requests.usual_output_tokens = 100.0  # what is counted is taken back, not what would be counted now
-    for generation in (unlimited, *limited):
-        table.requests.end(generation, RequestError("gone"), "aborted")
+    for ticket in (unlimited, *limited):
+        table.requests.end(ticket, RequestError("gone"), "aborted")
     assert [table.stats.open_tokens(replica) for replica in (0, 1)] == [0, 0]
 
 
 def test_prompts_of_one_request_are_distributed() -> None:
     table = Table(model_stats(2))
-    generation = table.add(10, 10, 10, 10)
+    ticket = table.add(10, 10, 10, 10)
     assert table.given() == [0, 1, 0, 1]
-    table.requests.end(generation, RequestError("gone"), "aborted")
-    ids = [choice.request_id for choice in generation.choices]
+    table.requests.end(ticket, RequestError("gone"), "aborted")
+    ids = [choice.request_id for choice in ticket.choices]
     aborts = [(message.request_ids, replica) for message, replica in table.sent if isinstance(message, AbortRequests)]
     assert aborts == [(ids[0::2], 0), (ids[1::2], 1)]
     assert [table.stats.open_tokens(replica) for replica in (0, 1)] == [0, 0]

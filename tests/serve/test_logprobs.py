@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from meltcore.protocol.generation import SequenceOutput, TokenLogprobs, pack_token_ids
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.serve.requests.generation import Echo, Generation
+from meltcore.serve.requests.generation import Choice, Echo, GenerationTicket
 from meltcore.serve.requests.protocol import StreamOptions
 from meltcore.serve.tasks.generation.responses import ChatResponseWriter, CompletionResponseWriter
 from meltcore.text.tokenizer import Tokenizer
@@ -84,15 +84,15 @@ def answer(
         TokenLogprobs(top.top_logprobs[tops.index(each)], tops, top.top_logprobs) if each in tops else top
         for each in ids
     ]
-    generation = Generation("id", arrived_s=0.0, streaming=streamed)
+    ticket = GenerationTicket("id", arrived_s=0.0, streaming=streamed)
     echo = None if prompt is None else Echo(tokenizer.decode(prompt), pack_token_ids(prompt), echo_only=False)
     params = SamplingParams(logprobs=n, prompt_logprobs=n)
-    generation.add_choice(prompt or [1], params, tokenizer, None, echo, continues_prompt=not chat)
+    Choice(ticket, prompt or [1], params, tokenizer, None, echo, continues_prompt=not chat)
     of_prompt = None if prompt is None else [top] * (len(prompt) - 1)
-    choice = generation.choices[0]
+    choice = ticket.choices[0]
     choice.accept(SequenceOutput("id", ids, "length", logprobs=lists, prompt_logprobs=of_prompt))
-    writer = (ChatResponseWriter if chat else CompletionResponseWriter)(generation, "m", StreamOptions())
-    data = writer.event(choice).removeprefix(b"data: ") if streamed else writer.body(generation)
+    writer = (ChatResponseWriter if chat else CompletionResponseWriter)(ticket, "m", StreamOptions())
+    data = writer.event(choice).removeprefix(b"data: ") if streamed else writer.body(ticket)
     found: dict[str, Any] = json.loads(data)["choices"][0]["logprobs"]
     return found
 
@@ -202,14 +202,14 @@ def test_offsets_count_the_space_between_prompt_and_completion(kind: Callable[[]
     cat = tokenizer.token_id("▁cat")
     assert cat is not None
     prompt, ids = [cat], [cat, cat]
-    generation = Generation("id", arrived_s=0.0, streaming=False)
+    ticket = GenerationTicket("id", arrived_s=0.0, streaming=False)
     echo = Echo(tokenizer.decode(prompt), pack_token_ids(prompt), echo_only=False) if echoed else None
     params = SamplingParams(logprobs=0, prompt_logprobs=0)
-    generation.add_choice(prompt, params, tokenizer, None, echo, continues_prompt=True)
+    Choice(ticket, prompt, params, tokenizer, None, echo, continues_prompt=True)
     top = TokenLogprobs(-1.0, [], [])
     output = SequenceOutput("id", ids, "length", logprobs=[top, top], prompt_logprobs=[] if echoed else None)
-    generation.choices[0].accept(output)
-    choice = json.loads(CompletionResponseWriter(generation, "m", StreamOptions()).body(generation))["choices"][0]
+    ticket.choices[0].accept(output)
+    choice = json.loads(CompletionResponseWriter(ticket, "m", StreamOptions()).body(ticket))["choices"][0]
     assert choice["text"] == ("cat cat cat" if echoed else " cat cat")
     assert choice["logprobs"]["text_offset"] == ([0, 3, 7] if echoed else [0, 4])
 
@@ -224,18 +224,18 @@ def test_tokens_join_to_the_text_after_a_prompt_without_text(
     """Decoders of SentencePiece drop the first space of a text; each token comes in an event of its own if streamed."""
     tokenizer = kind()
     ids = [tokenizer.token_id(word) for word in words]
-    generation = Generation("id", arrived_s=0.0, streaming=streamed)
+    ticket = GenerationTicket("id", arrived_s=0.0, streaming=streamed)
     prompt_ids = [tokenizer.token_id(word) for word in prompt]
     assert None not in [*ids, *prompt_ids]
     params = SamplingParams(logprobs=1)
-    generation.add_choice(prompt_ids, params, tokenizer, None, None, continues_prompt=True)
-    choice = generation.choices[0]
-    writer, found = CompletionResponseWriter(generation, "m", StreamOptions()), []
+    Choice(ticket, prompt_ids, params, tokenizer, None, None, continues_prompt=True)
+    choice = ticket.choices[0]
+    writer, found = CompletionResponseWriter(ticket, "m", StreamOptions()), []
     for part in [[each] for each in ids] if streamed else [ids]:
         reason = "length" if part[-1] is ids[-1] else None
         logprobs = [TokenLogprobs(-1.0, [each], [-1.0]) for each in part]
         choice.accept(SequenceOutput("id", part, reason, logprobs=logprobs))
-        data = writer.event(choice).removeprefix(b"data: ") if streamed else writer.body(generation)
+        data = writer.event(choice).removeprefix(b"data: ") if streamed else writer.body(ticket)
         found.append(json.loads(data)["choices"][0])
     shown = [token for each in found for token in each["logprobs"]["tokens"] if token != "</s>"]
     assert "".join(shown) == "".join(each["text"] for each in found)

@@ -12,7 +12,7 @@ from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine, TokenLogprobs
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
-from meltcore.serve.requests.generation import MAX_UNSENT_CHARS, Generation
+from meltcore.serve.requests.generation import MAX_UNSENT_CHARS, Choice, GenerationTicket
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.tasks.generation.open_requests import client_disconnected
@@ -27,12 +27,12 @@ class Table:
         self.sent: list[ToEngine] = []
         self.requests = open_requests(self.stats, lambda message, replica: self.sent.append(message))
 
-    def add(self, *prompts: list[int], **fields: Any) -> Generation:
-        generation = Generation("id", arrived_s=0.0, streaming=True)
+    def add(self, *prompts: list[int], **fields: Any) -> GenerationTicket:
+        ticket = GenerationTicket("id", arrived_s=0.0, streaming=True)
         for prompt in prompts:
-            generation.add_choice(prompt, SamplingParams(**fields), TOKENIZER)
-        start(self.requests, generation)
-        return generation
+            Choice(ticket, prompt, SamplingParams(**fields), TOKENIZER)
+        start(self.requests, ticket)
+        return ticket
 
     def step(self, *outputs: SequenceOutput) -> None:
         self.requests.on_step(StepOutputs(list(outputs), EngineStats(), 1.0))
@@ -45,36 +45,36 @@ class Table:
         assert self.stats.local_value("accepted") == sum(outcomes.values())
 
 
-def output(generation: Generation, text: str, index: int = 0, **fields: Any) -> SequenceOutput:
-    return SequenceOutput(generation.choices[index].request_id, list(text.encode()), **fields)
+def output(ticket: GenerationTicket, text: str, index: int = 0, **fields: Any) -> SequenceOutput:
+    return SequenceOutput(ticket.choices[index].request_id, list(text.encode()), **fields)
 
 
 def test_request_ends_once_when_aborted_several_times() -> None:
     table = Table()
-    generation = table.add([1, 2], [3])
+    ticket = table.add([1, 2], [3])
     for _ in range(3):
-        table.requests.end(generation, client_disconnected(), "aborted")
+        table.requests.end(ticket, client_disconnected(), "aborted")
     aborts = [message for message in table.sent if isinstance(message, AbortRequests)]
-    assert aborts == [AbortRequests([choice.request_id for choice in generation.choices])]
-    table.step(output(generation, "late", finish_reason="length"))
+    assert aborts == [AbortRequests([choice.request_id for choice in ticket.choices])]
+    table.step(output(ticket, "late", finish_reason="length"))
     table.check_idle(aborted=2)
 
 
 def test_burst_leaves_no_memory_in_the_table() -> None:
     table = Table()
     burst = [table.add([1]) for _ in range(1000)]
-    for generation in burst:
-        table.requests.end(generation, client_disconnected(), "aborted")
+    for ticket in burst:
+        table.requests.end(ticket, client_disconnected(), "aborted")
     table.check_idle(aborted=1000)
     assert sys.getsizeof(table.requests._open) == sys.getsizeof({})
 
 
 def test_abort_after_the_last_token_changes_nothing() -> None:
     table = Table()
-    generation = table.add([1])
-    table.step(output(generation, "x", finish_reason="length"))
-    table.requests.end(generation, client_disconnected(), "aborted")
-    assert generation.error is None
+    ticket = table.add([1])
+    table.step(output(ticket, "x", finish_reason="length"))
+    table.requests.end(ticket, client_disconnected(), "aborted")
+    assert ticket.error is None
     assert [type(message) for message in table.sent] == [AddRequest]
     table.check_idle(finished=1)
 
@@ -87,11 +87,11 @@ def test_outputs_of_unknown_requests_are_dropped() -> None:
 
 def test_stop_string_aborts_the_request_in_the_engine() -> None:
     table = Table()
-    generation = table.add([1], stop=("b",))
-    table.step(output(generation, "abc"))
-    assert table.sent[-1] == AbortRequests([generation.choices[0].request_id])
-    assert generation.choices[0].take_text() == "a"
-    assert generation.choices[0].output_tokens == 2
+    ticket = table.add([1], stop=("b",))
+    table.step(output(ticket, "abc"))
+    assert table.sent[-1] == AbortRequests([ticket.choices[0].request_id])
+    assert ticket.choices[0].take_text() == "a"
+    assert ticket.choices[0].output_tokens == 2
     table.check_idle(finished=1)
 
 
@@ -117,37 +117,37 @@ def test_all_requests_end_when_the_engine_dies() -> None:
     generations = [table.add([1, 2, 3]) for _ in range(5)]
     table.step(output(generations[0], "a"))
     table.requests.end_all(RequestError("gone", status=500), "failed")
-    assert all(generation.error is not None for generation in generations)
+    assert all(ticket.error is not None for ticket in generations)
     table.check_idle(failed=5)
 
 
 def test_unsent_logprobs_count_against_a_slow_reader() -> None:
     table = Table()
-    generation = table.add([1], logprobs=20, max_tokens=100_000)
+    ticket = table.add([1], logprobs=20, max_tokens=100_000)
     several = [TokenLogprobs(-0.5, list(range(20)), [-1.0] * 20)] * 100
-    table.step(output(generation, "a" * 100, logprobs=several))
-    waiting = generation.unsent_chars
+    table.step(output(ticket, "a" * 100, logprobs=several))
+    waiting = ticket.unsent_chars
     assert waiting > 100 * 21
-    generation.choices[0].take_logprobs()
-    generation.choices[0].take_text()
-    assert generation.unsent_chars == 0
+    ticket.choices[0].take_logprobs()
+    ticket.choices[0].take_text()
+    assert ticket.unsent_chars == 0
     for _ in range(1 + MAX_UNSENT_CHARS // waiting):
-        assert generation.error is None
-        table.step(output(generation, "a" * 100, logprobs=several))
-    assert generation.error is not None
-    assert generation.error.code == "slow_reader"
+        assert ticket.error is None
+        table.step(output(ticket, "a" * 100, logprobs=several))
+    assert ticket.error is not None
+    assert ticket.error.code == "slow_reader"
     table.check_idle(aborted=1)
 
 
 def test_stop_strings_are_not_sent_to_the_engine() -> None:
     table = Table()
-    generation = table.add([1], [2], stop=("ab", "x" * 4096), max_tokens=9)
+    ticket = table.add([1], [2], stop=("ab", "x" * 4096), max_tokens=9)
     (first, second) = table.sent
     assert isinstance(first, AddRequest)
     assert isinstance(second, AddRequest)
     assert first.sampling == second.sampling == SamplingParams(max_tokens=9)
-    table.step(output(generation, "1ab2", 0), output(generation, "xyz", 1, finish_reason="length"))
-    assert [choice.take_text() for choice in generation.choices] == ["1", "xyz"]
+    table.step(output(ticket, "1ab2", 0), output(ticket, "xyz", 1, finish_reason="length"))
+    assert [choice.take_text() for choice in ticket.choices] == ["1", "xyz"]
     table.check_idle(finished=2)
 
 

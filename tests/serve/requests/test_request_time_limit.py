@@ -7,13 +7,13 @@ import time
 import pytest
 from waiting import WAIT_S
 
-from meltcore.serve.requests import ticket
-from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests import open_tickets
+from meltcore.serve.requests.generation import GenerationTicket
 from meltcore.serve.requests.open_tickets import RequestTimeLimit
 
 
-def generation(age_s: float, name: str = "g") -> Generation:
-    return Generation(name, arrived_s=time.monotonic() - age_s, streaming=True)
+def aged(age_s: float, name: str = "g") -> GenerationTicket:
+    return GenerationTicket(name, arrived_s=time.monotonic() - age_s, streaming=True)
 
 
 def test_each_overdue_request_is_ended_once_and_no_other() -> None:
@@ -21,13 +21,13 @@ def test_each_overdue_request_is_ended_once_and_no_other() -> None:
         ended: list[tuple[str, float]] = []  # request, age in s
         both = asyncio.Event()
 
-        def end(each: Generation) -> None:
+        def end(each: GenerationTicket) -> None:
             ended.append((each.request_id, time.monotonic() - each.arrived_s))
             if len(ended) == 2:
                 both.set()
 
         limit = RequestTimeLimit(0.2, end)
-        late, later, answered = generation(0.1, "late"), generation(0.0, "later"), generation(0.1, "answered")
+        late, later, answered = aged(0.1, "late"), aged(0.0, "later"), aged(0.1, "answered")
         for each in (later, late, answered):  # a long upload comes in after younger requests
             limit.watch(each)
         limit.forget(answered)
@@ -45,18 +45,18 @@ def test_timer_runs_only_while_requests_are_watched(
 ) -> None:
     looks: list[int] = []
     look = RequestTimeLimit._check
-    monkeypatch.setattr(ticket, "TIME_CHECK_S", 0.01)
+    monkeypatch.setattr(open_tickets, "TIME_CHECK_S", 0.01)
     monkeypatch.setattr(RequestTimeLimit, "_check", lambda limit: (looks.append(1), look(limit)))
 
     async def run() -> None:
-        ended: list[Generation] = []
+        ended: list[GenerationTicket] = []
         limit = RequestTimeLimit(600.0, ended.append)
-        answered = generation(0)
+        answered = aged(0)
         limit.watch(answered)
         limit.forget(answered)
         await asyncio.sleep(0.1)
         assert len(looks) == 1
-        limit.watch(generation(601))
+        limit.watch(aged(601))
         await asyncio.sleep(0.1)
         assert len(looks) == 2
         assert len(ended) == 1
@@ -66,8 +66,8 @@ def test_timer_runs_only_while_requests_are_watched(
 
 def test_burst_leaves_no_memory_in_the_table() -> None:
     async def run() -> None:
-        limit = RequestTimeLimit(600.0, lambda generation: None)
-        burst = [generation(0) for _ in range(1000)]
+        limit = RequestTimeLimit(600.0, lambda ticket: None)
+        burst = [aged(0) for _ in range(1000)]
         for each in burst:
             limit.watch(each)
         for each in burst:

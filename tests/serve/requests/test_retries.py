@@ -25,7 +25,7 @@ from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthe
 from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, TranscriptionReady
 from meltcore.protocol.translation import Translated, TranslationReady
 from meltcore.serve.engines.engine_backend import EngineBackend
-from meltcore.serve.requests.generation import Echo, Generation
+from meltcore.serve.requests.generation import Choice, Echo, GenerationTicket
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import client_disconnected
 from meltcore.serve.tasks.synthesis.forms import SynthesisRequest
@@ -63,15 +63,15 @@ class Table:
         self.sent: list[tuple[Any, int]] = []
         self.requests = open_requests(self.stats, lambda message, replica: self.sent.append((message, replica)))
 
-    def add(self, *texts: str, streaming: bool = False, echo: Echo | None = None, **fields: Any) -> Generation:
-        generation = Generation("id", arrived_s=0.0, streaming=streaming)
+    def add(self, *texts: str, streaming: bool = False, echo: Echo | None = None, **fields: Any) -> GenerationTicket:
+        ticket = GenerationTicket("id", arrived_s=0.0, streaming=streaming)
         for text in texts:
-            generation.add_choice(list(text.encode()), SamplingParams(**fields), TOKENIZER, None, echo)
-        start(self.requests, generation, 3)
-        return generation
+            Choice(ticket, list(text.encode()), SamplingParams(**fields), TOKENIZER, None, echo)
+        start(self.requests, ticket, 3)
+        return ticket
 
-    def step(self, replica: int, generation: Generation, text: str, index: int = 0, end: Any = None) -> None:
-        output = SequenceOutput(generation.choices[index].request_id, list(text.encode()), end)
+    def step(self, replica: int, ticket: GenerationTicket, text: str, index: int = 0, end: Any = None) -> None:
+        output = SequenceOutput(ticket.choices[index].request_id, list(text.encode()), end)
         self.requests.on_step(StepOutputs([output], EngineStats(), 1.0), replica)
 
     def given(self) -> list[tuple[bytes | list[int], int]]:
@@ -83,27 +83,27 @@ class Table:
 def test_answer_of_which_nothing_was_sent_begins_again() -> None:
     table = Table()
     echo = Echo("ab", pack_token_ids(list(b"ab")), False)
-    generation = table.add("ab", seed=5, echo=echo)
-    table.step(0, generation, "par")
+    ticket = table.add("ab", seed=5, echo=echo)
+    table.step(0, ticket, "par")
     table.requests.retry(0, [1])
     first, again = (message for message, _ in table.sent if isinstance(message, AddRequest))
     assert (first, [replica for _, replica in table.given()]) == (again, [0, 1])
-    assert (again.priority, again.sampling.seed, generation.exchange.retries) == (3, 5, 1)
-    table.step(0, generation, "late", end="stop")  # of the lost one, which is within reach again
-    table.step(1, generation, "part")
-    table.step(1, generation, "!", end="stop")
-    (choice,) = generation.choices
-    assert (choice.take_text(), choice.output_tokens, generation.unsent_chars) == ("abpart!", 5, 0)
+    assert (again.priority, again.sampling.seed, ticket.exchange.retries) == (3, 5, 1)
+    table.step(0, ticket, "late", end="stop")  # of the lost one, which is within reach again
+    table.step(1, ticket, "part")
+    table.step(1, ticket, "!", end="stop")
+    (choice,) = ticket.choices
+    assert (choice.take_text(), choice.output_tokens, ticket.unsent_chars) == ("abpart!", 5, 0)
     check_idle(table.stats, finished=1, retried=1)
 
 
 def test_request_is_retried_once_and_only_where_nothing_was_sent() -> None:
     table = Table()
     sent, unsent, other, gone = (table.add(name, streaming=True) for name in ("sent", "unsent", "other", "gone"))
-    for generation in (sent, unsent, other, gone):
-        generation.choices[0].replica, replica = 0 if generation is not other else 1, generation.choices[0].replica
-        table.stats.unassign(replica, generation.choices[0].cost)
-        table.stats.assign(generation.choices[0].replica, generation.choices[0].cost)
+    for ticket in (sent, unsent, other, gone):
+        ticket.choices[0].replica, replica = 0 if ticket is not other else 1, ticket.choices[0].replica
+        table.stats.unassign(replica, ticket.choices[0].cost)
+        table.stats.assign(ticket.choices[0].replica, ticket.choices[0].cost)
     table.step(0, sent, "x")
     sent.choices[0].take_text()
     assert (sent.choices[0].prompt_token_ids, len(unsent.choices[0].prompt_token_ids)) == (b"", 4 * len("unsent"))
@@ -123,13 +123,13 @@ def test_request_is_retried_once_and_only_where_nothing_was_sent() -> None:
 
 def test_other_choices_of_a_retried_request_go_on() -> None:
     table = Table()
-    generation = table.add("one", "two")
-    assert [choice.replica for choice in generation.choices] == [0, 1]
-    table.step(1, generation, "kept", 1)
+    ticket = table.add("one", "two")
+    assert [choice.replica for choice in ticket.choices] == [0, 1]
+    table.step(1, ticket, "kept", 1)
     table.requests.retry(0, [1])
-    table.step(1, generation, "new", 0, "stop")
-    table.step(1, generation, "!", 1, "stop")
-    assert [choice.take_text() for choice in generation.choices] == ["new", "kept!"]
+    table.step(1, ticket, "new", 0, "stop")
+    table.step(1, ticket, "!", 1, "stop")
+    assert [choice.take_text() for choice in ticket.choices] == ["new", "kept!"]
     check_idle(table.stats, finished=2, retried=1)
 
 

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from meltcore.common.errors import RequestError
 from meltcore.common.tasks import DEFAULT
-from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests.generation import GenerationTicket
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.stats import ModelStats
@@ -57,14 +57,14 @@ class Backend(Protocol):
 class LanguageBackend(Backend, Protocol):
     """A backend whose model generates text in this server."""
 
-    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
-        """Check `request`, fill `generation` with the choices of the request, and start to generate.
+    async def submit(self, request: ChatRequest | CompletionRequest, ticket: GenerationTicket) -> None:
+        """Check `request`, fill `ticket` with the choices of the request, and start to generate.
 
         Raises RequestError (400, 429, 503). Nothing was started then.
         """
 
-    def release(self, generation: Generation, error: RequestError | None = None) -> None:
-        """End the open choices of `generation`, either with `error` or because the client has disconnected."""
+    def release(self, ticket: GenerationTicket, error: RequestError | None = None) -> None:
+        """End the open choices of `ticket`, either with `error` or because the client has disconnected."""
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """Answer POST /tokenize."""

@@ -59,22 +59,32 @@ class Choice(Child):
         "tokenizer",
         "tokens_sent",
     )
-    ticket: Generation
+    ticket: GenerationTicket
 
     def __init__(
         self,
-        generation: Generation,
-        index: int,
+        ticket: GenerationTicket,
         prompt: list[int],
         params: SamplingParams,
         tokenizer: Tokenizer,
-        reasoning_parser: ReasoningParser | None,
+        reasoning_parser: ReasoningParser | None = None,
         echo: Echo | None = None,
         *,
         continues_prompt: bool = False,
     ) -> None:
-        super().__init__(generation, waiting_tokens=len(prompt))
-        self.index = index
+        """Add a prompt to a ticket.
+
+        Args:
+            ticket: the request.
+            prompt: the token ids of the prompt.
+            params: how tokens are chosen, and where the answer ends.
+            tokenizer: the tokenizer of the model.
+            reasoning_parser: separates the model's reasoning from the answer.
+            echo: the prompt as the beginning of the answer.
+            continues_prompt: whether the text of the answer continues the text of the prompt, as in a completion.
+        """
+        self.index = len(ticket.children)
+        super().__init__(ticket, waiting_tokens=len(prompt))
         self.prompt_token_ids = pack_token_ids(prompt)
         self.prompt_tokens = len(prompt)
         self.params = params
@@ -83,7 +93,7 @@ class Choice(Child):
         self.asked_echo = echo
         self.continues_prompt = continues_prompt
         self.first_token_s: float | None = None
-        self.last_token_s = generation.arrived_s
+        self.last_token_s = ticket.arrived_s
         self.role_sent = False
         self.tokens_sent = 0
         self.end_sent = False
@@ -124,14 +134,14 @@ class Choice(Child):
 
         A request of 1,024 prompts may have 64 KiB of stop strings, which would be sent with each prompt.
         """
-        params, generation = self.params, self.ticket
+        params, ticket = self.params, self.ticket
         return [
             AddRequest(
                 request_id=self.request_id,
                 prompt_token_ids=self.prompt_token_ids,
                 sampling=msgspec.structs.replace(params, stop=()) if params.stop else params,
-                priority=generation.priority,
-                arrived_s=generation.arrived_s,
+                priority=ticket.priority,
+                arrived_s=ticket.arrived_s,
             )
         ]
 
@@ -266,7 +276,7 @@ class Choice(Child):
         return text
 
 
-class Generation(Ticket[Choice]):
+class GenerationTicket(Ticket[Choice]):
     """One HTTP request. The backend calls `wake`; the request handler waits in `changed`."""
 
     def __init__(
@@ -292,25 +302,6 @@ class Generation(Ticket[Choice]):
         self.disconnect: Callable[[], None] | None = None  # drops the connection, and with it what is not read
         self._waiter: asyncio.Future[None] | None = None
         self._is_changed = False
-
-    def add_choice(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        reasoning_parser: ReasoningParser | None = None,
-        echo: Echo | None = None,
-        *,
-        continues_prompt: bool = False,
-    ) -> None:
-        """Add a prompt. `reasoning_parser` separates the model's reasoning from the answer.
-
-        With `continues_prompt` the text of the answer continues the text of the prompt, as in a completion.
-        """
-        Choice(
-            *(self, len(self.choices), prompt, params, tokenizer, reasoning_parser, echo),
-            continues_prompt=continues_prompt,
-        )
 
     @property
     def prompt_tokens(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import Backend, language_backend
-from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests.generation import GenerationTicket
 from meltcore.serve.requests.protocol import ChatMessage, ChatRequest
 from meltcore.serve.tasks.forwarding import is_forwarding
 from meltcore.serve.tasks.upstream_chat import ask_upstream
@@ -38,20 +38,20 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
         text, *tokens = await ask_upstream(backend, fields, request_id)
         return ChatAnswer(text.strip(), *tokens)
     # The text is taken at the end: until then the request can be retried on another replica.
-    generation = Generation(request_id, arrived_s=time.monotonic(), streaming=True, every_token=True)
+    ticket = GenerationTicket(request_id, arrived_s=time.monotonic(), streaming=True, every_token=True)
     request = ChatRequest(model=backend.names[0], messages=messages, stop=list(stop) or None)
     model = language_backend(backend)
-    await model.submit(request, generation)
+    await model.submit(request, ticket)
     try:
-        (choice,) = generation.choices
-        while generation.open_children and choice.output_tokens < MAX_ANSWER_TOKENS:
-            await generation.wait_for_change()
-            if generation.error is not None:
-                raise generation.error
-        return ChatAnswer(choice.take_text().strip(), generation.prompt_tokens, generation.output_tokens)
+        (choice,) = ticket.choices
+        while ticket.open_children and choice.output_tokens < MAX_ANSWER_TOKENS:
+            await ticket.wait_for_change()
+            if ticket.error is not None:
+                raise ticket.error
+        return ChatAnswer(choice.take_text().strip(), ticket.prompt_tokens, ticket.output_tokens)
     finally:
-        model.release(generation)
-        generation.choices.clear()  # they refer to it: a cycle would keep the answer until the next collection
+        model.release(ticket)
+        ticket.choices.clear()  # they refer to it: a cycle would keep the answer until the next collection
 
 
 def check_mode(mode: str) -> None:

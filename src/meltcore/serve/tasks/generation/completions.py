@@ -9,7 +9,7 @@ from meltcore.serve.http.operation import Operation
 from meltcore.serve.requests.asgi import Headers, error_json
 from meltcore.serve.requests.backend import LanguageBackend
 from meltcore.serve.requests.exchange import EVENTS, Exchange
-from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests.generation import GenerationTicket
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions
 from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.generation.responses import DONE, ChatResponseWriter, CompletionResponseWriter, ResponseWriter
@@ -47,29 +47,29 @@ class _GenerationEndpoint(Endpoint):
                 f"priority must be at least {MIN_PRIORITY} and at most {MAX_PRIORITY}; got {request.priority}",
                 param="priority",
             )
-        generation = Generation(
+        ticket = GenerationTicket(
             exchange.identity,
             arrived_s=exchange.arrived_s,
             streaming=bool(request.stream),
             every_token=bool(options.continuous_usage_stats),
         )
-        await backend.submit(request, generation)
-        writer = self.writer_type(generation, request.model or backend.names[0], options)
+        await backend.submit(request, ticket)
+        writer = self.writer_type(ticket, request.model or backend.names[0], options)
         connection = exchange.scope["meltcore.connection"]
-        generation.disconnect = connection.transport.abort
+        ticket.disconnect = connection.transport.abort
         # No write would show the loss while there is nothing to write.
-        connection.set_disconnect_callback(lambda: backend.release(generation))
+        connection.set_disconnect_callback(lambda: backend.release(ticket))
         try:
-            if generation.streaming:
-                await _stream(exchange, generation, writer, has_usage=bool(options.include_usage))
+            if ticket.streaming:
+                await _stream(exchange, ticket, writer, has_usage=bool(options.include_usage))
             else:
-                await _send_whole(exchange, generation, writer)
+                await _send_whole(exchange, ticket, writer)
         finally:
             connection.set_disconnect_callback(None)
-            exchange.fields |= _log_fields(generation)
+            exchange.fields |= _log_fields(ticket)
             # Something is still open only when this task is being cancelled or has failed.
-            backend.release(generation)
-            generation.choices.clear()  # they refer to it: a cycle would keep the response until the next collection
+            backend.release(ticket)
+            ticket.choices.clear()  # they refer to it: a cycle would keep the response until the next collection
 
 
 class ChatEndpoint(_GenerationEndpoint):
@@ -100,52 +100,52 @@ class CompletionsEndpoint(_GenerationEndpoint):
     )
 
 
-async def _stream(exchange: Exchange, generation: Generation, writer: ResponseWriter, *, has_usage: bool) -> None:
+async def _stream(exchange: Exchange, ticket: GenerationTicket, writer: ResponseWriter, *, has_usage: bool) -> None:
     """Stream events until the end of the answer.
 
     The head is sent with the first token, so that an error before it is a plain HTTP error.
     """
     send = exchange.send
     while True:
-        await generation.wait_for_change()
-        if generation.error is not None:
-            await _send_failure(exchange, generation.error)
+        await ticket.wait_for_change()
+        if ticket.error is not None:
+            await _send_failure(exchange, ticket.error)
             return
-        events = [writer.event(choice) for choice in generation.choices if choice.take_update()]
+        events = [writer.event(choice) for choice in ticket.choices if choice.take_update()]
         if not events:  # what came was sent with the event before
             continue
         if exchange.content_type is None:
             exchange.content_type = EVENTS
             head = _STREAM_HEADERS + exchange.headers
             await send({"type": "http.response.start", "status": 200, "headers": head})
-        last = not generation.open_children
+        last = not ticket.open_children
         if last:
             if has_usage:
-                events.append(writer.usage_event(generation))
+                events.append(writer.usage_event(ticket))
             events.append(DONE)
         body = events[0] if len(events) == 1 else b"".join(events)
-        generation.is_sending = True
+        ticket.is_sending = True
         await send({"type": "http.response.body", "body": body, "more_body": not last})
-        generation.is_sending = False
+        ticket.is_sending = False
         if last:
-            if generation.error is not None:
-                exchange.fields["status"] = generation.error.status
+            if ticket.error is not None:
+                exchange.fields["status"] = ticket.error.status
             return
 
 
-async def _send_whole(exchange: Exchange, generation: Generation, writer: ResponseWriter) -> None:
-    while generation.open_children and generation.error is None:
-        await generation.wait_for_change()
-    if generation.error is not None:
-        await _send_failure(exchange, generation.error)
+async def _send_whole(exchange: Exchange, ticket: GenerationTicket, writer: ResponseWriter) -> None:
+    while ticket.open_children and ticket.error is None:
+        await ticket.wait_for_change()
+    if ticket.error is not None:
+        await _send_failure(exchange, ticket.error)
         return
-    if sum(choice.unsent_logprobs for choice in generation.choices) <= INLINE_LOGPROBS:
-        body = writer.body(generation)
+    if sum(choice.unsent_logprobs for choice in ticket.choices) <= INLINE_LOGPROBS:
+        body = writer.body(ticket)
     else:
-        body = await asyncio.to_thread(writer.body, generation)
-    generation.is_sending = True
+        body = await asyncio.to_thread(writer.body, ticket)
+    ticket.is_sending = True
     await exchange.answer(body, b"application/json")
-    generation.is_sending = False
+    ticket.is_sending = False
 
 
 async def _send_failure(exchange: Exchange, error: RequestError) -> None:
@@ -159,15 +159,15 @@ async def _send_failure(exchange: Exchange, error: RequestError) -> None:
         await exchange.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-def _log_fields(generation: Generation) -> dict[str, object]:
+def _log_fields(ticket: GenerationTicket) -> dict[str, object]:
     """Return the fields of the request's log line beside its identity and status: outcome and times, but no text."""
-    first = [choice.first_token_s for choice in generation.choices if choice.first_token_s is not None]
+    first = [choice.first_token_s for choice in ticket.choices if choice.first_token_s is not None]
     return {
-        "stream": generation.streaming,
-        "finish_reason": ",".join(choice.finish_reason or "none" for choice in generation.choices),
-        "prompt_tokens": generation.prompt_tokens,
-        "cached_tokens": generation.cached_tokens,
-        "completion_tokens": generation.output_tokens,
-        "ttft_s": round(min(first) - generation.arrived_s, 6) if first else None,
-        "error": None if generation.error is None else generation.error.code or "engine_error",
+        "stream": ticket.streaming,
+        "finish_reason": ",".join(choice.finish_reason or "none" for choice in ticket.choices),
+        "prompt_tokens": ticket.prompt_tokens,
+        "cached_tokens": ticket.cached_tokens,
+        "completion_tokens": ticket.output_tokens,
+        "ttft_s": round(min(first) - ticket.arrived_s, 6) if first else None,
+        "error": None if ticket.error is None else ticket.error.code or "engine_error",
     }

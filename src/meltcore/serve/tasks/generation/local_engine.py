@@ -8,7 +8,7 @@ from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_token_ids
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import TOKENS
-from meltcore.serve.requests.generation import Echo, Generation
+from meltcore.serve.requests.generation import Choice, Echo, GenerationTicket
 from meltcore.serve.requests.open_tickets import RequestTimeLimit
 from meltcore.serve.requests.protocol import (
     ChatRequest,
@@ -40,7 +40,7 @@ class LocalEngine(EngineBackend):
 
     def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
         super().__init__(config, server, stats, **settings)
-        self._time_limit: RequestTimeLimit[Generation] = RequestTimeLimit(self._limit_s, self._end_overdue)
+        self._time_limit: RequestTimeLimit[GenerationTicket] = RequestTimeLimit(self._limit_s, self._end_overdue)
         self._model: ReadyModel | None = None
 
     # --- life cycle
@@ -68,7 +68,7 @@ class LocalEngine(EngineBackend):
         """Whether the model takes chats: it has a chat template, or is still loading."""
         return self._model is None or self._model.text.template.is_usable
 
-    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
+    async def submit(self, request: ChatRequest | CompletionRequest, ticket: GenerationTicket) -> None:
         """Tokenize, check and admit a request.
 
         Raises RequestError (400, 429, 503). Nothing was started then.
@@ -93,17 +93,17 @@ class LocalEngine(EngineBackend):
         ]
         echoes = await self._echoes(model, request, prompts)
         for prompt, settings, echo in zip(prompts, params, echoes, strict=True):
-            generation.add_choice(
-                *(prompt, settings, text.tokenizer, reasoning_parser, echo),
+            Choice(
+                *(ticket, prompt, settings, text.tokenizer, reasoning_parser, echo),
                 continues_prompt=isinstance(request, CompletionRequest),
             )
-        self._admit(generation, request.priority or 0)
+        self._admit(ticket, request.priority or 0)
 
-    def release(self, generation: Generation, error: RequestError | None = None) -> None:
-        """End the open choices of `generation`, either with `error` or because the client has disconnected."""
-        self._time_limit.forget(generation)
+    def release(self, ticket: GenerationTicket, error: RequestError | None = None) -> None:
+        """End the open choices of `ticket`, either with `error` or because the client has disconnected."""
+        self._time_limit.forget(ticket)
         assert self.tickets is not None
-        self.tickets.end(generation, error or client_disconnected(), "aborted")
+        self.tickets.end(ticket, error or client_disconnected(), "aborted")
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """Return the token ids of a text or of a chat."""
@@ -179,7 +179,7 @@ class LocalEngine(EngineBackend):
             for text, prompt in zip(texts, prompts, strict=True)
         ]
 
-    def _admit(self, generation: Generation, priority: int) -> None:
+    def _admit(self, ticket: GenerationTicket, priority: int) -> None:
         """Send the request to the engines, or let it wait for its turn. Its time is limited until `release`.
 
         Raises RequestError (429, 503).
@@ -188,17 +188,17 @@ class LocalEngine(EngineBackend):
         self._live_replicas()
         assert self.tickets is not None
         usual_tokens = self.tickets.usual_output_tokens
-        allowed_tokens = sum(min(choice.params.max_tokens, usual_tokens) for choice in generation.choices)
-        prompt_tokens = generation.prompt_tokens
+        allowed_tokens = sum(min(choice.params.max_tokens, usual_tokens) for choice in ticket.choices)
+        prompt_tokens = ticket.prompt_tokens
         self.tickets.admit(
-            *(generation, self.config.priority_class),
+            *(ticket, self.config.priority_class),
             units=prompt_tokens,
             cost=prompt_tokens + allowed_tokens,
             priority=priority,
         )
-        self._time_limit.watch(generation)
-        generation.exchange.charge(prompt_tokens)
+        self._time_limit.watch(ticket)
+        ticket.exchange.charge(prompt_tokens)
 
-    def _end_overdue(self, generation: Generation) -> None:
+    def _end_overdue(self, ticket: GenerationTicket) -> None:
         assert self.tickets is not None
-        self.tickets.end(generation, self.tickets.overdue(generation), "aborted")
+        self.tickets.end(ticket, self.tickets.overdue(ticket), "aborted")

@@ -78,10 +78,10 @@ class OpenRequests(OpenTickets[Choice]):
                 asyncio.get_running_loop().call_exception_handler(context)
 
     def _on_output(self, choice: Choice, output: SequenceOutput, now_s: float) -> None:
-        generation = choice.ticket
+        ticket = choice.ticket
         if output.finish_reason == "error" or output.finish_reason == "abort":
             self.close(choice, "failed")
-            self.end(generation, RequestError(output.error or "the engine ended the request", status=500), "failed")
+            self.end(ticket, RequestError(output.error or "the engine ended the request", status=500), "failed")
             return
         received_text = bool(choice.text)
         num_new_tokens = choice.accept(output)
@@ -93,19 +93,19 @@ class OpenRequests(OpenTickets[Choice]):
             self._stats.finish(
                 choice.finish_reason,
                 prompt_tokens=choice.prompt_tokens,
-                arrived_s=generation.arrived_s,
+                arrived_s=ticket.arrived_s,
                 first_token_s=choice.first_token_s,
                 now_s=now_s,
                 times=output.times,
             )
             self.close(choice, "finished")
-            if generation.streaming or not generation.open_children:
-                generation.wake()
-        elif generation.streaming:
-            if generation.every_token or (choice.text and not received_text):
-                generation.wake()
-            if generation.unsent_chars > generation.max_unsent_chars:
-                self.end(generation, slow_reader(), "aborted")
+            if ticket.streaming or not ticket.open_children:
+                ticket.wake()
+        elif ticket.streaming:
+            if ticket.every_token or (choice.text and not received_text):
+                ticket.wake()
+            if ticket.unsent_chars > ticket.max_unsent_chars:
+                self.end(ticket, slow_reader(), "aborted")
 
     def _note_tokens(self, choice: Choice, num_new_tokens: int, now_s: float) -> None:
         if choice.first_token_s is None:

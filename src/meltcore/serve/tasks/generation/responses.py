@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from meltcore.protocol.generation import TokenLogprobs
-from meltcore.serve.requests.generation import Choice, Generation
+from meltcore.serve.requests.generation import Choice, GenerationTicket
 from meltcore.serve.requests.protocol import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
@@ -32,12 +32,12 @@ class ResponseWriter(ABC):
     stream_object: str
     full_object: str
 
-    def __init__(self, generation: Generation, model: str, options: StreamOptions) -> None:
+    def __init__(self, ticket: GenerationTicket, model: str, options: StreamOptions) -> None:
         """Create a writer.
 
         `options` say whether every event has the usage so far, or null until the last event has the usage.
         """
-        self._id = self.id_prefix + generation.request_id
+        self._id = self.id_prefix + ticket.request_id
         self._created = int(time.time())
         self._model = model
         self._usage_in_events = bool(options.continuous_usage_stats)
@@ -53,11 +53,11 @@ class ResponseWriter(ABC):
         usage = _usage(choice.prompt_tokens, choice.output_tokens, choice.cached_tokens)
         return b'%s%s],"usage":%s}\n\n' % (head, body, usage)
 
-    def usage_event(self, generation: Generation) -> bytes:
+    def usage_event(self, ticket: GenerationTicket) -> bytes:
         """Return the event after the last text, which has the whole usage and no choices."""
-        return b'%s],"usage":%s}\n\n' % (self._head, usage_json(generation.choices))
+        return b'%s],"usage":%s}\n\n' % (self._head, usage_json(ticket))
 
-    def body(self, generation: Generation) -> bytes:
+    def body(self, ticket: GenerationTicket) -> bytes:
         """Return the whole response."""
         return _json(
             {
@@ -65,8 +65,8 @@ class ResponseWriter(ABC):
                 "object": self.full_object,
                 "created": self._created,
                 "model": self._model,
-                "choices": [self._full_choice(choice) for choice in generation.choices],
-                "usage": msgspec.Raw(usage_json(generation.choices)),
+                "choices": [self._full_choice(choice) for choice in ticket.choices],
+                "usage": msgspec.Raw(usage_json(ticket)),
             }
         )
 
@@ -186,13 +186,9 @@ class CompletionResponseWriter(ResponseWriter):
         }
 
 
-def usage_json(choices: list[Choice]) -> bytes:
-    """Return OpenAI's usage object over `choices`, in tokens of the engine."""
-    return _usage(
-        sum(choice.prompt_tokens for choice in choices),
-        sum(choice.output_tokens for choice in choices),
-        sum(choice.cached_tokens for choice in choices),
-    )
+def usage_json(ticket: GenerationTicket) -> bytes:
+    """Return OpenAI's usage object over all choices, in tokens of the engine."""
+    return _usage(ticket.prompt_tokens, ticket.output_tokens, ticket.cached_tokens)
 
 
 def _usage(prompt: int, output: int, cached: int) -> bytes:
