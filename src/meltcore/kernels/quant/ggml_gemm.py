@@ -20,8 +20,8 @@ from meltcore.kernels.quant.ggml_types import GgmlType
 # With more, a second tile of tokens would decode the weight again, which takes longer than dequantizing it for cuBLAS.
 # So does the first tile of Q6_K. On an H200 (docs/decisions/quantized-weights.md). Other formats whose values are put
 # together from two loads are taken for the same.
-MAX_TOKENS, _MAX_SPLIT_TOKENS = 64, 32
-_SPLIT_TYPES = (GgmlType.Q6_K, GgmlType.Q5_1, GgmlType.Q5_K)
+MAX_TOKENS, _MAX_TWO_LOAD_TOKENS = 64, 32
+_TWO_LOAD_TYPES = (GgmlType.Q6_K, GgmlType.Q5_1, GgmlType.Q5_K)
 _MAX_STAGES = 4
 _PREFETCH_STEPS = 4
 
@@ -29,7 +29,7 @@ _PREFETCH_STEPS = 4
 def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
     """Return whether the kernel takes these tokens, of a 16-bit type, and is faster than dequantizing the weight."""
     return (
-        1 <= hidden.shape[0] <= (_MAX_SPLIT_TOKENS if weight.type in _SPLIT_TYPES else MAX_TOKENS)
+        1 <= hidden.shape[0] <= (_MAX_TWO_LOAD_TOKENS if weight.type in _TWO_LOAD_TYPES else MAX_TOKENS)
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.is_contiguous()
     )

@@ -55,7 +55,7 @@ class GgmlType(IntEnum):
     @property
     def held(self) -> Holding:
         """How a device holds the format."""
-        return _HELD.get(self, Holding(self))
+        return _HOLDINGS.get(self, Holding(self))
 
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row of `columns` values in a file.
@@ -117,7 +117,7 @@ _BLOCKS = {
 }
 # Whole numbers fit the 8 or 6 bits of the other format, and its scale is theirs. The scale of IQ4_XS, float16 times 6
 # bits, is rounded to float16; where that is subnormal, it is exact. Scales of MXFP4 from 2^-24 to 2^18 are exact.
-_HELD = {
+_HOLDINGS = {
     GgmlType.Q5_0: Holding(GgmlType.Q8_0),
     GgmlType.IQ4_NL: Holding(GgmlType.Q8_0),
     GgmlType.MXFP4: Holding(GgmlType.Q8_0, "none, but values of scales below 2^-24 are rounded to multiples of 2^-24"),

@@ -84,9 +84,9 @@ def find_field(body: bytes, content_type: str, name: str) -> slice | None:
     delimiter = b"--" + boundary.encode("latin-1", "replace")
     for start, end in pairwise(_part_starts(body, delimiter)):
         first = start + len(delimiter)
-        head, blank, _ = body[first : min(first + _MAX_PART_HEAD_BYTES, end - 2)].partition(b"\r\n\r\n")
-        if blank and _header_parameter(head.partition(b"\r\n")[2], "content-disposition", "name") == name:
-            return slice(first + len(head) + 4, end - 2)
+        part_head, blank, _ = body[first : min(first + _MAX_PART_HEAD_BYTES, end - 2)].partition(b"\r\n\r\n")
+        if blank and _header_parameter(part_head.partition(b"\r\n")[2], "content-disposition", "name") == name:
+            return slice(first + len(part_head) + 4, end - 2)
     return None
 
 
@@ -106,9 +106,9 @@ def _part_starts(body: bytes, delimiter: bytes) -> Iterator[int]:
         place += 2 if place >= 0 else 0
 
 
-def _header_parameter(head: bytes, header: str, name: str) -> str | None:
+def _header_parameter(part_head: bytes, header: str, name: str) -> str | None:
     """Return a parameter of a header, which is written either as a token or as a quoted string."""
-    value = message_from_bytes(head).get_param(name, header=header)
+    value = message_from_bytes(part_head).get_param(name, header=header)
     return value if isinstance(value, str) else None
 
 

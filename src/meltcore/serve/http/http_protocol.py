@@ -309,6 +309,10 @@ class HttpProtocol(HttpToolsProtocol):
         body = error_json(error)
         status = http.HTTPStatus(error.status)
         identity = request_id({"headers": self.headers or ()})
-        head = f"HTTP/1.1 {status} {status.phrase}\r\ncontent-type: application/json\r\nx-request-id: {identity}\r\n"
-        self.transport.write(b"%sconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (head.encode(), len(body), body))
+        response_head = (
+            f"HTTP/1.1 {status} {status.phrase}\r\ncontent-type: application/json\r\nx-request-id: {identity}\r\n"
+        )
+        self.transport.write(
+            b"%sconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (response_head.encode(), len(body), body)
+        )
         self.transport.close()

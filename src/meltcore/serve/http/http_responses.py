@@ -20,24 +20,24 @@ class JoinedWrites:
     up.
     """
 
-    __slots__ = ("_head", "_transport")
+    __slots__ = ("_response_head", "_transport")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._head = b""
+        self._response_head = b""
 
     def write(self, data: bytes) -> None:
         """Write bytes, after a head that was kept. A head is kept, unless it is 100 Continue."""
-        if self._head:
-            data, self._head = self._head + data, b""
+        if self._response_head:
+            data, self._response_head = self._response_head + data, b""
         elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
-            self._head = data
+            self._response_head = data
             return
         self._transport.write(data)
 
     def flush(self) -> None:
         """Write a head that was kept, because no body follows the answer to HEAD."""
-        if self._head:
+        if self._response_head:
             self.write(b"")
 
     def close(self) -> None:

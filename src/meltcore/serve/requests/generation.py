@@ -35,7 +35,6 @@ class Choice(Child):
 
     __slots__ = (
         "_text_is_ahead",
-        "asked_echo",
         "cached_tokens",
         "continues_prompt",
         "detokenizer",
@@ -54,6 +53,7 @@ class Choice(Child):
         "prompt_tokens",
         "reasoning",
         "reasoning_parser",
+        "requested_echo",
         "role_sent",
         "text",
         "tokenizer",
@@ -90,7 +90,7 @@ class Choice(Child):
         self.params = params
         self.tokenizer = tokenizer
         self.reasoning_parser = reasoning_parser
-        self.asked_echo = echo
+        self.requested_echo = echo
         self.continues_prompt = continues_prompt
         self.first_token_s: float | None = None
         self.last_token_s = ticket.arrived_s
@@ -112,14 +112,14 @@ class Choice(Child):
         self.logprobs: list[tuple[int, TokenLogprobs | None]] = []
         self.logprob_offset = 0  # characters of the answer before the next logprobs entry
         # It reads an echoed prompt itself.
-        context = prompt if continues_prompt and self.asked_echo is None else ()
+        context = prompt if continues_prompt and self.requested_echo is None else ()
         self.offset_decoder = (
             None if params.logprobs is None else incremental_decoder(tokenizer, params.skip_special_tokens, context)
         )
         # No text has come before the next logprobs entry, neither of the answer nor of a prompt that it continues.
         is_bare = not continues_prompt or all(map(self.detokenizer.is_hidden, prompt))
-        self._text_is_ahead = params.logprobs is not None and (self.asked_echo is not None or is_bare)
-        self.echo = self.asked_echo  # until the first output has come
+        self._text_is_ahead = params.logprobs is not None and (self.requested_echo is not None or is_bare)
+        self.echo = self.requested_echo  # until the first output has come
         self.output_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: Literal["stop", "length"] | None = None

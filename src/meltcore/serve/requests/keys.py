@@ -101,9 +101,9 @@ class ApiKey:
         self._tokens = _Bucket(stats, f"key_{index}/tokens_s", config.tokens_per_minute)
         self._refused = f"key_{index}/refused"
 
-    def at_most(self, asked: PriorityClass) -> PriorityClass:
-        """Return the class of a request that asks for the class `asked`. It is not above the class of the key."""
-        return max(asked, self._highest_class, key=CLASSES.index)
+    def at_most(self, requested: PriorityClass) -> PriorityClass:
+        """Return the class of a request that asks for the class `requested`. It is not above the class of the key."""
+        return max(requested, self._highest_class, key=CLASSES.index)
 
     def admit(self) -> None:
         """Count a request. Raises RequestError (429) past a limit. Nothing is counted then."""

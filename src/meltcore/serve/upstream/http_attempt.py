@@ -268,7 +268,7 @@ class Attempt:
             ticket.connection = idle
             idle.send(data)
             try:
-                await idle.head()
+                await idle.response_head()
             except UpstreamError as error:
                 # The server closed the idle connection while the request was on its way: it has not read it.
                 if error.kind != "closed" or error.had_bytes:
@@ -277,7 +277,7 @@ class Attempt:
                 return idle
         connection = ticket.connection = await ticket.connect(replica)
         connection.send(data)
-        await connection.head()
+        await connection.response_head()
         return connection
 
     async def _first_bytes(self, connection: UpstreamConnection) -> tuple[bytes, bool]:

@@ -56,7 +56,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._keeps_alive = False
         self._is_framed = False  # by a length or by chunks; else the answer ends with the connection
-        self.status = 0  # the next three: from `head` on
+        self.status = 0  # the next three: from `response_head` on
         self.headers: dict[bytes, bytes] = {}
         self.is_complete = False
         self.has_body = False  # a byte of the body has come
@@ -82,7 +82,7 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self._error = self._error or UpstreamError("closed", "it closed the connection")
 
-    async def head(self) -> None:
+    async def response_head(self) -> None:
         """Wait for the status and the headers. Raises UpstreamError."""
         while self.status == 0:
             await self._wait()
@@ -274,7 +274,7 @@ async def connect(address: tuple[str, int] | str, context: ssl.SSLContext | None
 
 async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
     """Return the complete answer to the sent request. Raises UpstreamError, also if it exceeds MAX_ANSWER_BYTES."""
-    await connection.head()
+    await connection.response_head()
     parts, size = [], 0
     while data := await connection.read():
         parts.append(data)

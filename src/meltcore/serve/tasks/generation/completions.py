@@ -116,8 +116,8 @@ async def _stream(exchange: Exchange, ticket: GenerationTicket, writer: Response
             continue
         if exchange.content_type is None:
             exchange.content_type = EVENTS
-            head = _STREAM_HEADERS + exchange.headers
-            await send({"type": "http.response.start", "status": 200, "headers": head})
+            headers = _STREAM_HEADERS + exchange.headers
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         last = not ticket.open_children
         if last:
             if has_usage:

@@ -41,21 +41,21 @@ class ResponseWriter(ABC):
         self._created = int(time.time())
         self._model = model
         self._usage_in_events = bool(options.continuous_usage_stats)
-        self._end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
-        head = {"id": self._id, "object": self.stream_object, "created": self._created, "model": model}
-        self._head = b"data: " + _json(head)[:-1] + b',"choices":['
+        self._event_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
+        shared_fields = {"id": self._id, "object": self.stream_object, "created": self._created, "model": model}
+        self._event_start = b"data: " + _json(shared_fields)[:-1] + b',"choices":['
 
     def event(self, choice: Choice) -> bytes:
         """Return one server-sent event with the unsent output of `choice`."""
-        head, body = self._head, self._event_choice(choice)
+        event_start, body = self._event_start, self._event_choice(choice)
         if not self._usage_in_events:
-            return b"%s%s%s" % (head, body, self._end)
+            return b"%s%s%s" % (event_start, body, self._event_end)
         usage = _usage(choice.prompt_tokens, choice.output_tokens, choice.cached_tokens)
-        return b'%s%s],"usage":%s}\n\n' % (head, body, usage)
+        return b'%s%s],"usage":%s}\n\n' % (event_start, body, usage)
 
     def usage_event(self, ticket: GenerationTicket) -> bytes:
         """Return the event after the last text, which has the whole usage and no choices."""
-        return b'%s],"usage":%s}\n\n' % (self._head, usage_json(ticket))
+        return b'%s],"usage":%s}\n\n' % (self._event_start, usage_json(ticket))
 
     def body(self, ticket: GenerationTicket) -> bytes:
         """Return the whole response."""
