@@ -7,9 +7,9 @@ from meltcore.common.tasks import tasks
 from meltcore.protocol.generation import ToEngine
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import Admission
-from meltcore.serve.requests.generation import GenerationTicket
 from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.tasks.generation.generation_ticket import GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import OpenRequests
 from meltcore.settings.server_config import ModelConfig
 

@@ -33,8 +33,8 @@ from meltcore.serve.engines.engine_process import EngineProcess
 from meltcore.serve.engines.stuck_watch import StuckWatch
 from meltcore.serve.requests.backend import STUCK_AFTER_S, Health
 from meltcore.serve.requests.exchange import set_exchange
-from meltcore.serve.requests.generation import Choice, GenerationTicket
 from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS
 from meltcore.settings.config import EngineConfig, EngineSharing, SharingSection
 from meltcore.settings.server_config import ModelConfig

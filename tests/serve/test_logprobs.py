@@ -15,8 +15,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from meltcore.protocol.generation import SequenceOutput, TokenLogprobs, pack_token_ids
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.serve.requests.generation import Choice, Echo, GenerationTicket
 from meltcore.serve.requests.protocol import StreamOptions
+from meltcore.serve.tasks.generation.generation_ticket import Choice, Echo, GenerationTicket
 from meltcore.serve.tasks.generation.responses import ChatResponseWriter, CompletionResponseWriter
 from meltcore.text.tokenizer import Tokenizer
 

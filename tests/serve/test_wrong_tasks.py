@@ -23,12 +23,12 @@ from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.routes import build_app
+from meltcore.serve.tasks.forwarding import UPSTREAM_PATHS, read_request
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import TranslationText
-from meltcore.serve.upstream.forward import UPSTREAM_PATHS, read_request
 from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection

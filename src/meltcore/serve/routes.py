@@ -37,9 +37,7 @@ from meltcore.serve.requests.backend import (
     LANGUAGE_PATHS,
     SERVING,
     Backend,
-    LanguageBackend,
     ModelTable,
-    language_backend,
     other_task,
     reasons_text,
 )
@@ -51,7 +49,8 @@ from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.status import Status
 from meltcore.serve.tasks.endpoint import Endpoint
-from meltcore.serve.upstream.forward import UPSTREAM_PATHS, ForwardingEndpoint, forwarded_paths
+from meltcore.serve.tasks.forwarding import UPSTREAM_PATHS, ForwardingEndpoint, forwarded_paths
+from meltcore.serve.tasks.generation.local_engine import LocalEngine, local_engine
 from meltcore.settings.server_config import ServerConfig
 
 JSON = b"application/json"
@@ -244,8 +243,8 @@ class _Handlers:
         request = decode_request(await self._body(scope, receive), DetokenizeRequest)
         return await self._language_model(request.model).detokenize(request)
 
-    def _language_model(self, name: str | None) -> LanguageBackend:
-        return language_backend(self._models.find(name or self._models.default(LANGUAGE_PATHS[0])))
+    def _language_model(self, name: str | None) -> LocalEngine:
+        return local_engine(self._models.find(name or self._models.default(LANGUAGE_PATHS[0])))
 
     async def start_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
         return await while_connected(scope, self._profile("start"))

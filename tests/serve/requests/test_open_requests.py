@@ -12,9 +12,9 @@ from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine, TokenLogprobs
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
-from meltcore.serve.requests.generation import MAX_UNSENT_CHARS, Choice, GenerationTicket
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.ticket import Child, Ticket
+from meltcore.serve.tasks.generation.generation_ticket import MAX_UNSENT_CHARS, Choice, GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import client_disconnected
 from meltcore.text.tokenizer import Tokenizer
 

@@ -8,8 +8,8 @@ import pytest
 from waiting import WAIT_S
 
 from meltcore.serve.requests import open_tickets
-from meltcore.serve.requests.generation import GenerationTicket
 from meltcore.serve.requests.open_tickets import RequestTimeLimit
+from meltcore.serve.tasks.generation.generation_ticket import GenerationTicket
 
 
 def aged(age_s: float, name: str = "g") -> GenerationTicket:

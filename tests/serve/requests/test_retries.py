@@ -25,8 +25,8 @@ from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthe
 from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, TranscriptionReady
 from meltcore.protocol.translation import Translated, TranslationReady
 from meltcore.serve.engines.engine_backend import EngineBackend
-from meltcore.serve.requests.generation import Choice, Echo, GenerationTicket
 from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.tasks.generation.generation_ticket import Choice, Echo, GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import client_disconnected
 from meltcore.serve.tasks.synthesis.forms import SynthesisRequest
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine

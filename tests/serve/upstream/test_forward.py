@@ -16,9 +16,10 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
 from meltcore.serve.requests.exchange import Exchange, set_exchange
 from meltcore.serve.tasks.endpoint import Endpoint
-from meltcore.serve.tasks.forwarding import ForwardOutcome
-from meltcore.serve.tasks.upstream_chat import ask_upstream
-from meltcore.serve.upstream.forward import ForwardingEndpoint, read_request
+from meltcore.serve.tasks.forwarding import ForwardingEndpoint, read_request
+from meltcore.serve.tasks.generation.upstream_chat import ask_upstream
+from meltcore.serve.upstream.http_attempt import ForwardOutcome
+from meltcore.serve.upstream.http_backend import HttpBackend
 
 SPEECH = "/v1/audio/transcriptions"
 TEXT = b'{"text":"x"}'
@@ -113,9 +114,17 @@ def test_only_the_model_of_a_form_changes(name: str, content_type: str) -> None:
 def test_request_goes_to_the_model_that_it_names_or_to_the_default(first: str, body: bytes, answered_by: str) -> None:
     answers: list[str] = []
 
-    async def respond(*_request: Any) -> ForwardOutcome:
-        answers.append("org/far")
-        return ForwardOutcome(200, 0)
+    class Far(HttpBackend):
+        names, paths = ("org/far",), LANGUAGE_PATHS
+
+        def __init__(self) -> None:
+            self.health: Any = SimpleNamespace(status="ready")
+
+        def check_ready(self) -> None: ...
+
+        async def forward(self, *_request: Any) -> ForwardOutcome:
+            answers.append("org/far")
+            return ForwardOutcome(200, 0)
 
     class Own(Endpoint):
         async def respond(self, exchange: Exchange) -> None:
@@ -125,12 +134,9 @@ def test_request_goes_to_the_model_that_it_names_or_to_the_default(first: str, b
     async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    common: Any = {"paths": LANGUAGE_PATHS, "check_ready": lambda: None, "health": SimpleNamespace(status="ready")}
-    backends: dict[str, Any] = {
-        "own": SimpleNamespace(names=("own",), **common),
-        "org/far": SimpleNamespace(names=("org/far",), forward=respond, **common),
-    }
-    table = ModelTable([backends.pop(first), *backends.values()])
+    ready = SimpleNamespace(status="ready")
+    own: Any = SimpleNamespace(names=("own",), paths=LANGUAGE_PATHS, check_ready=lambda: None, health=ready)
+    table = ModelTable([own, Far()] if first == "own" else [Far(), own])
     log: Any = SimpleNamespace(write=lambda _event, **_fields: None)
     config = configure(models=())
     endpoint = ForwardingEndpoint(Own(table, config, log), table, config, log)

@@ -24,7 +24,7 @@ from meltcore.fleet.run.replica import ReplicaLife
 from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
 from meltcore.protocol.channel import AddUpstream
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.upstream.forward import forwarded_paths
+from meltcore.serve.tasks.forwarding import forwarded_paths
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_replica import UpstreamReplica as Upstream
 from meltcore.serve.upstream.upstream_command import upstream_command

@@ -10,8 +10,8 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.http.operation import DWANI, Operation
 from meltcore.serve.requests.asgi import while_connected
 from meltcore.serve.requests.exchange import Exchange
-from meltcore.serve.tasks.chat import ask, check_mode
 from meltcore.serve.tasks.endpoint import Endpoint
+from meltcore.serve.tasks.generation.chat import ask, check_mode
 from meltcore.serve.tasks.translation.translated_chat import answer_in
 from meltcore.text.visible import is_visible
 

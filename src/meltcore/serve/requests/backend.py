@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from starlette.types import Scope
 
 from meltcore.common.errors import RequestError
 from meltcore.common.tasks import DEFAULT
-from meltcore.serve.requests.generation import GenerationTicket
-from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.settings.config import ModelStatus
@@ -54,35 +52,9 @@ class Backend(Protocol):
         """Return an entry of GET /v1/models."""
 
 
-class LanguageBackend(Backend, Protocol):
-    """A backend whose model generates text in this server."""
-
-    async def submit(self, request: ChatRequest | CompletionRequest, ticket: GenerationTicket) -> None:
-        """Check `request`, fill `ticket` with the choices of the request, and start to generate.
-
-        Raises RequestError (400, 429, 503). Nothing was started then.
-        """
-
-    def release(self, ticket: GenerationTicket, error: RequestError | None = None) -> None:
-        """End the open choices of `ticket`, either with `error` or because the client has disconnected."""
-
-    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
-        """Answer POST /tokenize."""
-
-    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
-        """Answer POST /detokenize."""
-
-
 def other_task(backend: Backend) -> RequestError:
     """Return the error (400) of a request for a task that the model does not have."""
     return RequestError(f"the model {backend.names[0]} {backend.purpose}", param="model")
-
-
-def language_backend(backend: Backend) -> LanguageBackend:
-    """Return the backend if it generates text in this server. Raises RequestError (400) if it does not."""
-    if not hasattr(backend, "submit"):
-        raise other_task(backend)
-    return cast(LanguageBackend, backend)
 
 
 class Health:

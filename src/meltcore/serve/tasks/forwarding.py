@@ -1,46 +1,104 @@
-"""The interface of backends for upstream servers, which forward requests and report how each has ended."""
+"""Passes requests and answers of models on upstream servers on as they came, without decoding them.
+
+An endpoint of this module comes before the endpoint of Meltcore's own models on the same path. It reads the body and
+finds the model's name. Then it passes the request to the model's backend, or to the other endpoint.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeGuard, runtime_checkable
+import codecs
 
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
+from meltcore.common.errors import RequestError
+from meltcore.common.tasks import tasks
+from meltcore.serve.http.forms import find_field, is_multipart
+from meltcore.serve.requests.asgi import discard_body
+from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
 from meltcore.serve.requests.exchange import Exchange
+from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.protocol import JsonRequest
+from meltcore.serve.requests.request_fields import shorten
+from meltcore.serve.tasks.endpoint import Endpoint
+from meltcore.serve.upstream.http_backend import HttpBackend
+from meltcore.settings.server_config import ServerConfig
+
+# Paths of OpenAI's and vLLM's APIs that no model of ours serves, and upstream servers may.
+UPSTREAM_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")
 
 
-class ForwardOutcome(msgspec.Struct):
-    """How a request has ended, for the log.
-
-    `error` is the code of an error of this server, and is None for an error of the upstream. `prompt_tokens` and
-    `completion_tokens` are the upstream's counts, or follow from its events. They are None if neither is known.
-    """
-
-    status: int
-    replica: int | None
-    error: str | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+def forwarded_paths() -> tuple[str, ...]:
+    """Return the paths whose requests are passed on to upstream servers."""
+    return (*(path for task in tasks().values() for path in task.paths), *UPSTREAM_PATHS)
 
 
-@runtime_checkable
-class ForwardingBackend(Protocol):
-    """A backend that passes on the bytes with which another server answers."""
-
-    names: tuple[str, ...]
-    paths: tuple[str, ...]
-
-    def check_ready(self) -> None:
-        """Raise RequestError (503) while no request can be served."""
-
-    async def forward(self, exchange: Exchange, body: bytes, request: JsonRequest) -> ForwardOutcome:
-        """Send the body of a request to the upstream, and the answer to the client.
-
-        Raises RequestError. No part of an answer was sent then.
-        """
+_decode_request = msgspec.json.Decoder(JsonRequest).decode
 
 
-def is_forwarding(backend: object) -> TypeGuard[ForwardingBackend]:
-    """Return whether a backend forwards. For a protocol, isinstance would check every member: 30 us per request."""
-    return hasattr(backend, "forward")
+class ForwardingEndpoint(Endpoint):
+    """Passes requests of forwarding backends on, and all others to `own`, the endpoint of Meltcore's own models."""
+
+    def __init__(self, own: Endpoint | None, models: ModelTable, config: ServerConfig, log: Log) -> None:
+        """Create the endpoint. `own` is None for a path that no model of Meltcore's own serves."""
+        super().__init__(models, config, log)
+        self._own = own
+        if own is not None:
+            self.has_uploads, self.dwani_paths = own.has_uploads, own.dwani_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if any(isinstance(backend, HttpBackend) for backend in self._models.backends):
+            await super().__call__(scope, receive, send)
+        elif self._own is not None:
+            await self._own(scope, receive, send)
+        else:
+            await discard_body(scope, receive)  # a client that is still sending would lose the answer to a reset
+            raise HTTPException(404)
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Forward a request, or let `own` answer it. Raises RequestError, ClientDisconnectedError."""
+        path = exchange.scope["path"]
+        body = (await exchange.body(self.limit_bytes)).removeprefix(codecs.BOM_UTF8)
+        request = read_request(body, exchange.body_type)
+        name = None if request is None else request.model or self._default(path)
+        backend = None if name is None else self._models.get(name)
+        if request is None or not isinstance(backend, HttpBackend):
+            if self._own is None:
+                raise self._not_here(request, name, path)
+            exchange.passed_body = body
+            await self._own.respond(exchange)
+            return
+        exchange.fields |= {"model": backend.names[0], "user": request.user, "stream": bool(request.stream)}
+        if path not in backend.paths:
+            raise _not_served(backend, path)
+        exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, body, request))
+
+    def _default(self, path: str) -> str | None:
+        """Return the model of a request that names none. Speech and translation choose their models by language."""
+        has_default = path in LANGUAGE_PATHS or path in UPSTREAM_PATHS
+        return self._models.default(path) if has_default else None
+
+    def _not_here(self, request: JsonRequest | None, name: str | None, path: str) -> RequestError:
+        if request is None:
+            return RequestError("the body is neither a JSON object nor a form")
+        return _not_served(self._models.find(name), path)
+
+
+def read_request(body: bytes, content_type: str) -> JsonRequest | None:
+    """Return the fields that the API needs of a body. Returns None if the body is neither JSON nor a form."""
+    if is_multipart(content_type):
+        place = find_field(body, content_type, "model")
+        return JsonRequest() if place is None else JsonRequest(model=body[place].decode(errors="replace"))
+    try:
+        return _decode_request(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # the endpoint of our own models says what is wrong
+
+
+def _not_served(backend: Backend, path: str) -> RequestError:
+    routes = ", ".join(backend.paths)
+    return RequestError(
+        f"the model {backend.names[0]} does not serve {shorten(path)}; it serves {routes}", param="model"
+    )

@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.hops import via_lines
 from meltcore.serve.requests.asgi import error_json, send_bytes
@@ -18,7 +20,6 @@ from meltcore.serve.requests.request_span import trace_headers
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.requests.tracing import CONTEXT_HEADERS
-from meltcore.serve.tasks.forwarding import ForwardOutcome
 from meltcore.serve.upstream.event_stream import EventBuffer
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamConnection, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
@@ -73,6 +74,20 @@ def read_usage(data: bytes) -> tuple[int | None, int | None]:
 def _count(usage: dict[str, Any], *names: str) -> int | None:
     values = (usage.get(name) for name in names)
     return next((value for value in values if isinstance(value, int) and value >= 0), None)
+
+
+class ForwardOutcome(msgspec.Struct):
+    """How a request has ended, for the log.
+
+    `error` is the code of an error of this server, and is None for an error of the upstream. `prompt_tokens` and
+    `completion_tokens` are the upstream's counts, or follow from its events. They are None if neither is known.
+    """
+
+    status: int
+    replica: int | None
+    error: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class UpstreamChild(Child):

@@ -29,8 +29,14 @@ from meltcore.serve.requests.request_queue import (
 )
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.ticket import Ticket
-from meltcore.serve.tasks.forwarding import ForwardOutcome
-from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
+from meltcore.serve.upstream.http_attempt import (
+    IDLE_TIMEOUT_S,
+    STATUS_OF,
+    Attempt,
+    ForwardOutcome,
+    UpstreamChild,
+    UpstreamTicket,
+)
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
 from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection

@@ -7,11 +7,11 @@ import asyncio
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.operation import Operation
 from meltcore.serve.requests.asgi import Headers, error_json
-from meltcore.serve.requests.backend import LanguageBackend
 from meltcore.serve.requests.exchange import EVENTS, Exchange
-from meltcore.serve.requests.generation import GenerationTicket
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions
 from meltcore.serve.tasks.endpoint import Endpoint
+from meltcore.serve.tasks.generation.generation_ticket import GenerationTicket
+from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.generation.responses import DONE, ChatResponseWriter, CompletionResponseWriter, ResponseWriter
 
 # Log-probabilities of one response. More are encoded on a thread: this many take about 10 ms, the longest that one
@@ -38,7 +38,7 @@ class _GenerationEndpoint(Endpoint):
         """
         request = await self.read(exchange, self.form)
         exchange.fields["user"] = request.user
-        backend: LanguageBackend = self.find_model(exchange, request.model)
+        backend: LocalEngine = self.find_model(exchange, request.model)
         if request.stream_options is not None and not request.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
         options = request.stream_options or StreamOptions()

@@ -8,7 +8,7 @@ from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_token_ids
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import TOKENS
-from meltcore.serve.requests.generation import Choice, Echo, GenerationTicket
+from meltcore.serve.requests.backend import Backend, other_task
 from meltcore.serve.requests.open_tickets import RequestTimeLimit
 from meltcore.serve.requests.protocol import (
     ChatRequest,
@@ -17,11 +17,19 @@ from meltcore.serve.requests.protocol import (
     TokenizeRequest,
 )
 from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.tasks.generation.generation_ticket import Choice, Echo, GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
 from meltcore.settings.server_config import ModelConfig
+
+
+def local_engine(backend: Backend) -> LocalEngine:
+    """Return the backend if it generates text in this server. Raises RequestError (400) if it does not."""
+    if not isinstance(backend, LocalEngine):
+        raise other_task(backend)
+    return backend
 
 
 class ReadyModel(NamedTuple):

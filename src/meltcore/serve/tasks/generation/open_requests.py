@@ -6,10 +6,10 @@ import asyncio
 
 from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import SequenceOutput, StepOutputs
-from meltcore.serve.requests.generation import MAX_UNSENT_CHARS, Choice
 from meltcore.serve.requests.open_tickets import OpenTickets
 from meltcore.serve.requests.request_queue import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT
 from meltcore.serve.requests.ticket import Ticket
+from meltcore.serve.tasks.generation.generation_ticket import MAX_UNSENT_CHARS, Choice
 
 # Beside its own tokens a request counts as these for the choice of a replica. Without, replicas of equal tokens
 # differ by 6 % in requests, and so in the time of steps; with many more, long prompts would meet at one replica.

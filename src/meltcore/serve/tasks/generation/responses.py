@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from meltcore.protocol.generation import TokenLogprobs
-from meltcore.serve.requests.generation import Choice, GenerationTicket
 from meltcore.serve.requests.protocol import StreamOptions
+from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write

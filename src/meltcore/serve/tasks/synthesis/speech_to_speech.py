@@ -14,8 +14,8 @@ from meltcore.serve.requests.asgi import while_connected
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.protocol import AudioFormat, convert_fields
 from meltcore.serve.requests.request_fields import header
-from meltcore.serve.tasks.chat import check_mode
 from meltcore.serve.tasks.endpoint import Endpoint
+from meltcore.serve.tasks.generation.chat import check_mode
 from meltcore.serve.tasks.synthesis.forms import SynthesisRequest, speak_whole, synthesizer
 from meltcore.serve.tasks.synthesis.speech import send_speech
 from meltcore.serve.tasks.transcription.forms import transcriber

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from meltcore.serve.requests.exchange import Exchange
-from meltcore.serve.tasks.chat import ask
+from meltcore.serve.tasks.generation.chat import ask
 from meltcore.serve.tasks.model_choice import ModelChoice
 from meltcore.serve.tasks.translation.choice import translator
 from meltcore.serve.tasks.translation.forms import TranslateRequest

@@ -12,7 +12,7 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.protocol import JsonRequest
-from meltcore.serve.tasks.forwarding import ForwardingBackend
+from meltcore.serve.upstream.http_backend import HttpBackend
 
 _MAX_ANSWER_BYTES = 8 * 2**20
 
@@ -61,7 +61,7 @@ async def _no_body() -> NoReturn:
     raise AssertionError("the body of a chat of ours is known")
 
 
-async def ask_upstream(backend: ForwardingBackend, fields: dict[str, Any], request_id: str) -> tuple[str, int, int]:
+async def ask_upstream(backend: HttpBackend, fields: dict[str, Any], request_id: str) -> tuple[str, int, int]:
     """Return the text of a chat completion, and the numbers of prompt and output tokens. Cancelling ends the work.
 
     Raises RequestError as the backend does, and with 502 if the answer is no chat completion.

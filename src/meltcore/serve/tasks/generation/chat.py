@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.requests.backend import Backend, language_backend
-from meltcore.serve.requests.generation import GenerationTicket
+from meltcore.serve.requests.backend import Backend
 from meltcore.serve.requests.protocol import ChatMessage, ChatRequest
-from meltcore.serve.tasks.forwarding import is_forwarding
-from meltcore.serve.tasks.upstream_chat import ask_upstream
+from meltcore.serve.tasks.generation.generation_ticket import GenerationTicket
+from meltcore.serve.tasks.generation.local_engine import local_engine
+from meltcore.serve.tasks.generation.upstream_chat import ask_upstream
+from meltcore.serve.upstream.http_backend import HttpBackend
 
 # An answer that has this many is ended, since these routes have no field for it.
 MAX_ANSWER_TOKENS = 2048
@@ -32,7 +33,7 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
     """
     messages = [ChatMessage("system", system)] if system else []
     messages.append(ChatMessage("user", prompt))
-    if is_forwarding(backend):
+    if isinstance(backend, HttpBackend):
         fields: dict[str, Any] = {"model": backend.names[0], "messages": messages}
         fields |= {"stop": list(stop)} if stop else {}
         text, *tokens = await ask_upstream(backend, fields, request_id)
@@ -40,7 +41,7 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
     # The text is taken at the end: until then the request can be retried on another replica.
     ticket = GenerationTicket(request_id, arrived_s=time.monotonic(), streaming=True, every_token=True)
     request = ChatRequest(model=backend.names[0], messages=messages, stop=list(stop) or None)
-    model = language_backend(backend)
+    model = local_engine(backend)
     await model.submit(request, ticket)
     try:
         (choice,) = ticket.choices
