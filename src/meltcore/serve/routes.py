@@ -24,15 +24,7 @@ from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, may_probe, own_na
 from meltcore.serve.http.origins import OriginCheck
 from meltcore.serve.http.page import ChatPage
 from meltcore.serve.http.paths import DOCS_PATHS
-from meltcore.serve.requests.asgi import (
-    ClientDisconnectedError,
-    error_json,
-    read_body,
-    request_id,
-    send_bytes,
-    send_error,
-    while_connected,
-)
+from meltcore.serve.requests.asgi import ClientDisconnectedError, error_json, request_id, while_connected
 from meltcore.serve.requests.backend import (
     LANGUAGE_PATHS,
     SERVING,
@@ -41,6 +33,7 @@ from meltcore.serve.requests.backend import (
     other_task,
     reasons_text,
 )
+from meltcore.serve.requests.exchange import Exchange, current_exchange
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
@@ -55,7 +48,7 @@ from meltcore.settings.server_config import ServerConfig
 
 JSON = b"application/json"
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
-Handler = Callable[[Scope, Receive], Awaitable[Any]]
+Handler = Callable[[Exchange], Awaitable[Any]]
 
 
 def build_app(
@@ -145,16 +138,17 @@ class _Endpoint:
         self._content_type = content_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"x-request-id", request_id(scope).encode())]
+        exchange = current_exchange()
+        exchange.scope, exchange.receive, exchange.send = scope, receive, send  # Starlette has added to them
         try:
-            result = await self._handler(scope, receive)
+            result = await self._handler(exchange)
         except RequestError as error:
-            await send_error(send, error, headers=headers)
+            await exchange.fail(error)
         except ClientDisconnectedError:
             return
         else:
             body = result if isinstance(result, bytes) else msgspec.json.encode(result)
-            await send_bytes(send, body, self._content_type, headers=headers)
+            await exchange.answer(body, self._content_type)
 
 
 class _Handlers:
@@ -166,7 +160,7 @@ class _Handlers:
         self._metrics = metrics
         self._status = Status(models)
 
-    async def health(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
+    async def health(self, exchange: Exchange) -> dict[str, Any]:
         """Answer "ready", "degraded" or 503, by the models that can serve.
 
         "degraded" names the models that cannot serve or lack a replica. The answer is 503 if no model can serve. A
@@ -177,7 +171,7 @@ class _Handlers:
         problems = {backend.names[0]: backend.health.problem() for backend in backends}
         reasons = {name: problem for name, problem in problems.items() if problem is not None}
         if len(reasons) == len(problems):
-            await self._check_circle(scope)
+            await self._check_circle(exchange.scope)
             message = reasons_text(reasons or {"": "loading: starting"})
             raise RequestError(message, status=503, code="not_ready")
         sleeping = [backend for backend in backends if backend.health.status in ("sleeping", "waking")]
@@ -209,49 +203,49 @@ class _Handlers:
         if found and len(found) == len(circles):
             raise RequestError("; ".join(found), status=LOOP_STATUS, code=CIRCLE_CODE)
 
-    async def dwani_health(self, scope: Scope, _receive: Receive) -> dict[str, str]:
+    async def dwani_health(self, exchange: Exchange) -> dict[str, str]:
         """Answer in dwani.ai's form."""
-        await self.health(scope, _receive)
+        await self.health(exchange)
         return {"status": "healthy", "model": self._models.backends[0].names[0]}
 
-    async def live(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
+    async def live(self, _exchange: Exchange) -> dict[str, str]:
         return {"status": "live", "version": __version__}
 
-    async def metrics(self, _scope: Scope, _receive: Receive) -> bytes:
+    async def metrics(self, _exchange: Exchange) -> bytes:
         return self._metrics.text()
 
-    async def status(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
+    async def status(self, _exchange: Exchange) -> dict[str, Any]:
         return await self._status.read()
 
-    async def models(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
+    async def models(self, _exchange: Exchange) -> dict[str, Any]:
         self._models.check_ready()
         ready = (backend for backend in self._models.backends if backend.health.status in SERVING)
         cards = [_model_card(backend, name) for backend in ready for name in backend.names]
         return {"object": "list", "data": cards, "server": own_name()}
 
-    async def model(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
-        name = scope["path_params"]["name"]
+    async def model(self, exchange: Exchange) -> dict[str, Any]:
+        name = exchange.scope["path_params"]["name"]
         if not name:  # of /v1/models/, which is the list
-            return await self.models(scope, _receive)
+            return await self.models(exchange)
         return _model_card(self._models.find(name), name)
 
-    async def tokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        request = decode_request(await self._body(scope, receive), TokenizeRequest)
+    async def tokenize(self, exchange: Exchange) -> dict[str, Any]:
+        request = decode_request(await self._body(exchange), TokenizeRequest)
         return await self._language_model(request.model).tokenize(request)
 
-    async def detokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
-        request = decode_request(await self._body(scope, receive), DetokenizeRequest)
+    async def detokenize(self, exchange: Exchange) -> dict[str, Any]:
+        request = decode_request(await self._body(exchange), DetokenizeRequest)
         return await self._language_model(request.model).detokenize(request)
 
     def _language_model(self, name: str | None) -> LocalEngine:
         return local_engine(self._models.find(name or self._models.default(LANGUAGE_PATHS[0])))
 
-    async def start_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
-        return await while_connected(scope, self._profile("start"))
+    async def start_profile(self, exchange: Exchange) -> dict[str, str]:
+        return await while_connected(exchange.scope, self._profile("start"))
 
-    async def stop_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
+    async def stop_profile(self, exchange: Exchange) -> dict[str, str]:
         # Nsight Systems ends the server when the range ends, often before the engine has answered.
-        return await while_connected(scope, self._profile("stop"))
+        return await while_connected(exchange.scope, self._profile("stop"))
 
     async def _profile(self, action: Literal["start", "stop"]) -> dict[str, str]:
         """Start or stop the profile of the first model: a trace in --profile-dir, or Nsight Systems' capture range."""
@@ -268,8 +262,8 @@ class _Handlers:
             raise RequestError(f"the profiler could not {action}: {result.error}", status=409)
         return {"path": result.path}
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        return await read_body(scope, receive, self._config.limits.max_body_bytes)
+    async def _body(self, exchange: Exchange) -> bytes:
+        return await exchange.body(self._config.limits.max_body_bytes)
 
 
 def _model_card(backend: Backend, name: str) -> dict[str, Any]:

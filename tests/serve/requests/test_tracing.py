@@ -23,9 +23,8 @@ from waiting import WAIT_S, wait_until
 from meltcore.common.errors import ConfigError
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
-from meltcore.serve.requests.request_span import describe_span, end_span, trace_headers
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.serve.requests.tracing import Tracing, resolve_tracing
+from meltcore.serve.requests.tracing import Tracing, describe_span, end_span, resolve_tracing, trace_headers
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 USAGE = b'{"id":"x","choices":[],"usage":{"prompt_tokens":11,"completion_tokens":7}}'

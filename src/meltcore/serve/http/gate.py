@@ -17,8 +17,8 @@ from meltcore.serve.requests.exchange import Exchange, set_exchange
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header, shorten
-from meltcore.serve.requests.request_span import end_span
 from meltcore.serve.requests.stats import CLASSES
+from meltcore.serve.requests.tracing import end_span
 from meltcore.settings.config import PriorityClass
 
 if TYPE_CHECKING:

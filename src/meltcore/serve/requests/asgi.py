@@ -174,11 +174,6 @@ def error_json(error: RequestError, *, has_detail: bool = False) -> bytes:
     return msgspec.json.encode({**detail, "error": error_fields})
 
 
-async def send_json(send: Send, body: bytes, *, status: int = 200, headers: Headers | None = None) -> None:
-    """Respond with JSON."""
-    await send_bytes(send, body, b"application/json", status=status, headers=headers)
-
-
 async def send_bytes(
     send: Send, body: bytes, content_type: bytes, *, status: int = 200, headers: Headers | None = None
 ) -> None:
@@ -203,4 +198,5 @@ async def send_error(
         extra.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:
         extra.append((b"connection", b"close"))
-    await send_json(send, error_json(error, has_detail=has_detail), status=error.status, headers=extra)
+    body = error_json(error, has_detail=has_detail)
+    await send_bytes(send, body, b"application/json", status=error.status, headers=extra)

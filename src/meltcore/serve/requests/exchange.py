@@ -18,7 +18,7 @@ from meltcore.serve.requests.admission import asleep_error
 from meltcore.serve.requests.asgi import Headers, error_json, read_body, request_id, send_bytes, send_error
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header
-from meltcore.serve.requests.request_span import describe_span
+from meltcore.serve.requests.tracing import describe_span
 from meltcore.settings.config import PriorityClass
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from meltcore.serve.requests.stats import (
 
 PREFIX = "meltcore:"
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+_ModelMetric = tuple[_Family, str, str, Callable[[ModelStats], float]]
 
 
 def _kv_cache_usage(engine: EngineStats) -> float:
@@ -82,15 +83,39 @@ _ENGINE_METRICS: tuple[tuple[_Family, str, str, Callable[[EngineStats], float]],
     (CounterMetricFamily, "engine_steps", "Steps that the engines have run", attrgetter("steps_total")),
     (CounterMetricFamily, "engine_step_seconds", "Time of the engines' steps", attrgetter("step_s_total")),
 )
-# Counters that are columns of the statistics: metric, column, help.
-_MODEL_COUNTERS = (
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens of finished requests"),
-    ("generation_tokens", "generation_tokens", "Generated tokens"),
-    ("requests_accepted", "accepted", "Requests submitted to an engine"),
-    ("requests_finished", "finished", "Requests with a complete response"),
-    ("requests_aborted", "aborted", "Requests ended by the client or by a limit"),
-    ("requests_retried", "retried", "Requests sent to another replica, as theirs was lost"),
-    ("requests_failed", "failed", "Requests ended by an error of an engine or an API server"),
+
+
+def _column(family_type: _Family, name: str, column: str, help: str) -> _ModelMetric:
+    return family_type, name, help, lambda model: model.total(column)
+
+
+_MODEL_METRICS: tuple[_ModelMetric, ...] = (
+    _column(CounterMetricFamily, "prompt_tokens", "prompt_tokens", "Prompt tokens of finished requests"),
+    _column(CounterMetricFamily, "generation_tokens", "generation_tokens", "Generated tokens"),
+    _column(CounterMetricFamily, "requests_accepted", "accepted", "Requests submitted to an engine"),
+    _column(CounterMetricFamily, "requests_finished", "finished", "Requests with a complete response"),
+    _column(CounterMetricFamily, "requests_aborted", "aborted", "Requests ended by the client or by a limit"),
+    _column(CounterMetricFamily, "requests_retried", "retried", "Requests sent to another replica, as theirs was lost"),
+    _column(
+        CounterMetricFamily, "requests_failed", "failed", "Requests ended by an error of an engine or an API server"
+    ),
+    _column(GaugeMetricFamily, "requests_in_flight", "in_flight", "Requests accepted and not ended"),
+    (
+        GaugeMetricFamily,
+        "requests_in_flight_peak",
+        "Most requests in flight since the start",
+        lambda model: model.max_value("in_flight_peak"),
+    ),
+    (GaugeMetricFamily, "replicas", "Replicas that serve", lambda model: model.num_serving()),
+    _column(CounterMetricFamily, "wakes", "wakes", "Times that the model was woken"),
+    _column(CounterMetricFamily, "wake_seconds", "wake_s", "Time that waking took"),
+)
+
+# Metric, column, help.
+_SERVER_COUNTERS = (
+    ("api_server_cpu_seconds", "cpu_s", "CPU time of the API server processes"),
+    ("log_lines_dropped", "log_lines_dropped", "Log lines dropped because they were not read"),
+    ("trace_spans_sent", "trace_spans_sent", "Spans that the collector has taken"),
 )
 
 
@@ -116,17 +141,8 @@ class Metrics(Collector):
         engines = {name: _engines(model) for name, model in self._models.items()}
         for family_type, name, help, value in _ENGINE_METRICS:
             yield self._family(family_type, name, help, {label: value(engine) for label, engine in engines.items()})
-        for name, column, help in _MODEL_COUNTERS:
-            values = {label: model.total(column) for label, model in self._models.items()}
-            yield self._family(CounterMetricFamily, name, help, values)
-        in_flight = {label: model.total("in_flight") for label, model in self._models.items()}
-        yield self._family(GaugeMetricFamily, "requests_in_flight", "Requests accepted and not ended", in_flight)
-        peaks = {label: model.max_value("in_flight_peak") for label, model in self._models.items()}
-        yield self._family(
-            GaugeMetricFamily, "requests_in_flight_peak", "Most requests in flight since the start", peaks
-        )
-        num_live = {label: model.num_serving() for label, model in self._models.items()}
-        yield self._family(GaugeMetricFamily, "replicas", "Replicas that serve", num_live)
+        for family_type, name, help, read in _MODEL_METRICS:
+            yield self._family(family_type, name, help, {label: read(model) for label, model in self._models.items()})
         yield from self._labeled()
         for name, help, _ in HISTOGRAMS:
             histogram = HistogramMetricFamily(PREFIX + name, help, labels=["model_name"])
@@ -134,28 +150,23 @@ class Metrics(Collector):
                 buckets, total = model.histograms[name].totals()
                 histogram.add_metric([label], buckets, total)
             yield histogram
+        yield from self._server()
+
+    def _server(self) -> Iterator[Metric]:
+        """Yield the metric families of the server, which have no label of a model."""
         stats = self._stats
         yield GaugeMetricFamily(PREFIX + "api_servers", "API server processes", stats.api_servers)
-        yield CounterMetricFamily(
-            PREFIX + "api_server_cpu_seconds", "CPU time of the API server processes", stats.total("cpu_s")
-        )
+        for name, column, help in _SERVER_COUNTERS:
+            yield CounterMetricFamily(PREFIX + name, help, stats.total(column))
         name, help, _ = EVENT_LOOP_LAG
         buckets, total = stats.event_loop_lag.totals()
         yield HistogramMetricFamily(PREFIX + name, help, buckets=buckets, sum_value=total)
-        yield CounterMetricFamily(
-            PREFIX + "log_lines_dropped",
-            "Log lines dropped because they were not read",
-            stats.total("log_lines_dropped"),
-        )
         dropped = CounterMetricFamily(
             PREFIX + "trace_spans_dropped", "Spans that no collector has got, by reason", labels=["reason"]
         )
         dropped.add_metric(["queue_full"], stats.total("trace_spans_overflowed"))
         dropped.add_metric(["not_taken"], stats.total("trace_spans_failed"))
         yield dropped
-        yield CounterMetricFamily(
-            PREFIX + "trace_spans_sent", "Spans that the collector has taken", stats.total("trace_spans_sent")
-        )
 
     @staticmethod
     def _family(family_type: _Family, name: str, help: str, values: Mapping[str, float]) -> Metric:
@@ -199,10 +210,6 @@ class Metrics(Collector):
             level = model.total("sleep_level")
             _add(state, label, {name: float(level == index) for index, name in enumerate(SLEEP_STATES)})
         yield state
-        for name, help in (("wakes", "Times that the model was woken"), ("wake_seconds", "Time that waking took")):
-            column = "wake_s" if name == "wake_seconds" else name
-            values = {label: model.total(column) for label, model in self._models.items()}
-            yield self._family(CounterMetricFamily, name, help, values)
 
     def _queues(self) -> Iterator[Metric]:
         """Yield the number of requests that wait before the engines, by class."""

@@ -16,10 +16,9 @@ from meltcore.serve.http.hops import via_lines
 from meltcore.serve.requests.asgi import error_json, send_bytes
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.request_fields import header
-from meltcore.serve.requests.request_span import trace_headers
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.ticket import Child, Ticket
-from meltcore.serve.requests.tracing import CONTEXT_HEADERS
+from meltcore.serve.requests.tracing import CONTEXT_HEADERS, trace_headers
 from meltcore.serve.upstream.event_stream import EventBuffer
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamConnection, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
