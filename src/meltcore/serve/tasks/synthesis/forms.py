@@ -12,29 +12,6 @@ from meltcore.serve.requests.protocol import AudioFormat
 from meltcore.serve.tasks.model_choice import ModelChoice, SpokenBackend
 
 
-class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of POST /v1/audio/speech.
-
-    The last three fields are dwani.ai's names of input, voice and reference_text.
-    """
-
-    model: str | None = None
-    input: str | None = None
-    voice: str | dict[str, str] | None = None  # a name, or OpenAI's {"id": name}
-    response_format: AudioFormat | None = None
-    speed: float | None = None
-    stream_format: Literal["audio", "sse"] | None = None
-    instructions: str | None = None
-    reference_text: str | None = None
-    language: str | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    num_steps: int | None = None
-    user: str | None = None
-    text: str | None = None
-    ref_audio_name: str | None = None
-    ref_text: str | None = None
-
-
 class SynthesisRequest(NamedTuple):
     """The fields of a request for speech. None stands for the model's default.
 
@@ -57,6 +34,47 @@ class SynthesisRequest(NamedTuple):
     language: str | None = None
     model: str | None = None
     user: str | None = None
+
+
+class SpeechOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that the forms of requests for speech share. None stands for the model's default."""
+
+    model: str | None = None
+    language: str | None = None
+    response_format: AudioFormat | None = None
+    speed: float | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    num_steps: int | None = None
+
+    def request(self, text: str, voice: str | None) -> SynthesisRequest:
+        """Return the request for the speech of a text, in the form's language and format."""
+        return SynthesisRequest(
+            text,
+            voice,
+            response_format=self.response_format or "mp3",
+            speed=1.0 if self.speed is None else self.speed,
+            seed=self.seed or 0,
+            num_steps=self.num_steps,
+            language=self.language,
+            model=self.model,
+        )
+
+
+class SynthesisFields(SpeechOptions, forbid_unknown_fields=True, kw_only=True):
+    """The fields of POST /v1/audio/speech.
+
+    The last three fields are dwani.ai's names of input, voice and reference_text.
+    """
+
+    input: str | None = None
+    voice: str | dict[str, str] | None = None  # a name, or OpenAI's {"id": name}
+    stream_format: Literal["audio", "sse"] | None = None
+    instructions: str | None = None
+    reference_text: str | None = None
+    user: str | None = None
+    text: str | None = None
+    ref_audio_name: str | None = None
+    ref_text: str | None = None
 
 
 class SpokenPart(NamedTuple):

@@ -7,19 +7,17 @@ import base64
 import io
 import zipfile
 from collections.abc import Mapping
-from typing import Annotated
-
-import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.forms import MAX_BATCH, is_multipart, split_form
 from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
 from meltcore.serve.requests.asgi import finish_batch, while_connected
 from meltcore.serve.requests.exchange import Exchange
-from meltcore.serve.requests.protocol import AudioFormat, convert_fields, decode_request
+from meltcore.serve.requests.protocol import convert_fields, decode_request
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.synthesis.forms import (
+    SpeechOptions,
     SpokenPart,
     SynthesisBackend,
     SynthesisFields,
@@ -119,24 +117,17 @@ def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: b
         raise RequestError("voice and reference exclude each other: the reference is the voice", param="voice")
     if reference is not None and not is_visible(reference_text or ""):
         raise RequestError("reference_text is missing: what is said in the reference", param="reference_text")
-    return SynthesisRequest(
-        text=text,
-        voice=voice,
+    return fields.request(text, voice)._replace(
         reference=reference,
         reference_text=reference_text or "",
         response_format=fields.response_format or ("wav" if is_worker_form else "mp3"),
-        speed=1.0 if fields.speed is None else fields.speed,
-        seed=fields.seed or 0,
-        num_steps=fields.num_steps,
         is_whole=is_query or is_worker_form,
         is_events=fields.stream_format == "sse",
-        language=fields.language,
-        model=fields.model,
         user=fields.user,
     )
 
 
-class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class SpeechBatchRequest(SpeechOptions, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/audio/speech_batch.
 
     `voice` is one voice for all texts, or a list with a voice for each text.
@@ -144,12 +135,6 @@ class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 
     input: list[str]
     voice: str | list[str] | None = None
-    model: str | None = None
-    language: str | None = None
-    response_format: AudioFormat | None = None
-    speed: float | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    num_steps: int | None = None
 
 
 class SpeechBatchEndpoint(Endpoint):
@@ -190,20 +175,8 @@ def _speech_requests(fields: SpeechBatchRequest) -> list[SynthesisRequest]:
         raise RequestError(
             f"voice must be one name, or as many as texts: got {len(voices)} for {len(texts)} texts", param="voice"
         )
-    return [
-        SynthesisRequest(
-            text=text,
-            voice=voices[index] if isinstance(voices, list) else voices,
-            response_format=fields.response_format or "mp3",
-            speed=1.0 if fields.speed is None else fields.speed,
-            seed=fields.seed or 0,
-            num_steps=fields.num_steps,
-            is_whole=True,
-            language=fields.language,
-            model=fields.model,
-        )
-        for index, text in enumerate(texts)
-    ]
+    voice_list = voices if isinstance(voices, list) else [voices] * len(texts)
+    return [fields.request(text, voice)._replace(is_whole=True) for text, voice in zip(texts, voice_list, strict=True)]
 
 
 def _zip(files: dict[str, bytes]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
@@ -12,11 +12,11 @@ from meltcore.serve.http.forms import split_audio_form
 from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
 from meltcore.serve.requests.asgi import while_connected
 from meltcore.serve.requests.exchange import Exchange
-from meltcore.serve.requests.protocol import AudioFormat, convert_fields
+from meltcore.serve.requests.protocol import convert_fields
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.generation.chat import check_mode
-from meltcore.serve.tasks.synthesis.forms import SynthesisRequest, speak_whole, synthesizer
+from meltcore.serve.tasks.synthesis.forms import SpeechOptions, speak_whole, synthesizer
 from meltcore.serve.tasks.synthesis.speech import send_speech
 from meltcore.serve.tasks.transcription.forms import transcriber
 from meltcore.serve.tasks.transcription.transcription_form import speech_request
@@ -26,24 +26,18 @@ from meltcore.text.visible import is_visible
 _MAX_SESSION_BYTES = 128
 
 
-class SpeechToSpeechFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class SpeechToSpeechFields(SpeechOptions, forbid_unknown_fields=True, kw_only=True):
     """The fields of POST /v1/speech_to_speech beside the audio.
 
-    Without `target_language` the answer is in the language of the question.
+    `model` names the language model. Without `target_language` the answer is in the language of the question.
     """
 
-    language: str | None = None
     target_language: str | None = None
-    model: str | None = None
     mode: Literal["llm", "agent"] = "llm"
     agent_name: str | None = None
     format: Literal["audio", "json"] = "audio"
     stream_format: Literal["audio", "sse"] = "audio"
     voice: str | None = None
-    response_format: AudioFormat | None = None
-    speed: float | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    num_steps: int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -100,16 +94,8 @@ class SpeechToSpeechEndpoint(Endpoint):
             raise RequestError(f"{exchange.fields['model']} gave an empty answer", status=502, code="empty_answer")
         if is_events:
             await exchange.event({"type": "response.output_text.done", "text": answer})
-        speech = SynthesisRequest(
-            text=answer,
-            voice=fields.voice,
-            response_format=fields.response_format or "mp3",
-            speed=1.0 if fields.speed is None else fields.speed,
-            seed=fields.seed or 0,
-            num_steps=fields.num_steps,
-            is_whole=is_json,
-            is_events=is_events,
-            language=target,
+        speech = fields.request(answer, fields.voice)._replace(
+            is_whole=is_json, is_events=is_events, language=target, model=None
         )
         if not is_json:
             exchange.headers.append(
