@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+from starlette.types import Message
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.hops import via_lines
@@ -337,10 +338,13 @@ class Attempt:
             self._stats.time_to_first_token.observe(ttft_s)
 
     async def _send_whole(self, connection: UpstreamConnection, body: bytes) -> None:
-        headers = self._headers(connection)
+        content_type, headers = connection.headers[b"content-type"], self._headers(connection)[1:]
+        await send_bytes(self._send_part, body, content_type, status=connection.status, headers=headers)
+
+    async def _send_part(self, message: Message) -> None:
+        """Send a part of the answer. Until the client has read enough of what came before, it counts as slow."""
         self._ticket.is_sending = True
-        content_type = connection.headers[b"content-type"]
-        await send_bytes(self._exchange.send, body, content_type, status=connection.status, headers=headers[1:])
+        await self._exchange.send(message)
         self._ticket.is_sending = False
 
     async def _relay(self, connection: UpstreamConnection, first: bytes) -> ForwardOutcome | None:
@@ -348,25 +352,21 @@ class Attempt:
 
         If the answer breaks off, return the outcome, which the client has received.
         """
-        send, ticket, events = self._exchange.send, self._ticket, self._events
-        headers = self._headers(connection)
+        events, headers = self._events, self._headers(connection)
         if events is None and b"content-length" in connection.headers:
             headers.append((b"content-length", connection.headers[b"content-length"]))
-        ticket.is_sending = True
-        await send({"type": "http.response.start", "status": connection.status, "headers": headers})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
-        ticket.is_sending = False
+        await self._send_part({"type": "http.response.start", "status": connection.status, "headers": headers})
+        await self._send_part({"type": "http.response.body", "body": first, "more_body": True})
         try:
             if events is not None:
                 await self._relay_events(connection, events)
             else:
                 while data := await connection.read():
-                    ticket.is_sending = True
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                    ticket.is_sending = False
+                    await self._send_part({"type": "http.response.body", "body": data, "more_body": True})
         except UpstreamError as error:
             return await self._break_off(error)
-        await send({"type": "http.response.body", "body": b"" if events is None else events.end(), "more_body": False})
+        rest = b"" if events is None else events.end()
+        await self._exchange.send({"type": "http.response.body", "body": rest, "more_body": False})
         return None
 
     async def _relay_events(self, connection: UpstreamConnection, events: EventBuffer) -> None:
