@@ -16,10 +16,28 @@ from meltcore.settings.server_config import ModelConfig
 ROOM = 1_000_000
 
 
-def new_backend(kind: type[EngineBackend], config: ModelConfig, server: ServerStats, stats: ModelStats) -> Any:
+def new_backend(
+    kind: type[EngineBackend], config: ModelConfig, server: ServerStats, stats: ModelStats, limit_s: float = 1.0
+) -> Any:
     """A backend of a model of the task whose backend `kind` is."""
     stats.task = next(task.name for task in tasks().values() if task.backend.endswith(f":{kind.__name__}"))
-    return kind(config, server, stats, request_timeout_s=1)
+    return kind(config, server, stats, request_timeout_s=limit_s)
+
+
+def open_backend(
+    kind: type[EngineBackend],
+    config: ModelConfig,
+    server: ServerStats,
+    send: Callable[[ToEngine, int], object],
+    text: Any,
+    ready: Any,
+) -> Any:
+    """A backend of the server's first model that is loaded, with `text`, and serves with the engines' limits."""
+    backend = new_backend(kind, config, server, server.models[0], 30.0)
+    backend._send = send
+    backend.open(text, ready, 0)
+    backend.health.set("ready", "ready")
+    return backend
 
 
 def wide_queue(stats: ModelStats) -> RequestQueue:

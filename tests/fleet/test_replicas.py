@@ -54,7 +54,7 @@ class Table:
         self.requests = open_requests(stats, lambda message, replica: self.sent.append((message, replica)))
 
     def add(self, *prompt_tokens: int, max_tokens: int = 10) -> GenerationTicket:
-        ticket = GenerationTicket("id", arrived_s=0.0, streaming=True)
+        ticket = GenerationTicket(arrived_s=0.0, streaming=True)
         for tokens in prompt_tokens:
             Choice(ticket, [1] * tokens, SamplingParams(max_tokens=max_tokens), TOKENIZER)
         start(self.requests, ticket)

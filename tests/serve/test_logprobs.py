@@ -84,7 +84,7 @@ def answer(
         TokenLogprobs(top.top_logprobs[tops.index(each)], tops, top.top_logprobs) if each in tops else top
         for each in ids
     ]
-    ticket = GenerationTicket("id", arrived_s=0.0, streaming=streamed)
+    ticket = GenerationTicket(arrived_s=0.0, streaming=streamed)
     echo = None if prompt is None else Echo(tokenizer.decode(prompt), pack_token_ids(prompt), echo_only=False)
     params = SamplingParams(logprobs=n, prompt_logprobs=n)
     Choice(ticket, prompt or [1], params, tokenizer, None, echo, continues_prompt=not chat)
@@ -202,7 +202,7 @@ def test_offsets_count_the_space_between_prompt_and_completion(kind: Callable[[]
     cat = tokenizer.token_id("▁cat")
     assert cat is not None
     prompt, ids = [cat], [cat, cat]
-    ticket = GenerationTicket("id", arrived_s=0.0, streaming=False)
+    ticket = GenerationTicket(arrived_s=0.0, streaming=False)
     echo = Echo(tokenizer.decode(prompt), pack_token_ids(prompt), echo_only=False) if echoed else None
     params = SamplingParams(logprobs=0, prompt_logprobs=0)
     Choice(ticket, prompt, params, tokenizer, None, echo, continues_prompt=True)
@@ -224,7 +224,7 @@ def test_tokens_join_to_the_text_after_a_prompt_without_text(
     """Decoders of SentencePiece drop the first space of a text; each token comes in an event of its own if streamed."""
     tokenizer = kind()
     ids = [tokenizer.token_id(word) for word in words]
-    ticket = GenerationTicket("id", arrived_s=0.0, streaming=streamed)
+    ticket = GenerationTicket(arrived_s=0.0, streaming=streamed)
     prompt_ids = [tokenizer.token_id(word) for word in prompt]
     assert None not in [*ids, *prompt_ids]
     params = SamplingParams(logprobs=1)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
-from open_tickets import new_backend, open_requests, wide_queue
+from open_tickets import new_backend, open_backend, open_requests, wide_queue
 from waiting import WAIT_S, until
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
@@ -39,7 +39,7 @@ from meltcore.serve.tasks.translation import translations as translations_module
 from meltcore.serve.tasks.translation.choice import translator
 from meltcore.serve.tasks.translation.forms import TranslateRequest
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
-from meltcore.serve.tasks.translation.translations import Translations, TranslationText
+from meltcore.serve.tasks.translation.translations import TranslationText
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import LimitsSection
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection, TranslateRoute, TranslationRule
@@ -61,22 +61,13 @@ def test_normalizer_of_a_server_prepares_its_texts(normalizer: Literal["itt", "o
     sent: list[Any] = []
     tokenizer, text = SyntheticTokenizer(32_000), "सुबह 5:30 बजे"
     ready = TranslationReady(*ENGINE, 64, 4, 256, 32_000, 5, 256, "synthetic")
-    (stats,) = ServerStats().models
-    translations = Translations(
-        wide_queue(stats),
-        model(TRANSLATOR, normalizer=normalizer),
-        TranslationText(tokenizer, True, "indic-en"),
-        ready,
-        stats,
-        lambda message, _replica: sent.append(message),
-        stats.live_replicas,
-        request_timeout_s=30,
+    config, texts = model(TRANSLATOR, normalizer=normalizer), TranslationText(tokenizer, True, "indic-en")
+    backend = open_backend(
+        *(TranslationEngine, config, ServerStats(), lambda message, _replica: sent.append(message), texts, ready)
     )
 
     async def translate() -> None:
-        translating = asyncio.create_task(
-            translations.translate(TranslateRequest([text], "hi", "en"), "r", time.monotonic())
-        )
+        translating = asyncio.create_task(backend.translate(TranslateRequest([text], "hi", "en")))
         await until(lambda: sent, "a message to the engine")
         translating.cancel()
         await asyncio.wait([translating])
@@ -105,32 +96,31 @@ def test_texts_are_prepared_in_turns_and_the_longest_are_refused(monkeypatch: py
 
     monkeypatch.setattr(translations_module, "prepare", prepare_slowly)
     ready = TranslationReady(*ENGINE, 64, 4, 256, 32_000, 5, 256, "synthetic")
-    (stats,) = ServerStats().models
     sent: list[Any] = []
 
     async def scenario() -> None:
         text = TranslationText(SyntheticTokenizer(32_000), True, "indic-en")
-        backend = Translations(
-            *(wide_queue(stats), model(TRANSLATOR), text, ready, stats, lambda *each: sent.append(each), lambda: [0]),
-            request_timeout_s=30,
+        backend = open_backend(
+            *(TranslationEngine, model(TRANSLATOR), ServerStats(), lambda *each: sent.append(each), text, ready)
         )
 
-        def start(texts: list[str], request_id: str) -> asyncio.Task[Any]:
-            return asyncio.create_task(backend.translate(TranslateRequest(texts, "hi", "en"), request_id, 0.0))
+        def start(texts: list[str]) -> asyncio.Task[Any]:
+            return asyncio.create_task(backend.translate(TranslateRequest(texts, "hi", "en")))
 
         with pytest.raises(
             RequestError, match=r"sentences have 262,145 characters; the limit is 262,144: send several"
         ):
-            await start(["क"] * 262_145, "longest")
+            await start(["क"] * 262_145)
         assert prepared == []
         long_text = "सुबह। " * 680  # two of them are a turn
-        long = start([long_text] * 60, "long")
+        long = start([long_text] * 60)
         while not prepared:  # noqa: ASYNC110 - a thread fills it
             await asyncio.sleep(0.001)
-        short = start(["शाम"], "short")
+        short = start(["शाम"])
         while not sent:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        assert sent[0][0].request_id.startswith("short"), "the long one is still prepared"
+        assert len(sent) == 1, "the long one is still prepared"
+        assert len(sent[0][0].token_ids) < 20
         long.cancel()
         short.cancel()
         await asyncio.gather(long, short, return_exceptions=True)

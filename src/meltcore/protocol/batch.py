@@ -45,6 +45,11 @@ class TaskResult(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     error: str | None = None
     times: TaskTimes | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of the result, for the statistics of a task that has any."""
+        return 0
+
 
 class BatchStats(msgspec.Struct, array_like=True, frozen=True):
     """Holds gauges and counters of a batch engine after a step. The names of counters end in `_total`.

@@ -18,6 +18,11 @@ class Translated(TaskResult, tag="translated", array_like=True, frozen=True, kw_
     token_ids: tuple[int, ...] = ()
     score: float = 0.0
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of the translation."""
+        return len(self.token_ids)
+
 
 class TranslationOutputs(EngineOutputs[Translated, BatchStats], tag="translations", array_like=True, frozen=True):
     """Holds the outputs of one step."""

@@ -28,7 +28,7 @@ class Table:
         self.requests = open_requests(self.stats, lambda message, replica: self.sent.append(message))
 
     def add(self, *prompts: list[int], **fields: Any) -> GenerationTicket:
-        ticket = GenerationTicket("id", arrived_s=0.0, streaming=True)
+        ticket = GenerationTicket(arrived_s=0.0, streaming=True)
         for prompt in prompts:
             Choice(ticket, prompt, SamplingParams(**fields), TOKENIZER)
         start(self.requests, ticket)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from open_tickets import open_requests, start, wide_queue
+from open_tickets import open_backend, open_requests, start
 from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
@@ -32,7 +31,8 @@ from meltcore.serve.tasks.synthesis.forms import SynthesisRequest
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.translation.forms import TranslateRequest
-from meltcore.serve.tasks.translation.translations import Translations, TranslationText
+from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
+from meltcore.serve.tasks.translation.translations import TranslationText
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.server_config import ModelConfig
 from meltcore.text.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class Table:
         self.requests = open_requests(self.stats, lambda message, replica: self.sent.append((message, replica)))
 
     def add(self, *texts: str, streaming: bool = False, echo: Echo | None = None, **fields: Any) -> GenerationTicket:
-        ticket = GenerationTicket("id", arrived_s=0.0, streaming=streaming)
+        ticket = GenerationTicket(arrived_s=0.0, streaming=streaming)
         for text in texts:
             Choice(ticket, list(text.encode()), SamplingParams(**fields), TOKENIZER, None, echo)
         start(self.requests, ticket, 3)
@@ -147,35 +147,32 @@ def lose(backend: EngineBackend) -> None:
 
 def test_translation_is_retried_once() -> None:
     async def scenario() -> None:
-        (stats,) = ServerStats((2,)).models
         sent: list[tuple[Any, int]] = []
-        translations = Translations(
-            wide_queue(stats),
+        backend = open_backend(
+            TranslationEngine,
             config("ai4bharat/indictrans2-indic-en-dist-200M"),
+            ServerStats((2,)),
+            lambda message, replica: sent.append((message, replica)),
             TranslationText(SyntheticTokenizer(32_000), True, "indic-en"),
             TranslationReady(*ENGINE, 64, 4, 256, 32_000, 5, 256, "synthetic"),
-            stats,
-            lambda message, replica: sent.append((message, replica)),
-            stats.live_replicas,
-            request_timeout_s=30,
         )
 
         def end(message: Any, replica: int) -> None:
             result = Translated(request_id=message.request_id, token_ids=(7,), finish_reason="stop")
-            translations.on_output(replica, result)
+            backend.on_output(replica, result)
 
         async def begin() -> asyncio.Task[Any]:
             sent.clear()
             request = TranslateRequest(["सुबह", "शाम"], "hi", "en")
-            task = asyncio.create_task(translations.translate(request, "r", time.monotonic()))
+            task = asyncio.create_task(backend.translate(request))
             await until(lambda: bool(sent))
             return task
 
         task = await begin()
         (first, _), (second, _) = sent
         end(second, 1)
-        translations.retry(0, [1])
-        translations.end_all(DEAD, "failed", 0)
+        backend.retry(0, [1])
+        backend.end_all(DEAD, "failed", 0)
         assert sent[2:] == [(AbortRequests([first.request_id]), 0), (first, 1)]
         end(first, 0)
         assert not task.done()
@@ -183,11 +180,11 @@ def test_translation_is_retried_once() -> None:
         assert (await task).completion_tokens == 2
         task = await begin()
         for lost in (0, 1):
-            translations.retry(lost, [1 - lost])
-            translations.end_all(DEAD, "failed", lost)
+            backend.retry(lost, [1 - lost])
+            backend.end_all(DEAD, "failed", lost)
         with pytest.raises(RequestError, match="dead"):
             await task
-        check_idle(stats, finished=2, failed=2, retried=2)
+        check_idle(backend.stats, finished=2, failed=2, retried=2)
 
     asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 

@@ -198,7 +198,7 @@ def test_encoded_answer_that_the_server_reads_itself_is_502_and_named(status: st
         upstream = Upstream(sends(_encoded(gzip.compress(TEXT), encoding, status=status)))
         async with served(upstream) as server:
             with pytest.raises(RequestError, match=f"m answered with Content-Encoding '{encoding}'") as caught:
-                await ask_upstream(server.backend, {"model": "m"}, "r1")
+                await ask_upstream(server.backend, {"model": "m"})
             assert (caught.value.status, caught.value.code) == (502, "upstream_failed")
 
     uvloop.run(check())

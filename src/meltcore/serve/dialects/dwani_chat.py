@@ -91,7 +91,7 @@ class DwaniChatEndpoint(Endpoint):
         """Return a language model's answer."""
         backend = self.choices.chat_model(model)
         exchange.fields["model"] = backend.names[0]
-        return (await while_connected(exchange.scope, ask(backend, system, prompt, exchange.identity))).text
+        return (await while_connected(exchange.scope, ask(backend, system, prompt))).text
 
 
 def _check(text: str, name: str, limit: int) -> None:

@@ -81,7 +81,7 @@ class BatchTickets(OpenTickets[BatchPart]):
             self.end(ticket, error, "failed")
             return
         part.result = output
-        stats.add("generation_tokens", self.num_output_tokens(output))
+        stats.add("generation_tokens", output.num_tokens)
         stats.finish(
             "stop",
             prompt_tokens=part.waiting_tokens,
@@ -95,10 +95,6 @@ class BatchTickets(OpenTickets[BatchPart]):
         self.close(part, "finished")
         if not ticket.open_children:
             ticket.done.set_result(None)
-
-    def num_output_tokens(self, _output: Any) -> int:
-        """Return the tokens of a result, for the statistics."""
-        return 0
 
 
 class BatchBackend(EngineBackend):

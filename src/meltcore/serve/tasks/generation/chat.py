@@ -26,7 +26,7 @@ class ChatAnswer(NamedTuple):
     completion_tokens: int
 
 
-async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, stop: Sequence[str] = ()) -> ChatAnswer:
+async def ask(backend: Backend, system: str, prompt: str, *, stop: Sequence[str] = ()) -> ChatAnswer:
     """Return a model's answer to a prompt. Cancelling the call ends the work.
 
     `system` has instructions that come before the prompt, or is "". Raises RequestError (400, 429, 500, 503, 504).
@@ -36,10 +36,10 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
     if isinstance(backend, HttpBackend):
         fields: dict[str, Any] = {"model": backend.names[0], "messages": messages}
         fields |= {"stop": list(stop)} if stop else {}
-        text, *tokens = await ask_upstream(backend, fields, request_id)
+        text, *tokens = await ask_upstream(backend, fields)
         return ChatAnswer(text.strip(), *tokens)
     # The text is taken at the end: until then the request can be retried on another replica.
-    ticket = GenerationTicket(request_id, arrived_s=time.monotonic(), streaming=True, every_token=True)
+    ticket = GenerationTicket(arrived_s=time.monotonic(), streaming=True, every_token=True)
     request = ChatRequest(model=backend.names[0], messages=messages, stop=list(stop) or None)
     model = local_engine(backend)
     await model.submit(request, ticket)

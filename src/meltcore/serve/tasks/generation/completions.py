@@ -48,7 +48,6 @@ class _GenerationEndpoint(Endpoint):
                 param="priority",
             )
         ticket = GenerationTicket(
-            exchange.identity,
             arrived_s=exchange.arrived_s,
             streaming=bool(request.stream),
             every_token=bool(options.continuous_usage_stats),

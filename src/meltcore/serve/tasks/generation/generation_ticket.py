@@ -281,7 +281,6 @@ class GenerationTicket(Ticket[Choice]):
 
     def __init__(
         self,
-        request_id: str,
         *,
         arrived_s: float,
         streaming: bool,
@@ -293,7 +292,6 @@ class GenerationTicket(Ticket[Choice]):
         """
         super().__init__(arrived_s)
         self.choices = self.children
-        self.request_id = request_id
         self.streaming = streaming
         self.every_token = every_token
         self.has_sent = False  # output to its client

@@ -37,7 +37,7 @@ class ResponseWriter(ABC):
 
         `options` say whether every event has the usage so far, or null until the last event has the usage.
         """
-        self._id = self.id_prefix + ticket.request_id
+        self._id = self.id_prefix + ticket.exchange.identity
         self._created = int(time.time())
         self._model = model
         self._usage_in_events = bool(options.continuous_usage_stats)

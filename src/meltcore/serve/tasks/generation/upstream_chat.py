@@ -10,7 +10,7 @@ from starlette.types import Message
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS
-from meltcore.serve.requests.exchange import Exchange
+from meltcore.serve.requests.exchange import Exchange, current_exchange
 from meltcore.serve.requests.protocol import JsonRequest
 from meltcore.serve.upstream.http_backend import HttpBackend
 
@@ -61,7 +61,7 @@ async def _no_body() -> NoReturn:
     raise AssertionError("the body of a chat of ours is known")
 
 
-async def ask_upstream(backend: HttpBackend, fields: dict[str, Any], request_id: str) -> tuple[str, int, int]:
+async def ask_upstream(backend: HttpBackend, fields: dict[str, Any]) -> tuple[str, int, int]:
     """Return the text of a chat completion, and the numbers of prompt and output tokens. Cancelling ends the work.
 
     Raises RequestError as the backend does, and with 502 if the answer is no chat completion.
@@ -81,7 +81,7 @@ async def ask_upstream(backend: HttpBackend, fields: dict[str, Any], request_id:
 
     scope = {
         "type": "http",
-        "headers": [(b"x-request-id", request_id.encode()), (b"content-type", b"application/json")],
+        "headers": [(b"x-request-id", current_exchange().identity.encode()), (b"content-type", b"application/json")],
         "path": LANGUAGE_PATHS[0],
         "meltcore.connection": _NoConnection(),
     }

@@ -42,7 +42,7 @@ class TranslationBackend(Protocol):
     def has_pair(self, request: TranslateRequest) -> bool:
         """Return whether the model translates between the request's languages."""
 
-    async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
+    async def translate(self, request: TranslateRequest) -> TranslatedTexts:
         """Return the translation of each text. Cancelling the call ends the work.
 
         Raises RequestError (400, 429, 500, 503).

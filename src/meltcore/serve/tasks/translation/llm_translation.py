@@ -34,7 +34,7 @@ class LLMTranslator:
         """Return True, because a language model can be asked for any pair of languages."""
         return True
 
-    async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:  # noqa: ARG002 - the time limit counts from each prompt's start
+    async def translate(self, request: TranslateRequest) -> TranslatedTexts:
         """Return the translation of each text. Cancelling the call ends the work.
 
         A text without a visible character is returned unchanged. Raises RequestError (400, 429, 500, 503, 504).
@@ -45,7 +45,7 @@ class LLMTranslator:
         system = self._prompt.format(source=source, target=target)
 
         async def one(text: str) -> ChatAnswer:
-            return await ask(self._backend, system, text, request_id, stop=self._stop) if is_visible(text) else _NOTHING
+            return await ask(self._backend, system, text, stop=self._stop) if is_visible(text) else _NOTHING
 
         texts = request.sentences
         answers = await finish_all(one(text) for text in texts)

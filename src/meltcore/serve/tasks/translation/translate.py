@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.operation import DWANI, Operation
 from meltcore.serve.requests.asgi import while_connected
@@ -29,7 +27,6 @@ class TranslateEndpoint(Endpoint):
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
-        arrived_s = time.monotonic()
         request = await self.read(exchange, TranslateRequest)
         if not 1 <= len(request.sentences) <= MAX_SENTENCES:
             raise RequestError(
@@ -38,7 +35,7 @@ class TranslateEndpoint(Endpoint):
         backend, request = translator(self.choices, request)
         exchange.fields |= {"model": backend.names[0], "sentences": len(request.sentences)}
         async with exchange.timeout(self._config.timeouts.request_s):
-            work = backend.translate(request, exchange.identity, arrived_s)
+            work = backend.translate(request)
             translated = await while_connected(exchange.scope, work)
         usage = {
             "prompt_tokens": translated.prompt_tokens,

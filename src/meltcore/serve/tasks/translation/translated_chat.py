@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.tasks.generation.chat import ask
 from meltcore.serve.tasks.model_choice import ModelChoice
@@ -29,11 +27,11 @@ async def answer_in(choices: ModelChoice, exchange: Exchange, prompt: str, langu
 
     async def translated(text: str, source: str, target: str) -> str:
         model, request = translator(choices, TranslateRequest([text], source, target))
-        return (await model.translate(request, exchange.identity, time.monotonic())).texts[0]
+        return (await model.translate(request)).texts[0]
 
     if own is not None and source != own_name:
         prompt = await translated(prompt, languages[0], own)
-    answer = (await ask(backend, route.system_message.format(language=own_name), prompt, exchange.identity)).text
+    answer = (await ask(backend, route.system_message.format(language=own_name), prompt)).text
     if own is not None and target != own_name:
         answer = await translated(answer, own, languages[1])
     return answer
