@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from meltcore.common.errors import EngineDeadError, RequestError
 from meltcore.common.tasks import tasks
@@ -22,7 +22,6 @@ from meltcore.settings.config import Profiler
 from meltcore.settings.server_config import ModelConfig
 
 ENGINE_DEAD = "the engine has died"
-_Model = TypeVar("_Model")
 
 
 class EngineBackend:
@@ -55,6 +54,7 @@ class EngineBackend:
         self._limit_s = request_timeout_s
         self._class_shares = class_shares
         self._server_stats = server
+        self._text: Any = None  # what `load` has returned
         self._ready: Any = None  # what the engines have said about the loaded model
         self._created = 0  # Unix seconds; once the model is open
         self._links: dict[int, EngineLink] = {}  # by replica
@@ -68,7 +68,7 @@ class EngineBackend:
     def load(self) -> Any:
         """Return what the model needs beside its engines, such as a tokenizer. Runs in a thread. Raises ConfigError."""
 
-    def open(self, text: Any, engine: Any, created: int) -> None:  # noqa: ARG002 - of some tasks
+    def open(self, text: Any, engine: Any, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready".
 
         Args:
@@ -76,7 +76,7 @@ class EngineBackend:
             engine: what the engines have reported about the loaded model.
             created: time at which the model was created, for the model card.
         """
-        self._ready, self._created = engine, created
+        self._text, self._ready, self._created = text, engine, created
 
     def on_step(self, step: Any, replica: int) -> None:
         """Give requests the outputs of a step of a replica's engine."""
@@ -121,13 +121,15 @@ class EngineBackend:
         self._loaded()
 
     def _loaded(self) -> Any:
-        """Return what `open` has registered. Raises RequestError (503) while the model cannot serve."""
-        return self._when_ready(self._ready)
+        """Return what the engines have reported. Raises RequestError (503) while the model cannot serve."""
+        if self._ready is None or self.health.status not in SERVING:
+            self.stats.add(f"rejected_{self.health.status}")
+            raise self.health.not_ready(self.health.reason)
+        return self._ready
 
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card, with facts for clients and measurements, and with the facts of the task."""
-        self._loaded()
-        engine: EngineReady = self._ready
+        engine: EngineReady = self._loaded()
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
         common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
         facts = {"task": self.stats.task, **self.facts(engine)}
@@ -220,10 +222,3 @@ class EngineBackend:
             self.check_ready()
             raise self.health.not_ready(ENGINE_DEAD)
         return live
-
-    def _when_ready(self, model: _Model | None) -> _Model:
-        """Return the loaded model. Raises RequestError (503) while the model cannot serve."""
-        if model is None or self.health.status not in SERVING:
-            self.stats.add(f"rejected_{self.health.status}")
-            raise self.health.not_ready(self.health.reason)
-        return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_token_ids
@@ -32,13 +32,6 @@ def local_engine(backend: Backend) -> LocalEngine:
     return backend
 
 
-class ReadyModel(NamedTuple):
-    """The served model, once it is loaded."""
-
-    text: TextModel
-    engine: GenerationReady  # the limits that all replicas have in common
-
-
 class LocalEngine(EngineBackend):
     """Tokenizes and admits requests, sends each to the replica with the least work, and passes on the new tokens."""
 
@@ -49,7 +42,6 @@ class LocalEngine(EngineBackend):
     def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
         super().__init__(config, server, stats, **settings)
         self._time_limit: RequestTimeLimit[GenerationTicket] = RequestTimeLimit(self._limit_s, self._end_overdue)
-        self._model: ReadyModel | None = None
 
     # --- life cycle
 
@@ -60,7 +52,6 @@ class LocalEngine(EngineBackend):
     def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
         super().open(text, engine, created)
-        self._model = ReadyModel(text, engine)
         queue = self._new_queue(engine.max_num_seqs, lambda: self.stats.total("waiting_prompt_tokens"))
         self.tickets = OpenRequests(self.stats, self._send, queue, self._time_limit.limit_s)
 
@@ -74,32 +65,32 @@ class LocalEngine(EngineBackend):
     @property
     def chats(self) -> bool:
         """Whether the model takes chats: it has a chat template, or is still loading."""
-        return self._model is None or self._model.text.template.is_usable
+        return self._text is None or self._text.template.is_usable
 
     async def submit(self, request: ChatRequest | CompletionRequest, ticket: GenerationTicket) -> None:
         """Tokenize, check and admit a request.
 
         Raises RequestError (400, 429, 503). Nothing was started then.
         """
-        model = self._loaded()
-        text, limit = model.text, model.engine.max_model_len
+        ready: GenerationReady = self._loaded()
+        text, limit = self._text, ready.max_model_len
         reasoning_parser = None
         if isinstance(request, ChatRequest):
             reasoning_parser = text.reasoning_parser
-            prompts = [await self._chat_prompt(text, request, limit, is_only_counted=False)]
+            prompts = [await self._chat_prompt(request, limit, is_only_counted=False)]
         else:
-            prompts = await completion_prompts(text.tokenizer, model.engine.vocab_size, request, limit)
+            prompts = await completion_prompts(text.tokenizer, ready.vocab_size, request, limit)
         params = [
             sampling_params(
                 request,
                 prompt_tokens=len(prompt),
                 max_model_len=limit,
-                vocab_size=model.engine.vocab_size,
+                vocab_size=ready.vocab_size,
                 defaults=text.sampling_defaults,
             )
             for prompt in prompts
         ]
-        echoes = await self._echoes(model, request, prompts)
+        echoes = await self._echoes(request, prompts)
         for prompt, settings, echo in zip(prompts, params, echoes, strict=True):
             Choice(
                 *(ticket, prompt, settings, text.tokenizer, reasoning_parser, echo),
@@ -115,15 +106,14 @@ class LocalEngine(EngineBackend):
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """Return the token ids of a text or of a chat."""
-        model = self._loaded()
+        limit = self._loaded().max_model_len
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
-        text, limit = model.text, model.engine.max_model_len
         if request.messages is not None:
-            tokens = await self._chat_prompt(text, request, limit, is_only_counted=True)
+            tokens = await self._chat_prompt(request, limit, is_only_counted=True)
         else:
             (tokens,) = await encode_all(
-                *(text.tokenizer, [request.prompt or ""], "prompt"),
+                *(self._text.tokenizer, [request.prompt or ""], "prompt"),
                 add_special_tokens=request.add_special_tokens,
                 context=limit,
                 is_only_counted=True,
@@ -132,12 +122,12 @@ class LocalEngine(EngineBackend):
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of token ids."""
-        model = self._loaded()
-        return {"prompt": await decode(model.text.tokenizer, request.tokens, model.engine.vocab_size)}
+        vocab_size = self._loaded().vocab_size
+        return {"prompt": await decode(self._text.tokenizer, request.tokens, vocab_size)}
 
     def facts(self, ready: GenerationReady) -> dict[str, Any]:
         """Return the facts that a measurement records."""
-        text = self._loaded().text
+        text: TextModel = self._text
         return {
             "max_model_len": ready.max_model_len,
             "vocab_size": ready.vocab_size,
@@ -151,15 +141,12 @@ class LocalEngine(EngineBackend):
             "hf_overrides": self.config.engine.hf_overrides,
         }
 
-    def _loaded(self) -> ReadyModel:
-        return self._when_ready(self._model)
-
     async def _chat_prompt(
-        self, text: TextModel, request: ChatRequest | TokenizeRequest, context: int, *, is_only_counted: bool
+        self, request: ChatRequest | TokenizeRequest, context: int, *, is_only_counted: bool
     ) -> list[int]:
         return await chat_prompt(
-            text.tokenizer,
-            text.template,
+            self._text.tokenizer,
+            self._text.template,
             request.messages or [],
             request.chat_template_kwargs,
             context,
@@ -167,9 +154,7 @@ class LocalEngine(EngineBackend):
             is_only_counted=is_only_counted,
         )
 
-    async def _echoes(
-        self, model: ReadyModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
-    ) -> list[Echo | None]:
+    async def _echoes(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo | None]:
         """Return the prompts with which the answers begin.
 
         An answer has None if the request does not ask for `echo`.
@@ -180,7 +165,7 @@ class LocalEngine(EngineBackend):
             raise RequestError(
                 "echo with logprobs is not supported in a stream; leave out one of the three", param="echo"
             )
-        texts = await prompt_texts(model.text.tokenizer, request, prompts)
+        texts = await prompt_texts(self._text.tokenizer, request, prompts)
         is_echo_only_request = is_echo_only(request)
         return [
             Echo(text, pack_token_ids(prompt), is_echo_only_request)

@@ -40,7 +40,7 @@ class TranslationEngine(BatchBackend):
 
     def open(self, text: TranslationText, engine: TranslationReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
-        self._text, self.slots = text, engine.slots
+        self.slots = engine.slots
         self._preparing = asyncio.Lock()  # held by the request whose texts are prepared
         super().open(text, engine, created)
 
