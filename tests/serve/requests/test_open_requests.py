@@ -1,8 +1,10 @@
 """Open requests: each ends exactly once, and one that fails does not affect others."""
 
 import asyncio
+import gc
 import os
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -67,6 +69,24 @@ def test_burst_leaves_no_memory_in_the_table() -> None:
         table.requests.end(ticket, client_disconnected(), "aborted")
     table.check_idle(aborted=1000)
     assert sys.getsizeof(table.requests._open) == sys.getsizeof({})
+
+
+def test_ended_request_is_freed_without_a_garbage_collection() -> None:
+    """Until the next collection, a cycle would keep the prompt and the text of each request."""
+    table = Table()
+    ticket = GenerationTicket(arrived_s=0.0, streaming=True)
+    Choice(ticket, [1], SamplingParams(), TOKENIZER)
+    gc.disable()
+    try:
+        table.requests.admit(ticket, "standard", units=1, cost=1.0)
+        table.step(output(ticket, "x", finish_reason="length"))
+        table.check_idle(finished=1)
+        ticket.choices.clear()  # as routes do when the answer is sent
+        is_freed = weakref.ref(ticket)
+        del ticket
+        assert is_freed() is None
+    finally:
+        gc.enable()
 
 
 def test_abort_after_the_last_token_changes_nothing() -> None:

@@ -94,7 +94,7 @@ class Scheduler:
         self.running: list[Request] = []  # in order of priority
         # Heaps by priority: of requests without penalties, and with. Finished requests in them are skipped.
         self._waiting: tuple[_Heap, _Heap] = ([], [])
-        self._waiting_count = 0
+        self.waiting_count = 0  # of them that have not finished
         self._free_rows = list(range(max_num_seqs, 0, -1))  # row 0 is for padding
         self._free_penalty_slots = list(range(penalty_slots))
         self.preemptions = 0
@@ -102,14 +102,9 @@ class Scheduler:
         self.prefix_hit_tokens = 0
 
     @property
-    def waiting_count(self) -> int:
-        """Number of waiting requests."""
-        return self._waiting_count
-
-    @property
     def has_work(self) -> bool:
         """Whether any request is running or waiting."""
-        return bool(self.running) or self._waiting_count > 0
+        return bool(self.running) or self.waiting_count > 0
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -185,7 +180,7 @@ class Scheduler:
             self.running.remove(request)
             self._release(request)
         else:
-            self._waiting_count -= 1
+            self.waiting_count -= 1
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if self._long_prompt_ids:
@@ -260,7 +255,7 @@ class Scheduler:
             if missing_pages > self.pool.num_available - num_cached:
                 break
             heapq.heappop(self._waiting[request.has_penalties])
-            self._waiting_count -= 1
+            self.waiting_count -= 1
             self._start(request, match)
             num_tokens = self._next_chunk_size(request, budget)
             is_grown = self._allocate_pages(request, request.num_computed_tokens + num_tokens)
@@ -414,7 +409,7 @@ class Scheduler:
     def _push(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
         heapq.heappush(self._waiting[request.has_penalties], (request.priority, request))
-        self._waiting_count += 1
+        self.waiting_count += 1
 
     def _next_waiting(self) -> Request | None:
         """Return the first waiting request in priority for which all required slots are free."""

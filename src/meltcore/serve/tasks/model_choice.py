@@ -91,7 +91,7 @@ class ModelChoice:
         """
         candidates = self.candidates(model or self.routes.chat.model)
         for backend in sorted(candidates, key=lambda backend: not backend.chats):
-            if _is_language_model(backend):
+            if LANGUAGE_PATHS[0] in backend.paths:
                 backend.check_ready()
                 return backend
         return refuse(candidates, "chat; serve a language model")
@@ -102,12 +102,9 @@ class ModelChoice:
 
     def meanings(self, language: _Language) -> Sequence[_Language]:
         """Return a language, followed by the languages that models which do not know it get instead."""
-        return [language, *self._substitutes(language)]
-
-    def _substitutes(self, language: str | None) -> Sequence[str]:
-        substitute = self.languages.substitute_lists
-        name = None if language is None else code_among(language, list(substitute))
-        return () if name is None else substitute[name]
+        substitutes = self.languages.substitute_lists
+        name = None if language is None else code_among(language, list(substitutes))
+        return [language] if name is None else [language, *substitutes[name]]
 
 
 def _configured(models: Mapping[str, str], language: str | None) -> str | None:
@@ -132,10 +129,6 @@ def _of_language(found: Sequence[_Backend], language: str | None) -> _Backend | 
 
 def _knows(backend: SpokenBackend, language: str | None) -> bool:
     return language is not None and code_among(language, backend.languages) is not None
-
-
-def _is_language_model(backend: Backend) -> bool:
-    return LANGUAGE_PATHS[0] in backend.paths
 
 
 def refuse(candidates: Sequence[Backend], task: str) -> NoReturn:

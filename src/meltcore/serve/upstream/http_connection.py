@@ -61,7 +61,6 @@ class UpstreamConnection(asyncio.Protocol):
         self.is_complete = False
         self.has_body = False  # a byte of the body has come
         self.is_open = False
-        self.is_used = False  # has carried a request before the present one
         self.sent_s = 0.0  # loop time of the request
         self.last_byte_s = 0.0  # of the last byte that came, or of the request
         self.idle_since_s = 0.0  # between requests
@@ -70,7 +69,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     def send(self, request: bytes) -> None:
         """Write a request: its head and body."""
-        self.is_used = self._parser is not None
         self._parser = httptools.HttpResponseParser(self)
         self._chunks.clear()
         self._unread_bytes = self._head_bytes = self.status = 0
