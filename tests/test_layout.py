@@ -83,7 +83,7 @@ MOST = {
     "files that name a task": 2,
     "files that name synthesis": 4,
     "settings": 142,
-    "forms of a chat request": 21,
+    "forms of a chat request": 18,
     "forms of a model at start": 10,
     "branches by mode": 0,
     "server starters": 1,
