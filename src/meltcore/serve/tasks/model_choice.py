@@ -102,9 +102,12 @@ class ModelChoice:
 
     def meanings(self, language: _Language) -> Sequence[_Language]:
         """Return a language, followed by the languages that models which do not know it get instead."""
-        substitutes = self.languages.substitute_lists
-        name = None if language is None else code_among(language, list(substitutes))
-        return [language] if name is None else [language, *substitutes[name]]
+        return [language, *self._substitutes(language)]
+
+    def _substitutes(self, language: str | None) -> Sequence[str]:
+        substitute = self.languages.substitute_lists
+        name = None if language is None else code_among(language, list(substitute))
+        return () if name is None else substitute[name]
 
 
 def _configured(models: Mapping[str, str], language: str | None) -> str | None:
