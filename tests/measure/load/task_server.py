@@ -41,6 +41,7 @@ class TaskServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each small write waits up to 40 ms for the client's acknowledgement
     server: TaskServer
 
     def log_message(self, format: str, *args: Any) -> None:

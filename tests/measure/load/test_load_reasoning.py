@@ -18,6 +18,7 @@ USAGE = {"prompt_tokens": 5, "completion_tokens": 2}
 
 class _Thinker(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each small write waits up to 40 ms for the client's acknowledgement
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -26,7 +26,7 @@ from meltcore.measure.load.config import LoadConfig
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 5"
 # On a busy machine a start may be CLIENT_BOUND, which a comparison refuses otherwise.
 FORCE = "--force"
-LOAD = ["--concurrency", "4", "--num-prompts", "8", "--workload", "random:in=8,out=16"]
+LOAD = ["--concurrency", "4", "--num-prompts", "8", "--workload", "random:in=8,out=8"]
 
 
 def command_file(path: Path, itl_ms: float, more: str = "") -> str:
@@ -97,7 +97,7 @@ def test_failed_start_ends_the_series_and_is_named(
 
 @pytest.mark.slow
 def test_slower_server_is_a_regression_with_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 80)
+    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 40)
     arguments = ["compare", "--run", old, new, "--starts", "4", "--control", "3", "--out", str(tmp_path), "--json"]
     assert main([*arguments, FORCE, *LOAD]) == 1
     found = msgspec.json.decode(capsys.readouterr().out, type=ComparisonResult)
@@ -105,7 +105,7 @@ def test_slower_server_is_a_regression_with_exit_status_1(tmp_path: Path, capsys
     assert found.order == "ABBAABBA"
     assert found.control is not None
     assert len(found.control.old_values) == 3
-    assert found.new_command.endswith("--itl-ms 80")
+    assert found.new_command.endswith("--itl-ms 40")
     [folder] = tmp_path.glob("*-compare")
     assert (folder / "report.html").exists()
     assert "REGRESSION" in (folder / "comparison.md").read_text()
@@ -142,7 +142,7 @@ def test_baseline_is_saved_listed_shown_and_compared_against(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = ["--baselines", str(tmp_path / "kept")]
-    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 80)
+    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 40)
     assert main(["baseline", "save", "main", "--run", old, *kept, *LOAD]) == 0
     assert main(["baseline", "list", *kept]) == 0
     assert main(["baseline", "show", "main", *kept]) == 0

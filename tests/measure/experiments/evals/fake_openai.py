@@ -88,6 +88,7 @@ class FakeServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each small write waits up to 40 ms for the client's acknowledgement
     server: FakeServer
 
     def log_message(self, format: str, *args: object) -> None:

@@ -28,7 +28,8 @@ from meltcore.measure.experiments.evals.evaluation import score
 from meltcore.measure.experiments.servers.process import accepts_connections
 
 SERVER = Path(__file__).parent / "fake_openai.py"
-QUICK = ["--num-prompts", "64", "--input-len", "8", "--output-len", "20", "--tokenizer", TOKENIZER, "--seed", "1"]
+QUICK = ["--num-prompts", "8", "--input-len", "8", "--output-len", "20", "--tokenizer", TOKENIZER, "--seed", "1"]
+FEW = ["--levels", "1", "--num-prompts", "4", "--limit", "20"]
 
 
 @pytest.fixture
@@ -360,7 +361,7 @@ def test_terminated_baseline_leaves_no_server_behind(items: Path, tmp_path: Path
 @pytest.mark.slow
 def test_hangup_ends_the_server_and_keeps_the_results(items: Path, tmp_path: Path) -> None:
     child, out = tmp_path / "child", tmp_path / "runs"
-    words = [*baseline(items, out, "--child", str(child)), "--num-prompts", "2000"]
+    words = [*baseline(items, out, "--child", str(child)), "--num-prompts", "400", "--limit", "20"]
     terminal, end = os.openpty()
     os.set_blocking(terminal, False)
     # The first terminal that the leader of a session opens is its own: SIGHUP comes when that goes.
@@ -391,7 +392,7 @@ def test_hangup_ends_the_server_and_keeps_the_results(items: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_repeated_ctrl_c_keeps_the_result_and_ends_the_server(items: Path, tmp_path: Path) -> None:
     child, out = tmp_path / "child", tmp_path / "runs"
-    words = [*baseline(items, out, "--child", str(child)), "--num-prompts", "2000"]
+    words = [*baseline(items, out, "--child", str(child)), "--num-prompts", "400", "--limit", "20"]
     with tool([*TOOL, *through(words, tmp_path / "slow.py", SLOW_TO_END + SERVE)], child) as process:
         wait_while_runs(lambda: measuring(out), process)
         process.send_signal(signal.SIGINT)
@@ -492,7 +493,8 @@ def test_server_that_outlives_its_command_is_reported(
     server, out = tmp_path / "server", tmp_path / "runs"
     monkeypatch.setenv("SERVER_PID", str(server))
     try:
-        assert main(through(baseline(items, out), tmp_path / "start.py", BACKGROUND, "600")) == 0
+        words = through(baseline(items, out), tmp_path / "start.py", BACKGROUND, "600")
+        assert main([*words, *FEW]) == 0
     finally:
         os.killpg(int(server.read_text()), signal.SIGKILL)
     assert "end it yourself" in capsys.readouterr().out
@@ -502,7 +504,7 @@ def test_server_that_outlives_its_command_is_reported(
 @pytest.mark.slow
 def test_health_request_carries_the_api_key(items: Path, tmp_path: Path) -> None:
     words = through(baseline(items, tmp_path / "runs"), tmp_path / "protected.py", PROTECTED + SERVE)
-    assert main([*words, "--api-key", "a-key"]) == 0
+    assert main([*words, *FEW, "--api-key", "a-key"]) == 0
 
 
 @pytest.mark.parametrize(
