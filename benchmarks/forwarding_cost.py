@@ -37,12 +37,12 @@ import msgspec
 import uvloop
 from bench_output import SCRIPTED_SERVER, Row, Target, write_result
 
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.measure.load.wire.connection import HttpConnection, connect, resolve_target
 from meltcore.measure.load.wire.connection import Target as Address
 from meltcore.measure.load.wire.http import ResponseHandler
 from meltcore.serve.http.listener import raise_file_limit
-from meltcore.settings.fleet_spec import ModelSection, ServerSection
-from meltcore.settings.server_config import ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection, ServerSection
 
 sys.path.append(str(SCRIPTED_SERVER.parent))
 from scripted_server import Script, ScriptedServer
@@ -61,10 +61,9 @@ START_LIMIT_S = 30.0
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "What is 7 * 8?"}], "max_tokens": TOKENS}
 SERVE = """
 import sys, msgspec
-from meltcore.settings.fleet_spec import ModelSection, ServerSection
-from meltcore.settings.server_config import ServerConfig
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.supervisor import serve
-sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServerConfig)))
+sys.exit(serve(msgspec.json.decode(sys.argv[1], type=PlacedFleet)))
 """
 
 
@@ -153,11 +152,8 @@ def servers(*script: str, api_servers: int = 1) -> Iterator[tuple[str, str, list
 @contextmanager
 def api_servers_before(direct: str, folder: Path, api_servers: int = 1) -> Iterator[tuple[str, list[int]]]:
     """The URL of the API servers before the server at `direct`, and their process ids."""
-    config = ServerConfig(
-        models=(),
-        upstream={MODEL: ModelSection(url=direct)},
-        server=ServerSection(port=0, api_server_count=api_servers),
-    )
+    server = ServerSection(port=0, api_server_count=api_servers)
+    config = PlacedFleet(FleetSpec(models={MODEL: ModelSection(url=direct)}, server=server))
     with process([sys.executable, "-c", SERVE, msgspec.json.encode(config).decode()], folder, "serve") as served:
         assert served.stdout is not None
         through = served.stdout.readline().split()[-1]

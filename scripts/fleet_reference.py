@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meltcore.common.tasks import setting_tasks
-from meltcore.settings.fleet_spec import PLACEHOLDERS, json_schema
+import msgspec
+
+from meltcore.common.tasks import setting_tasks, tasks
+from meltcore.settings.fleet_spec import PLACEHOLDERS, FleetSpec
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# fleet.yaml
@@ -36,6 +38,21 @@ other braces are written twice.
 | in braces | replaced by |
 |---|---|
 """
+_SIZE_PATTERN = r"^\d+(\.\d+)?\s*([KMGTkmgt]([iI]?[bB])?|[bB])?$"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of fleet.yaml."""
+    schema = msgspec.json.schema(FleetSpec)
+    size = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE_PATTERN}]
+    for section in schema["$defs"].values():
+        for field in section["properties"].values():
+            arms = field.get("anyOf", [])
+            field.update({"anyOf": [*size, *arms[1:]]} if {"type": "integer", "format": "size"} in arms else {})
+    task = schema["$defs"]["ModelSection"]["properties"]["task"]
+    del task["type"]
+    task["enum"], task["default"] = sorted(tasks()), task.pop("default")
+    return schema
 
 
 def files() -> dict[Path, str]:
@@ -52,9 +69,9 @@ def page(definitions: dict[str, Any]) -> str:
     parts = [HEAD]
     for name, path in paths.items():
         definition = definitions[name]
-        tasks = setting_tasks() if name == "ModelSection" else {}
+        of_tasks = setting_tasks() if name == "ModelSection" else {}
         rows = [
-            row(key, field, key in definition["required"], tasks.get(key, ()))
+            row(key, field, key in definition["required"], of_tasks.get(key, ()))
             for key, field in definition["properties"].items()
         ]
         text = definition["description"].splitlines()[0]

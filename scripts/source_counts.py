@@ -19,8 +19,8 @@ from typing import TypeGuard
 from import_graph import SOURCE, circles, folders, imports, parsed_files, two_way_pairs
 
 TASKS = ("generation", "translation", "transcription", "synthesis")
-# Roots of everything that can be set: the configuration of a server, and fleet.yaml.
-SETTING_ROOTS = ("ServerConfig", "FleetSpec")
+# Roots of everything that can be set: fleet.yaml, and the settings of an engine process.
+SETTING_ROOTS = ("FleetSpec", "EngineConfig")
 # What is None, or says no, where a server is no fleet, or its engines are here. The last four came when none was left.
 MODES = ("policy", "fleet", "cluster", "ray", "is_fleet", "planner", "site", "in_turns")
 # What starts a process: a name of `common/process.py` that a module imports, or one that it calls.
@@ -52,15 +52,15 @@ CHAT_FORMS = {
     "StepOutputs": ("the outputs of a step for one API server", "border of the API server"),
 }
 MODEL_FORMS = {
-    "ModelSection": ("what fleet.yaml says of it", "until the file is read again"),
-    "ModelSection with needs": ("the section with its memory and context", "while a plan is made"),
+    "ModelSection": (
+        "what fleet.yaml or the flags of `serve` say; a plan adds memory and GPUs",
+        "until a reload, and to API servers",
+    ),
     "EngineNeeds": ("the bytes that an engine takes", "while a fleet is planned, from one attempt to the next"),
     "PlannedEngine": ("one replica to be placed: its bytes, and where it may be", "while a plan is made"),
     "Plan": ("engines by GPU and by host, with their needs", "until the next plan, and on a page"),
-    "ModelSection with a plan": ("the section with its memory and GPUs", "until it is a ModelConfig"),
-    "ModelConfig": ("the flags of `serve`, or a section, with an EngineConfig", "until a reload, and to API servers"),
     "Placement": ("an EngineConfig and the GPUs of one replica", "border of the engine, at each start"),
-    "AddModel": ("its settings, and what API servers know of it", "border of the API server"),
+    "AddModel": ("its section, and what API servers know of its engines", "border of the API server"),
     "ServedModel": ("its replicas and their state", "from its first start to its end"),
 }
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -11,22 +11,27 @@ from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.generation_ticket import GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import OpenRequests
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import LimitsSection, ModelSection
 
 ROOM = 1_000_000
 
 
 def new_backend(
-    kind: type[EngineBackend], config: ModelConfig, server: ServerStats, stats: ModelStats, limit_s: float = 1.0
+    kind: type[EngineBackend],
+    config: ModelSection,
+    server: ServerStats,
+    stats: ModelStats,
+    limit_s: float = 1.0,
+    **limits: int,
 ) -> Any:
     """A backend of a model of the task whose backend `kind` is."""
     stats.task = next(task.name for task in tasks().values() if task.backend.endswith(f":{kind.__name__}"))
-    return kind(config, server, stats, request_timeout_s=limit_s)
+    return kind(config.model, config, server, stats, limits=LimitsSection(**limits), request_timeout_s=limit_s)
 
 
 def open_backend(
     kind: type[EngineBackend],
-    config: ModelConfig,
+    config: ModelSection,
     server: ServerStats,
     send: Callable[[ToEngine, int], object],
     text: Any,

@@ -75,9 +75,9 @@ def test_engine_with_requests_or_without_a_sleep_mode_refuses(checkpoint: Path) 
     with pytest.raises(SleepError, match="1 open requests"):
         engine.sleep("host")
     engine.abort(["a"])
-    with pytest.raises(SleepError, match="started without --enable-sleep-mode"):
+    with pytest.raises(SleepError, match="started without enable_sleep_mode"):
         engine_of(checkpoint, enable_sleep_mode=False).sleep("host")
-    with pytest.raises(ConfigError, match=r"--enable-sleep-mode: .* got --tensor-parallel-size 2"):
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode: .* got --tensor-parallel-size 2"):
         engine_of(checkpoint, tensor_parallel_size=2)
 
 

@@ -15,7 +15,7 @@ for package in ("python_multipart", "sentencepiece", "soundfile", "soxr"):
 
 import meltcore  # noqa: E402
 from meltcore.cli.main import main  # noqa: E402
-from meltcore.fleet.plan.from_spec import server_config  # noqa: E402
+from meltcore.fleet.plan.placement import PlacedFleet  # noqa: E402
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402 - after the checks for extras
 from meltcore.settings.fleet_file import load_fleet  # noqa: E402
 
@@ -38,7 +38,7 @@ def test_fleet_of_configurations_alone_serves_every_task_under_load(tmp_path: Pa
         models[name] = {"checkpoint": f"missing/{name}", "shapes": str(folder), "load_format": "dummy", **fields}
         models[name] |= {"device": "cpu", "memory": "1GiB"}
     (tmp_path / "fleet.yaml").write_text(json.dumps({"server": {"port": 0, "api_server_count": 1}, "models": models}))
-    command = serve_command(server_config(load_fleet(tmp_path / "fleet.yaml")), engine=ENGINE_COMMAND)
+    command = serve_command(PlacedFleet(load_fleet(tmp_path / "fleet.yaml")), engine=ENGINE_COMMAND)
     with running(command, tmp_path / "stderr") as server:
         server.wait_healthy(200.0)
         cards = server.request("GET", "/v1/models").json["data"]

@@ -20,7 +20,7 @@ import pytest
 from server_harness import MODEL, RunningServer, chat_body, make_model, scripted_server, serve_command, server_config
 from waiting import WAIT_S, wait_until
 
-from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 CHAT = "/v1/chat/completions"
 
@@ -368,8 +368,8 @@ def test_server_continues_when_its_output_is_not_read() -> None:
 def test_server_continues_without_its_terminal(tmp_path: Path) -> None:
     """The server prints while loading, for requests and at its exit."""
     ours, theirs = os.openpty()
-    engine = EngineConfig(model=str(make_model(tmp_path / "model")), load_format="dummy")
-    command = serve_command(server_config(engine), "--load-s", "1")
+    model = ModelSection(checkpoint=str(make_model(tmp_path / "model")), load_format="dummy")
+    command = serve_command(server_config(model), "--load-s", "1")
     with on_sighup(signal.SIG_DFL):
         process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -457,7 +457,7 @@ def test_bad_tokenizer_during_loading_prints_one_line(tmp_path: Path) -> None:
     """The API servers find it while the engine loads, whose start is cancelled."""
     model = make_model(tmp_path / "model")
     (model / "tokenizer.json").write_text('{"model": ')
-    with scripted_server("--load-s", "60", wait=False, engine={"model": str(model)}) as server:
+    with scripted_server("--load-s", "60", wait=False, engine={"checkpoint": str(model)}) as server:
         assert server.wait_exit() == 2
         (line,) = error_lines(server)
         assert line.startswith("meltcore serve: ")
@@ -465,7 +465,7 @@ def test_bad_tokenizer_during_loading_prints_one_line(tmp_path: Path) -> None:
 
 
 def test_missing_folder_fails_immediately() -> None:
-    with scripted_server(wait=False, engine={"model": "./nowhere"}) as server:
+    with scripted_server(wait=False, engine={"checkpoint": "./nowhere"}) as server:
         assert server.wait_exit() == 2
         assert "./nowhere: no such folder" in server.stderr
 

@@ -26,7 +26,7 @@ from meltcore.protocol.synthesis import SynthesisReady
 from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, TranscriptionReady
 from meltcore.protocol.translation import TranslationReady
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 COMPLETIONS = "/v1/completions"
 FAST = RestartAfterPause(first_pause_s=0.05, max_pause_s=0.2, max_deaths=3, probe_limit_s=10.0)
@@ -39,21 +39,14 @@ def fleet(
     """A fleet of scripted models. `options`: of the engine of each. Yields the folder of their checkpoints, too."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        models = []
+        models = {}
         for model, engine_options in options.items():
             checkpoint = folder / model
             if "missing" not in engine_options:
                 make_model(checkpoint)
-                scripted = {name: value for name, value in engine_options.items() if name != "start_limit_s"}
-                (checkpoint / "engine.json").write_bytes(msgspec.json.encode(scripted))
-            engine = EngineConfig(model=str(checkpoint), load_format="dummy")
-            limit_s = engine_options.get("start_limit_s")
-            models.append(
-                ModelConfig(
-                    engine=engine, served_model_name=(model,), data_parallel_size=replicas, start_timeout_s=limit_s
-                )
-            )
-        config = configure(models=tuple(models), port=0, api_server_count=2, **settings)
+                (checkpoint / "engine.json").write_bytes(msgspec.json.encode(engine_options))
+            models[model] = ModelSection(checkpoint=str(checkpoint), load_format="dummy", replicas=replicas)
+        config = configure(models, port=0, api_server_count=2, **settings)
         with running(serve_command(config, policy=policy), folder / "stderr") as server:
             yield server, folder
 
@@ -98,11 +91,10 @@ def gone(pids: list[int]) -> bool:
 @pytest.mark.slow
 def test_engine_that_loads_for_too_long_is_ended() -> None:
     policy = RestartAfterPause(first_pause_s=0.05, max_deaths=2)
-    with fleet({"slow": {"load_s": 60.0, "start_limit_s": 0.3}, "first": {}}, policy=policy) as (server, _):
+    with fleet({"slow": {"load_s": 60.0}}, policy=policy, start_s=0.3) as (server, _):
         wait_until(lambda: "it was not loaded within 0.3 s (timeouts.start_s)" in server.stderr, "the report")
         wait_until(lambda: complete(server, "slow").status == 503 and "failed" in server.stderr, "the model's end")
-        wait_models(server, "first")
-        wait_until(lambda: len(server.engine_pids()) == 1, "the end of its process")
+        wait_until(lambda: not server.engine_pids(), "the end of its process")
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from server_harness import RunningServer, configure, connections, make_model, ru
 from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.run.restart_policy import RestartAfterPause
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 MODELS = ("first", "second")
 TOKENS = 40  # 0.2 s of scripted steps
@@ -29,13 +28,10 @@ CLIENTS = 16
 @contextmanager
 def two_models(folder: Path, port: int, name: str) -> Iterator[RunningServer]:
     """A fleet of two scripted models and two API servers on `port`."""
-    engines = [EngineConfig(model=str(make_model(folder / model)), load_format="dummy") for model in MODELS]
+    models = {model: ModelSection(checkpoint=str(make_model(folder / model)), load_format="dummy") for model in MODELS}
     for model in MODELS:
         (folder / model / "engine.json").write_text(f'{{"step_s": {STEP_S}}}')
-    models = [
-        ModelConfig(engine=engine, served_model_name=(model,)) for engine, model in zip(engines, MODELS, strict=True)
-    ]
-    config = configure(models=tuple(models), port=port, api_server_count=2)
+    config = configure(models, port=port, api_server_count=2)
     with running(serve_command(config, policy=RestartAfterPause(first_pause_s=0.05)), folder / name) as server:
         yield server
 

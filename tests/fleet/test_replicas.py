@@ -1,6 +1,5 @@
 """Several replicas behind one port: load balancing, and the death of one."""
 
-import dataclasses
 import os
 import signal
 import sys
@@ -15,10 +14,14 @@ from open_tickets import open_requests, start
 from server_harness import MODEL, RunningServer, chat_body, configure, running, scripted_server
 from waiting import wait_until
 
+from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError, RequestError
+from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import (
+    PlacedFleet,
     Placement,
     cpu_environment,
+    engine_config,
     gpu_ranks,
     place_replicas,
     shared_engine,
@@ -36,8 +39,8 @@ from meltcore.serve.requests.exchange import set_exchange
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS
-from meltcore.settings.config import EngineConfig, EngineSharing, SharingSection
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.config import SharingSection
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -153,64 +156,82 @@ def test_one_stuck_replica_makes_the_server_unhealthy(monkeypatch: pytest.Monkey
 # --- GPUs and cores
 
 
-def model_config(*, dp: int, tensor_parallel_size: int, device: str = "auto") -> ModelConfig:
-    return ModelConfig(
-        engine=EngineConfig(model="m", tensor_parallel_size=tensor_parallel_size, device=device), data_parallel_size=dp
+def section(replicas: int = 1, tensor_parallel_size: int = 1, device: Any = "auto", **fields: Any) -> ModelSection:
+    return ModelSection(
+        checkpoint="m", replicas=replicas, tensor_parallel_size=tensor_parallel_size, device=device, **fields
     )
+
+
+def placed(model: ModelSection) -> list[Placement]:
+    """The placements of the only model of a server."""
+    return place_replicas(configure({"m": model}), "m")
+
+
+def threads(*models: ModelSection) -> list[str | None]:
+    """The OMP_NUM_THREADS of the first engine of each model of a server."""
+    fleet = configure({str(index): model for index, model in enumerate(models)})
+    found = [cpu_environment(fleet.spec, place_replicas(fleet, name)[0]) for name in fleet.spec.models]
+    return [environment.get("OMP_NUM_THREADS") for environment in found]
 
 
 def test_replicas_get_neighboring_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
-    found = place_replicas(model_config(dp=2, tensor_parallel_size=2))
+    found = placed(section(2, 2))
     assert [placement.environment["CUDA_VISIBLE_DEVICES"] for placement in found] == ["4,5", "6,GPU-7"]
     assert {placement.engine.device for placement in found} == {"cuda"}  # never the CPU instead of a GPU
-    alone = model_config(dp=1, tensor_parallel_size=4, device="cuda:2")
-    assert place_replicas(alone) == [Placement(alone.engine, {})]  # it finds its GPUs by itself
-    on_cpu = model_config(dp=2, tensor_parallel_size=1, device="cpu")
-    assert place_replicas(on_cpu) == [Placement(on_cpu.engine, {})] * 2
+    for alone in (section(1, 4, "cuda"), section(2, device="cpu")):  # they find their GPUs by themselves, or need none
+        assert placed(alone) == [Placement(engine_config(alone), {}, model="m")] * alone.replicas
+    (third,) = placed(section(device=(2,)))
+    assert (third.environment["CUDA_VISIBLE_DEVICES"], third.engine.device) == ("6", "cuda")
     with pytest.raises(ConfigError, match=r"--data-parallel-size 3 needs 6 GPUs \(2 each\); 4 are visible"):
-        place_replicas(model_config(dp=3, tensor_parallel_size=2))
-    with pytest.raises(ConfigError, match="--data-parallel-size must be at most 64; got 65"):
-        place_replicas(model_config(dp=65, tensor_parallel_size=1, device="cpu"))
-    with pytest.raises(ConfigError, match="--device cuda:1 is one GPU"):
-        place_replicas(model_config(dp=2, tensor_parallel_size=1, device="cuda:1"))
+        placed(section(3, 2))
+
+
+def test_flags_name_the_gpus_of_one_replica(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[PlacedFleet] = []
+    monkeypatch.setattr("meltcore.fleet.supervisor.serve", lambda fleet: seen.append(fleet) or 0)
+    assert main(["serve", "meltcore/sums", "--device", "cuda:2", "-tp", "2"]) == 0
+    assert seen[0].spec.models["meltcore/sums"].device == (2, 3)
+    assert main(["serve", "meltcore/sums", "--device", "cuda:1", "-dp", "2"]) == 2
+    assert "--device cuda:1 is one GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "meltcore/sums", "-dp", "65"])
+    assert "argument -dp/--data-parallel-size: '65' is not a whole number of at least 1 and at most 64" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_engines_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
-    alone, pair = (model_config(dp=replicas, tensor_parallel_size=1, device="cpu") for replicas in (1, 2))
-    on_gpu = model_config(dp=1, tensor_parallel_size=1)
-    asleep = [dataclasses.replace(alone, sleepable=True)] * 5
-
-    def threads(*models: ModelConfig) -> str | None:
-        config = configure(models=models)
-        return cpu_environment(config, place_replicas(models[0])[0]).get("OMP_NUM_THREADS")
-
-    assert [threads(alone), threads(alone, on_gpu), threads(alone, alone), threads(alone, pair, alone)] == [
-        *("16", "16", "8", "4"),
-    ]
-    assert threads(alone, *asleep) == "8"  # of those that take turns one runs
-    assert threads(*[alone] * 30) == "1"
-    assert [threads(*asleep), threads(asleep[0], alone)] == ["16", "8"]
-    assert threads(on_gpu, alone) is None
+    alone, pair = (section(replicas, device="cpu") for replicas in (1, 2))
+    on_gpu, asleep = section(), [section(device="cpu", residency="sleepable")] * 5
+    assert threads(alone) == ["16"]
+    assert threads(alone, on_gpu) == ["16", None]
+    assert threads(alone, alone) == ["8", "8"]
+    assert threads(alone, pair, alone) == ["4", "4", "4"]
+    assert threads(alone, *asleep) == ["8"] * 6, "of those that take turns one runs"
+    assert threads(*[alone] * 30) == ["1"] * 30
+    assert threads(*asleep) == ["16"] * 5
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads(alone) is None  # the engine inherits it
+    assert threads(alone) == [None], "the engine inherits it"
 
 
 def test_engines_on_gpus_know_how_many_ranks_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    pair, on_cpu = model_config(dp=2, tensor_parallel_size=2), model_config(dp=3, tensor_parallel_size=1, device="cpu")
-    named = dataclasses.replace(model_config(dp=2, tensor_parallel_size=1), replica_gpus=((0,), (1,)))
-    on_nodes = dataclasses.replace(
-        model_config(dp=3, tensor_parallel_size=2), replica_gpus=((0, 1),) * 3, replica_nodes=("a", "b", "a")
+    pair, on_cpu = section(2, 2), section(3, device="cpu")
+    models = {"pair": pair, "on_cpu": on_cpu, "named": section(2, device=(0, 1))}
+    models |= {"on_nodes": section(3, 2, (0, 1, 2, 3, 4, 5)), "on_cpu_of_node": section(device="cpu")}
+    fleet = msgspec.structs.replace(
+        configure(models),
+        places={"on_nodes": tuple(Place(node, (0, 1)) for node in "aba"), "on_cpu_of_node": (Place("a", ()),)},
     )
-    on_cpu_of_node = dataclasses.replace(model_config(dp=1, tensor_parallel_size=1), replica_nodes=("a",))
-    config = configure(models=(pair, on_cpu, named, on_nodes, on_cpu_of_node))
-    assert [gpu_ranks(config, node) for node in ("", "a", "b", "c")] == [6, 4, 2, 0]
+    assert [gpu_ranks(fleet, node) for node in ("", "a", "b", "c")] == [6, 4, 2, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_ranks(configure(models=(pair, on_cpu)), "") == 0
+    assert gpu_ranks(configure({"pair": pair, "on_cpu": on_cpu}), "") == 0
 
 
 def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,42 +243,33 @@ def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
 
-    def model(name: str, gib: int, replicas: int = 1, *, sleepable: bool = True) -> ModelConfig:
-        engine = EngineConfig(model=name, device="cpu", memory_bytes=gib * 2**30)
-        return ModelConfig(engine=engine, data_parallel_size=replicas, sleepable=sleepable)
+    def model(gib: int, replicas: int = 1, residency: str = "sleepable") -> ModelSection:
+        return section(replicas, device="cpu", memory=gib * 2**30, residency=residency)
 
-    def threads(*models: ModelConfig) -> list[int]:
-        config = configure(models=models)
-        placements = [place_replicas(each)[0] for each in models]
-        with_sharing = [msgspec.structs.replace(each.engine, sharing=EngineSharing()) for each in placements]
-        in_use = [each._replace(engine=engine) for each, engine in zip(placements, with_sharing, strict=True)]
-        return [int(cpu_environment(config, each)["OMP_NUM_THREADS"]) for each in in_use]
-
-    large, small = model("large", 32), [model(f"small-{index}", 8) for index in range(3)]
-    assert threads(large, *small) == [16, 5, 5, 5]
-    assert threads(large, *small, model("resident", 1, sleepable=False)) == [8, 4, 4, 4, 4]
-    assert threads(large, model("pair", 8, 2), model("small", 20)) == [16, 8, 16]
-    assert threads(model("one", 8), model("two", 8)) == [16, 16]
+    large, small = model(32), [model(8)] * 3
+    assert threads(large, *small) == ["16", "5", "5", "5"]
+    assert threads(large, *small, model(1, residency="always_on")) == ["8", "4", "4", "4", "4"]
+    assert threads(large, model(8, 2), model(20)) == ["16", "8", "16"]
+    assert threads(model(8), model(8)) == ["16", "16"]
 
 
 def test_engines_of_a_gpu_have_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7/x")
     server = SharingSection(min_share=0.3)
 
-    def marks(device: str, tensor_parallel_size: int = 1) -> list[str]:
-        config = model_config(dp=1, tensor_parallel_size=tensor_parallel_size, device=device)
-        engine = shared_engine(place_replicas(config)[0], server, "batch", tmp_path)
+    def marks(device: Any, tensor_parallel_size: int = 1) -> list[str]:
+        engine = shared_engine(placed(section(1, tensor_parallel_size, device))[0], server, "batch", tmp_path)
         assert engine.sharing is not None
         assert (engine.sharing.priority_class, engine.sharing.min_share) == ("batch", 0.3)
         for path in engine.sharing.marks:
             StepMarks(Path(path), "batch")  # the engine can open it
         return [Path(path).name for path in engine.sharing.marks]
 
-    assert marks("cuda:1") == marks("cuda:1") == ["marks-5"]
+    assert marks((1,)) == marks((1,)) == ["marks-5"]
     assert marks("auto", 2) == ["marks-4", "marks-5"]
-    assert marks("cuda:2") == ["marks-GPU-7-x"]
+    assert marks((2,)) == ["marks-GPU-7-x"]
     assert marks("cpu") == ["marks-cpu"]
-    placement = place_replicas(model_config(dp=1, tensor_parallel_size=1))[0]
+    (placement,) = placed(section())
     assert shared_engine(placement, SharingSection(means="none"), "batch", tmp_path) is placement.engine
 
 
@@ -269,7 +281,7 @@ def test_all_gpus_are_visible_without_cuda_visible_devices(tmp_path: Path, monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus(tmp_path) == []
     with pytest.raises(ConfigError, match="0 are visible"):
-        place_replicas(model_config(dp=2, tensor_parallel_size=1, device="cuda"))
+        placed(section(2, device="cuda"))
 
 
 # --- whole servers
@@ -302,7 +314,7 @@ def by_replica(server: RunningServer, name: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("api_servers", [1, 2])
 def test_dead_replica_fails_only_its_own_requests(api_servers: int) -> None:
-    with scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=api_servers) as server:
+    with scripted_server("--step-s", "0.01", replicas=2, api_server_count=api_servers) as server:
         assert server.request("GET", "/health").json == {"status": "ready", "replicas": "2 of 2"}
         streams = [stream(server, max_tokens=200) for _ in range(6)]
         assert by_replica(server, "replica_requests") == [3, 3]
@@ -331,7 +343,7 @@ def test_dead_replica_fails_only_its_own_requests(api_servers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("api_servers", [1, 2])
 def test_stopped_replica_is_ended_within_seconds(api_servers: int) -> None:
-    with scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=api_servers) as server:
+    with scripted_server("--step-s", "0.01", replicas=2, api_server_count=api_servers) as server:
         streams = [stream(server, max_tokens=300) for _ in range(4)]
         stopped = server.engine_pids()[0]
         os.kill(stopped, signal.SIGSTOP)
@@ -427,14 +439,14 @@ def test_replica_that_is_idle_or_stopped_briefly_is_not_ended() -> None:
 
 @pytest.mark.slow
 def test_replica_that_cannot_load_ends_the_start() -> None:
-    with scripted_server("--fail", "no room on this GPU", "--fail-of", "1", data_parallel_size=2, wait=False) as server:
+    with scripted_server("--fail", "no room on this GPU", "--fail-of", "1", replicas=2, wait=False) as server:
         assert server.wait_exit() == 2
         assert "replica 1: no room on this GPU" in server.stderr
 
 
 @pytest.mark.slow
 def test_sigterm_drains_all_replicas() -> None:
-    with scripted_server("--step-s", "0.02", data_parallel_size=2) as server:
+    with scripted_server("--step-s", "0.02", replicas=2) as server:
         streams = [stream(server, max_tokens=40) for _ in range(4)]
         pids = server.engine_pids()
         server.signal()
@@ -446,7 +458,7 @@ def test_sigterm_drains_all_replicas() -> None:
 
 @pytest.mark.slow
 def test_dead_api_server_frees_its_requests_in_all_replicas() -> None:
-    with scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=2) as server:
+    with scripted_server("--step-s", "0.01", replicas=2, api_server_count=2) as server:
         streams = [stream(server, max_tokens=300) for _ in range(4)]
         os.kill(server.api_server_pids()[0], signal.SIGKILL)
         assert sorted(b"[DONE]" in rest(connection) for connection in streams) == [False, False, True, True]

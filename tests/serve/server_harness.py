@@ -9,9 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,17 @@ from urllib.parse import urlsplit
 import msgspec
 from waiting import WAIT_S, wait_until
 
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.run.restart_policy import RestartAfterPause
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.fleet_spec import KeySection, LimitsSection, ServerSection, TimeoutsSection
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.config import SharingSection
+from meltcore.settings.fleet_spec import (
+    FleetSpec,
+    KeySection,
+    LimitsSection,
+    ModelSection,
+    ServerSection,
+    TimeoutsSection,
+)
 
 MODEL = "scripted"
 TEMPLATE = """\
@@ -34,14 +40,13 @@ TEMPLATE = """\
 """
 _SERVE = """
 import sys, msgspec
-from meltcore.settings.fleet_spec import KeySection, LimitsSection, ServerSection, TimeoutsSection
-from meltcore.settings.server_config import ServerConfig
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import loading_modules
 with loading_modules():
     from meltcore.fleet.run.restart_policy import RestartAfterPause
     from meltcore.fleet.supervisor import SERVE, FleetOptions, serve
-config = msgspec.json.decode(sys.argv[1], type=ServerConfig)
+config = msgspec.json.decode(sys.argv[1], type=PlacedFleet)
 policy = msgspec.json.decode(sys.argv[2], type=RestartAfterPause | None)
 try:
     options = SERVE if policy is None else FleetOptions(policy=policy)
@@ -236,17 +241,25 @@ def connections(pid: int, port: int) -> int:
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" and row[9] in inodes for row in rows)
 
 
-def server_config(engine: EngineConfig, **settings: Any) -> ServerConfig:
-    """One model named MODEL on a free port; `settings` are fields of ModelConfig, or of `configure`."""
-    names = {each.name for each in fields(ModelConfig)}
-    of_model = {"served_model_name": (MODEL,)} | {key: value for key, value in settings.items() if key in names}
-    of_server = {"port": 0} | {key: value for key, value in settings.items() if key not in names}
-    bounds = LimitsSection(**{key: value for key, value in settings.items() if key.startswith("max_queue")})
-    return configure(models=(ModelConfig(engine=engine, limits=bounds, **of_model),), **of_server)
+def server_config(
+    model: ModelSection,
+    *,
+    names: Sequence[str] = (MODEL,),
+    upstream: Mapping[str, ModelSection] | None = None,
+    **settings: Any,
+) -> PlacedFleet:
+    """One model of ours on a free port; `settings` are fields of ModelSection, or of `configure`."""
+    own = set(ModelSection.__struct_fields__) - set(LimitsSection.__struct_fields__)
+    changes = {key: value for key, value in settings.items() if key in own}
+    of_server = {"port": 0} | {key: value for key, value in settings.items() if key not in own}
+    model = msgspec.structs.replace(model, aliases=tuple(names[1:]), **changes)
+    return configure({names[0]: model} | dict(upstream or {}), **of_server)
 
 
-def configure(*, models: Sequence[ModelConfig] = (), api_key: str | None = None, **settings: Any) -> ServerConfig:
-    """The settings of a server: its sections by name, and their fields by name or by the flag's of `serve`."""
+def configure(
+    models: Mapping[str, ModelSection] | None = None, *, api_key: str | None = None, **settings: Any
+) -> PlacedFleet:
+    """The fleet of a server: its sections by name, and their fields by name or by the flag's of `serve`."""
     sections: dict[str, dict[str, Any]] = {"server": {}, "limits": {}, "timeouts": {}}
     kinds = {"server": ServerSection, "limits": LimitsSection, "timeouts": TimeoutsSection}
     names = {"request_timeout_s": "request_s", "drain_timeout_s": "drain_s", "max_body_bytes": "max_body"}
@@ -259,11 +272,12 @@ def configure(*, models: Sequence[ModelConfig] = (), api_key: str | None = None,
         default = KeySection(name="default", sha256=sha256(api_key.encode()).hexdigest())
         settings["keys"] = (default, *settings.get("keys", ()))
     made = {section: kinds[section](**values) for section, values in sections.items() if values}
-    return ServerConfig(models=tuple(models), **made, **settings)
+    settings = {"sharing": SharingSection(means="none")} | settings
+    return PlacedFleet(FleetSpec(models=dict(models or {}), **made, **settings))
 
 
 def serve_command(
-    config: ServerConfig,
+    config: PlacedFleet,
     *engine_options: str,
     engine: Sequence[str] = (sys.executable, _ENGINE),
     policy: RestartAfterPause | None = None,
@@ -292,10 +306,10 @@ def fleet_command(
 def scripted_server(
     *engine_options: str, wait: bool = True, engine: dict[str, Any] | None = None, **settings: Any
 ) -> Iterator[RunningServer]:
-    """A server over the scripted engine: fields of EngineConfig, and of ModelConfig or `configure`."""
+    """A server over the scripted engine: fields of ModelSection in `engine`, and of `server_config`."""
     with tempfile.TemporaryDirectory() as folder:
-        defaults: dict[str, Any] = {"model": str(make_model(Path(folder) / "model")), "load_format": "dummy"}
-        config = server_config(EngineConfig(**(defaults | (engine or {}))), **settings)
+        defaults: dict[str, Any] = {"checkpoint": str(make_model(Path(folder) / "model")), "load_format": "dummy"}
+        config = server_config(ModelSection(**(defaults | (engine or {}))), **settings)
         with running(serve_command(config, *engine_options), Path(folder) / "stderr") as server:
             server.api_key = settings.get("api_key")
             if wait:

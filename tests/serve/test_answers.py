@@ -256,7 +256,7 @@ def test_models_route_states_overrides() -> None:
 
 @pytest.mark.slow
 def test_every_served_name_is_accepted() -> None:
-    with scripted_server(served_model_name=("one", "org/two")) as server:
+    with scripted_server(names=("one", "org/two")) as server:
         assert [card["id"] for card in server.request("GET", "/v1/models").json["data"]] == ["one", "org/two"]
         assert server.request("GET", "/v1/models/org/two").status == 200
         for name in ("one", "org/two"):

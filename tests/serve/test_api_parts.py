@@ -25,6 +25,7 @@ from meltcore.cli import stop as stop_cli
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.common.options import from_options
 from meltcore.common.sizes import size_text
+from meltcore.common.tasks import DEFAULT
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.protocol.generation import EngineStats, FromEngine
 from meltcore.protocol.shell import EngineFailed
@@ -41,7 +42,7 @@ from meltcore.serve.tasks.generation.prompts import chat_prompt, encode_all
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults, sampling_params
 from meltcore.serve.tasks.generation.text_model import load_text_model
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.control_tokens import ControlTokens
 from meltcore.text.tokenizer import Tokenizer
@@ -263,8 +264,8 @@ def test_checkpoint_default_out_of_range_is_refused_at_start(generation_config: 
 def test_checkpoint_defaults_are_checked_only_when_they_are_used(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 300}')
     (tmp_path / "generation_config.json").write_text('{"top_k": "many"}')
-    engine = EngineConfig(model=str(tmp_path), load_format="dummy")
-    greedy, model = (ModelConfig(engine=engine, generation_config=which) for which in ("greedy", "auto"))
+    greedy = ModelSection(checkpoint=str(tmp_path), load_format="dummy")
+    model = msgspec.structs.replace(greedy, generation_config="auto")
     assert load_text_model(greedy).sampling_defaults == {}
     path = re.escape(str(tmp_path / "generation_config.json"))
     with pytest.raises(ConfigError, match=f"^{path}: top_k must be a whole number; got 'many'"):
@@ -317,7 +318,7 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("meltcore.fleet.supervisor.serve", lambda config: seen.append(config) or 0)
     monkeypatch.setattr(
-        "meltcore.serve.tasks.generation.servable.check_servable", lambda model: None
+        "meltcore.serve.tasks.generation.servable.check_servable", lambda model: DEFAULT
     )  # there is no model m
     parser = argparse.ArgumentParser()
     serve_cli.add_arguments(parser)
@@ -325,15 +326,16 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     flags += " --max-body 1MiB --enforce-eager --no-async-scheduling --generation-config auto"
     flags += " -tp 2 -dp 4 --api-server-count 3 --allowed-origins https://x http://y:3000"
     assert serve_cli.run(parser.parse_args(flags.split())) == 0
-    (config,) = seen
+    ((config, places, _),) = map(msgspec.structs.astuple, seen)
+    assert places == {}, "serve has no plan"
     assert (config.server.port, config.limits.max_body, config.server.api_server_count) == (0, 2**20, 3)
     assert config.server.allowed_origins == ("https://x", "http://y:3000")
-    (model,) = config.models
-    assert (model.names, model.data_parallel_size) == (("a", "b"), 4)
-    assert (model.engine.memory_bytes, model.engine.tensor_parallel_size) == (2**31, 2)
-    assert model.engine.debug == ("no-prefill-graphs", "no-peer-memory")
-    assert (model.engine.enforce_eager, model.engine.async_scheduling, model.generation_config) == (True, False, "auto")
-    assert model.engine.enable_prefix_caching
+    ((name, model),) = config.models.items()
+    assert (name, model.checkpoint, model.aliases, model.replicas) == ("a", "m", ("b",), 4)
+    assert (model.memory, model.tensor_parallel_size, model.device) == (2**31, 2, "auto")
+    assert model.debug == ("no-prefill-graphs", "no-peer-memory")
+    assert (model.enforce_eager, model.async_scheduling, model.generation_config) == (True, False, "auto")
+    assert model.enable_prefix_caching
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_requests_of_a_killed_replica_are_retried(stream: bool) -> None:
     """Whole answers have begun when the replica is killed; streams wait, as it was stopped before they came."""
     num_tokens = 10 if stream else 200
     with (
-        scripted_server("--step-s", "0.01", data_parallel_size=2, api_server_count=2) as server,
+        scripted_server("--step-s", "0.01", replicas=2, api_server_count=2) as server,
         ThreadPoolExecutor(NUM_REQUESTS) as pool,
     ):
         victim = server.engine_pids()[0]
@@ -46,7 +46,7 @@ def test_requests_of_a_killed_replica_are_retried(stream: bool) -> None:
 
 @pytest.mark.slow
 def test_request_without_another_replica_can_be_sent_again() -> None:
-    with scripted_server("--step-s", "0.01", data_parallel_size=2) as server, ThreadPoolExecutor(1) as pool:
+    with scripted_server("--step-s", "0.01", replicas=2) as server, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(complete, server, 4000)
         server.wait_metric("num_requests_running", 1)
         first, second = server.engine_pids()

@@ -5,9 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from meltcore.fleet.plan.from_spec import server_config
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
-from meltcore.settings.fleet_file import parse_fleet
 from meltcore.settings.routes_section import ChatRoute, LanguagesSection, RoutesSection
 
 
@@ -56,8 +54,3 @@ def test_default_of_a_path_is_the_first_model_that_serves_it() -> None:
 def test_without_an_order_models_stay_as_they_were_added() -> None:
     table = ModelTable([backend("b"), backend("a")])
     assert order(table) == ["b", "a"]
-
-
-def test_order_of_a_fleet_has_all_kinds_of_models() -> None:
-    text = "models: {far: {url: 'http://127.0.0.1:9'}, own: {checkpoint: meltcore/sums}, b: {checkpoint: x}}"
-    assert server_config(parse_fleet(text)).order == ("far", "own", "b")

@@ -40,10 +40,8 @@ from meltcore.serve.tasks.translation.choice import translator
 from meltcore.serve.tasks.translation.forms import TranslateRequest
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import TranslationText
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.fleet_spec import LimitsSection
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection, TranslateRoute, TranslationRule
-from meltcore.settings.server_config import ModelConfig
 from meltcore.text.translation.document import prepare
 from meltcore.text.translation.languages import find_language
 from meltcore.text.translation.tokenizer import SyntheticTokenizer
@@ -52,8 +50,8 @@ TRANSLATOR = "ai4bharat/indictrans2-indic-en-dist-200M"
 ENGINE = ("CPU", "float32", "dummy", [], 0.0)  # of every ready message
 
 
-def model(name: str, **fields: Any) -> ModelConfig:
-    return ModelConfig(engine=EngineConfig(model=name, load_format="dummy"), **fields)
+def model(name: str, **fields: Any) -> ModelSection:
+    return ModelSection(checkpoint=name, load_format="dummy", **fields)
 
 
 @pytest.mark.parametrize("normalizer", ["itt", "original"])
@@ -157,10 +155,7 @@ def test_tasks_and_settings_that_do_not_fit(tmp_path: Path) -> None:
 def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
     server = ServerStats()
     stats = server.models[0]
-    stats.task = "synthesis"
-    backend = SynthesisEngine(
-        model("ai4bharat/IndicF5", limits=LimitsSection(max_queue=2)), server, stats, request_timeout_s=30
-    )
+    backend = new_backend(SynthesisEngine, model("ai4bharat/IndicF5"), server, stats, 30.0, max_queue=2)
 
     async def scenario() -> None:
         async with AsyncExitStack() as held:
@@ -328,7 +323,7 @@ def test_speech_that_no_client_reads_is_bounded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(synthesis_engine, "_MAX_WAITING_BYTES", 30_000)
     server = ServerStats()
     server.models[0].task = "synthesis"
-    backend = SynthesisEngine(model("ai4bharat/IndicF5"), server, server.models[0], request_timeout_s=30)
+    backend = new_backend(SynthesisEngine, model("ai4bharat/IndicF5"), server, server.models[0], 30.0)
     sent: list[Any] = []
     request = SynthesisRequest("Hello.", None, None, "", "pcm", 1.0, 0, None, False, False, None, None, None)
 

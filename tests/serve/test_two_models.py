@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from server_harness import RunningServer, configure, make_model, running, serve_command
 from waiting import WAIT_S, wait_until
 
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.fleet_spec import LimitsSection
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 NAMES = ("first", "second")
 
@@ -27,12 +26,10 @@ def two_scripted_models(
     *options: str, second: dict[str, Any] | None = None, **settings: Any
 ) -> Iterator[RunningServer]:
     with tempfile.TemporaryDirectory() as folder:
-        engine = EngineConfig(model=str(make_model(Path(folder) / "model")), load_format="dummy", max_num_seqs=2)
-        models = tuple(
-            ModelConfig(engine=engine, served_model_name=(name,), **((second or {}) if name == "second" else {}))
-            for name in NAMES
-        )
-        config = configure(models=models, port=0, api_server_count=1, **settings)
+        checkpoint = str(make_model(Path(folder) / "model"))
+        first = ModelSection(checkpoint=checkpoint, load_format="dummy", max_num_seqs=2)
+        models = {"first": first, "second": msgspec.structs.replace(first, **(second or {}))}
+        config = configure(models, port=0, api_server_count=1, **settings)
         with running(serve_command(config, *options), Path(folder) / "stderr") as server:
             server.wait_healthy()
             yield server
@@ -75,8 +72,7 @@ def test_metrics_logs_and_errors_are_keyed_by_model() -> None:
 
 @pytest.mark.slow
 def test_full_queue_of_one_model_does_not_affect_the_other() -> None:
-    without_queue = {"limits": LimitsSection(max_queue=0)}
-    with two_scripted_models("--silent-steps", "150", "--step-s", "0.01", second=without_queue) as server:
+    with two_scripted_models("--silent-steps", "150", "--step-s", "0.01", second={"max_queue": 0}) as server:
         with ThreadPoolExecutor(8) as pool:
             answers = {name: [pool.submit(complete, server, name) for _ in range(4)] for name in NAMES}
             statuses = {name: sorted(answer.result().status for answer in answers[name]) for name in NAMES}
@@ -100,18 +96,11 @@ def test_death_of_one_models_engine_leaves_the_other_model() -> None:
         assert server.wait_exit() == 1
 
 
-def test_two_models_with_one_name_are_refused() -> None:
-    config = configure(models=(ModelConfig(engine=EngineConfig(model="m")),) * 2, port=0)
-    with tempfile.TemporaryDirectory() as folder, running(serve_command(config), Path(folder) / "stderr") as server:
-        assert server.wait_exit() == 2
-        assert "two models are served as m" in server.stderr
-
-
 @pytest.mark.slow
 def test_two_bundled_models_answer_from_one_api_server(tmp_path: Path) -> None:
     names = ("meltcore/sums", "meltcore/sums-hybrid")
-    models = tuple(ModelConfig(engine=EngineConfig(model=name, device="cpu")) for name in names)
-    config = configure(models=models, port=0, api_server_count=1)
+    models = {name: ModelSection(checkpoint=name, device="cpu") for name in names}
+    config = configure(models, port=0, api_server_count=1)
     with running(serve_command(config, engine=ENGINE_COMMAND), tmp_path / "stderr") as server:
         server.wait_healthy(120)
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:

@@ -30,9 +30,7 @@ from meltcore.serve.tasks.transcription.transcription_engine import Transcriptio
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import TranslationText
 from meltcore.serve.upstream.http_backend import HttpBackend
-from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
-from meltcore.settings.server_config import ModelConfig
 from meltcore.text.translation.tokenizer import SyntheticTokenizer
 
 ENGINES: dict[str, Any] = {
@@ -85,8 +83,7 @@ def build() -> Any:
     server = ServerStats([1] * (len(ENGINES) + len(UPSTREAM)))
     stats = iter(server.models)
     backends: list[Any] = [
-        new_backend(kind, ModelConfig(engine=EngineConfig(model=task)), server, next(stats))
-        for task, kind in ENGINES.items()
+        new_backend(kind, ModelSection(checkpoint=task), server, next(stats)) for task, kind in ENGINES.items()
     ]
     ready = TranslationReady(*("CPU", "float32", "dummy", [], 0.0), 64, 4, 256, 32_000, 5, 256, "synthetic")
     backends[1].open(TranslationText(SyntheticTokenizer(32_000), True, "en-indic"), ready, 0)
@@ -109,7 +106,7 @@ def build() -> Any:
     for backend in backends[len(ENGINES) :]:
         backend.check_ready = lambda: None
     log: Any = SimpleNamespace(write=lambda event, **fields: None)
-    config = configure(models=(backends[0].config,), port=0)
+    config = configure({"m": backends[0].config}, port=0).spec
     return build_app(ModelTable(backends), config, Metrics(server, dict), log, ApiKeys((), server))
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import Size
-from meltcore.fleet.plan.from_spec import server_config
+from meltcore.fleet.admin.operations import check_startable
+from meltcore.fleet.plan.placement import engine_config
 from meltcore.settings.config import SharingSection
 from meltcore.settings.fleet_checks import FleetError, check_fleet
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
 from meltcore.settings.fleet_spec import FleetSpec, KeySection
-from meltcore.settings.server_config import ServerConfig
 
 FLEET = """
 server: {port: 9000, log_format: json}
@@ -65,7 +65,7 @@ def test_fleet_is_read_into_typed_sections(tmp_path: Path) -> None:
 
 
 def test_languages_reach_the_server_in_the_order_of_the_file() -> None:
-    languages = server_config(parse_fleet(FLEET)).languages
+    languages = parse_fleet(FLEET).languages
     assert [(rule.source, rule.target, rule.model) for rule in languages.translation] == [
         ("eng_Latn", "*", "en-indic"),
         ("*", "*", "mt"),
@@ -75,23 +75,24 @@ def test_languages_reach_the_server_in_the_order_of_the_file() -> None:
 
 
 def test_settings_of_the_server_are_those_of_the_file() -> None:
-    config = server_config(parse_fleet(FLEET))
+    config = parse_fleet(FLEET)
     assert (config.server.port, config.server.log_format, config.limits.max_body, config.timeouts.request_s) == (
         9000,
         "json",
         2**20,
         20,
     )
-    qwen, en_indic, _, ears = config.models
-    assert qwen.names == ("qwen", "qwen3")
-    assert (qwen.engine.model, qwen.engine.memory_bytes) == ("Qwen/Qwen3-30B-A3B-GGUF:Q8_0", 40 * 2**30)
-    assert (qwen.engine.max_model_len, qwen.engine.max_num_seqs, qwen.replica_gpus) == (8192, 8, ((1,),))
-    assert (qwen.limits.max_queue, en_indic.limits.max_queue) == (7, 0)
-    bounds = en_indic.limits.max_queue_chars, en_indic.limits.max_queue_audio_s, ears.limits.max_queue_audio_s
-    assert bounds == (600, 30, 90)
-    assert ears.engine.device == "cpu"
-    assert (qwen.priority_class, ears.priority_class) == ("interactive", "standard")
-    assert (config.limits.class_shares, qwen.start_timeout_s, config.timeouts.start_s) == ((5, 3, 2), 7, 7)
+    qwen, en_indic, _, ears, _ = config.models.values()
+    assert [*config.engines] == ["qwen", "en-indic", "indic-indic", "ears"]
+    engine = engine_config(qwen)
+    assert (engine.model, engine.memory_bytes, engine.device) == ("Qwen/Qwen3-30B-A3B-GGUF:Q8_0", 40 * 2**30, "cuda")
+    assert (engine.max_model_len, engine.max_num_seqs, qwen.replica_gpus) == (8192, 8, [(1,)])
+    limits = [config.limits.of(model) for model in (qwen, en_indic, ears)]
+    assert [each.max_queue for each in limits] == [7, 0, 7]
+    assert [(each.max_queue_chars, each.max_queue_audio_s) for each in limits] == [(600, 30), (600, 30), (600, 90)]
+    assert engine_config(ears).device == "cpu"
+    assert (qwen.priority, ears.priority) == ("interactive", "standard")
+    assert (config.limits.class_shares, config.timeouts.start_s) == ((5, 3, 2), 7)
     routes = config.routes
     assert (routes.translate.system_message, routes.translate.stop) == ("{source} to {target}:", ("\n",))
     assert (routes.chat.system_message, routes.chat.language) == ("Speak {language}.", "eng_Latn")
@@ -103,7 +104,7 @@ def test_random_weights_of_a_checkpoint_that_is_not_here_have_its_shapes(tmp_pat
 
     def opened(checkpoint: object, fields: str) -> str:
         text = model.replace("CHECKPOINT", str(checkpoint)).replace("FIELDS", fields)
-        return server_config(parse_fleet(text)).models[0].engine.model
+        return check_startable(parse_fleet(text)).models["a"].model
 
     assert opened("org/model", "load_format: dummy") == "org/shapes"
     assert opened("org/model", "load_format: auto") == "org/model"
@@ -113,12 +114,10 @@ def test_random_weights_of_a_checkpoint_that_is_not_here_have_its_shapes(tmp_pat
 
 
 def test_sharing_is_paced_unless_switched_off() -> None:
-    assert server_config(parse_fleet(FLEET)).sharing == SharingSection(
-        means="pacing", min_share=0.5, max_wait_ms=100.0, step_ms=50.0
-    )
+    assert parse_fleet(FLEET).sharing == SharingSection(means="pacing", min_share=0.5, max_wait_ms=100.0, step_ms=50.0)
     changed = parse_fleet(FLEET + "sharing: {min_share: 0.8, max_wait_ms: 20, step_ms: 10}")
-    assert server_config(changed).sharing == SharingSection(min_share=0.8, max_wait_ms=20.0, step_ms=10.0)
-    assert server_config(parse_fleet(FLEET + "sharing: {means: none}")).sharing.means == "none"
+    assert changed.sharing == SharingSection(min_share=0.8, max_wait_ms=20.0, step_ms=10.0)
+    assert parse_fleet(FLEET + "sharing: {means: none}").sharing.means == "none"
 
 
 def test_upstream_servers_of_the_file() -> None:
@@ -130,9 +129,9 @@ models:
   ears: {url: 'http://10.0.0.1:9', task: transcription, upstream_model: whisper, upstream_key_env: KEY}
   cpu: {command: 'llama-server --port {port}', device: cpu}
 """
-    config = server_config(parse_fleet(text))
-    near, ears, cpu = config.upstream.values()
-    assert list(config.upstream) == ["near", "ears", "cpu"]
+    config = parse_fleet(text)
+    near, ears, cpu = config.models.values()
+    assert config.engines == {}
     assert (near.command, near.checkpoint, near.python, near.memory) == (
         "vllm",
         "org/m",
@@ -142,7 +141,7 @@ models:
     assert (near.replica_gpus, cpu.replica_gpus) == ([(2, 3), (4, 5)], [()])
     assert (config.timeouts.start_s, config.timeouts.connect_s, config.timeouts.first_byte_s) == (7, 2, 300)
     assert ears.upstream_paths == ("/v1/audio/transcriptions",)
-    assert msgspec.json.decode(msgspec.json.encode(config), type=ServerConfig) == config, "between processes"
+    assert msgspec.json.decode(msgspec.json.encode(config), type=FleetSpec) == config, "between processes"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ models:
             "models.a.priority: got 'interactiv'; must be interactive, standard or batch (did you mean interactive?)",
         ),
         ("models: {a b: {checkpoint: x}}", "models.a b: got 'a b'; must be a name of letters"),
-        ("models: {a: {checkpoint: x, device: gpu}}", "models.a.device: got 'gpu'; must be auto or cpu"),
+        ("models: {a: {checkpoint: x, device: gpu}}", "models.a.device: got 'gpu'; must be auto, cuda or cpu"),
         ("models: {a: {checkpoint: x, device: [-1]}}", "models.a.device[0]: got -1; must be int >= 0"),
         ("models: {a: {checkpoint: x, tensor_parallel_size: 3}}", "got 3; must be 1, 2, 4 or 8"),
         ("models: {a: {}}", "models.a: has none of them; give a checkpoint"),

@@ -10,8 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from meltcore.common.errors import ConfigError, RequestError, UnservableModelError
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint
 from meltcore.serve.tasks.generation.servable import check_servable
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate, special_token_texts
 
 HELLO = [{"role": "user", "content": "<b>hé</b>"}]
@@ -154,9 +153,9 @@ def test_named_file_that_is_missing_or_broken_is_an_error_at_start(tmp_path: Pat
     (tmp_path / "bad.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match=r"--chat-template .*bad\.jinja: .*line 1"):
         ChatTemplate.from_checkpoint(checkpoint, path=str(tmp_path / "bad.jinja"))
-    engine = EngineConfig(model=BUNDLED_MODEL, chat_template=str(tmp_path / "bad.jinja"))
+    model = ModelSection(checkpoint=BUNDLED_MODEL, chat_template=str(tmp_path / "bad.jinja"))
     with pytest.raises(ConfigError, match=r"--chat-template .*bad\.jinja: .*line 1"):
-        check_servable(ModelConfig(engine=engine))  # before a server starts anything
+        check_servable(model)  # before a server starts anything
 
 
 @pytest.mark.parametrize("template", ["none.jinja", "bad.jinja"])
@@ -170,10 +169,10 @@ def test_template_file_is_one_of_all_reasons_of_a_refusal(tmp_path: Path, templa
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    model = tmp_path / "m.gguf" if is_gguf else tmp_path
-    engine = EngineConfig(model=str(model), chat_template=str(tmp_path / template))
+    path = tmp_path / "m.gguf" if is_gguf else tmp_path
+    model = ModelSection(checkpoint=str(path), chat_template=str(tmp_path / template))
     with pytest.raises(UnservableModelError, match=r"(rwkv6|Rwkv).*--chat-template .*" + template):
-        check_servable(ModelConfig(engine=engine))
+        check_servable(model)
 
 
 @pytest.mark.parametrize("value", [None, True, False])

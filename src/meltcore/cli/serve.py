@@ -20,9 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, and the options of its engine, its server and its limits."""
     from meltcore.cli.start_options import add_daemon_options
     from meltcore.common.options import add_options, not_empty
-    from meltcore.settings.config import EngineConfig
-    from meltcore.settings.fleet_spec import HTTP_GROUP, LimitsSection, ServerSection, TimeoutsSection
-    from meltcore.settings.server_config import ModelConfig
+    from meltcore.settings.config import ENGINE_GROUP
+    from meltcore.settings.fleet_spec import HTTP_GROUP, LimitsSection, ModelSection, ServerSection, TimeoutsSection
 
     parser.add_argument(
         "model",
@@ -32,47 +31,81 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "meltcore/sums, meltcore/sums-hybrid, meltcore/sums-gemma, meltcore/phrases (translates), "
         "meltcore/tones (transcribes), meltcore/voice (speaks)",
     )
-    add_options(parser, EngineConfig)
-    parser.add_argument_group(HTTP_GROUP).add_argument(
+    parser.add_argument_group(ENGINE_GROUP)  # in this order
+    group = parser.add_argument_group(HTTP_GROUP)
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        type=not_empty,
+        metavar="NAME",
+        help="Names in the API (default: MODEL). The first stands in metrics and logs.",
+    )
+    group.add_argument(
         "--api-key",
         type=not_empty,
         metavar="KEY",
         help="Bearer token that requests must send, except to /, /docs, /openapi.json, /health and /live (default: the "
         "environment variable MELTCORE_API_KEY).",
     )
-    for config in (ModelConfig, ServerSection, LimitsSection, TimeoutsSection):
-        add_options(parser, config)
+    for section in (ModelSection, ServerSection, LimitsSection, TimeoutsSection):
+        add_options(parser, section)
     add_daemon_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal, or start a server in the background."""
+    import msgspec
+
     from meltcore.cli.start_options import start_daemon
+    from meltcore.common.errors import ConfigError
     from meltcore.common.options import from_options
     from meltcore.common.process import loading_modules
     from meltcore.fleet.daemon import OneModel
-    from meltcore.settings.config import EngineConfig
-    from meltcore.settings.fleet_spec import KeySection, LimitsSection, ServerSection, TimeoutsSection
-    from meltcore.settings.server_config import ModelConfig, ServerConfig
+    from meltcore.fleet.plan.placement import PlacedFleet
+    from meltcore.settings.config import SharingSection
+    from meltcore.settings.fleet_spec import (
+        FleetSpec,
+        KeySection,
+        LimitsSection,
+        ModelSection,
+        ServerSection,
+        TimeoutsSection,
+    )
 
     with loading_modules():
         from meltcore.serve.requests.keys import DEFAULT_NAME, hash_key
         from meltcore.serve.tasks.generation.servable import check_servable
 
-    limits = from_options(LimitsSection, args)
-    engine = from_options(EngineConfig, args, model=args.model)
-    model = from_options(ModelConfig, args, engine=engine, limits=limits)
-    config = ServerConfig(
-        models=(model,),
+    name, *aliases = args.served_model_name or [args.model]
+    model = from_options(ModelSection, args, checkpoint=args.model, aliases=tuple(aliases))
+    if isinstance(model.device, tuple):  # the first of its ranks
+        if model.replicas > 1:
+            raise ConfigError(
+                f"--device cuda:{model.device[0]} is one GPU, and --data-parallel-size {model.replicas} needs one or "
+                "more for each replica"
+            )
+        gpus = range(model.device[0], model.device[0] + model.tensor_parallel_size)
+        model = msgspec.structs.replace(model, device=tuple(gpus))
+    task = check_servable(model)  # before a process starts, and before anything is printed
+    model = msgspec.structs.replace(model, task=task.name)
+    if model.max_num_seqs is not None and not model.has_context:  # in a fleet.yaml it would be for the plan
+        raise ConfigError(
+            f"--max-num-seqs {model.max_num_seqs}: {task.title} does not support it, and {model.model} is a model for "
+            f"{task.title}: --memory decides how many run together"
+        )
+    spec = FleetSpec(
+        models={name: model},
         server=from_options(ServerSection, args),
         keys=() if args.api_key is None else (KeySection(name=DEFAULT_NAME, sha256=hash_key(args.api_key)),),
-        limits=limits,
+        limits=from_options(LimitsSection, args),
         timeouts=from_options(TimeoutsSection, args),
+        sharing=SharingSection(means="none"),
     )
-    check_servable(model)  # before a process starts, and before anything is printed
-    if (status := start_daemon(args, config, OneModel())) is not None:
+    fleet = PlacedFleet(spec)
+    if (status := start_daemon(args, fleet, OneModel())) is not None:
         return status
     with loading_modules():
         from meltcore.fleet.supervisor import serve
 
-    return serve(config)
+    return serve(fleet)

@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meltcore.fleet.daemon import OneModel, PlannedFleet
+    from meltcore.fleet.plan.placement import PlacedFleet
     from meltcore.measure.documents.schema import RunResult
     from meltcore.measure.experiments.compare.starts import OnStart, PlannedStart, StartOptions
-    from meltcore.settings.server_config import ServerConfig
 
 
 def add_daemon_options(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def start_daemon(args: argparse.Namespace, config: "ServerConfig", source: "OneModel | PlannedFleet") -> int | None:
+def start_daemon(args: argparse.Namespace, fleet: "PlacedFleet", source: "OneModel | PlannedFleet") -> int | None:
     """Start a server in the background if --daemon is given. Returns its exit status, or None without --daemon.
 
     Raises ConfigError for options that require --daemon.
@@ -39,7 +39,7 @@ def start_daemon(args: argparse.Namespace, config: "ServerConfig", source: "OneM
 
     if args.daemon:
         with signals_as_ctrl_c():  # or a half-started server would be left, in a session of its own
-            return start(config, source, log=args.log, limit_s=args.start_timeout)
+            return start(fleet, source, log=args.log, limit_s=args.start_timeout)
     if args.log is not None or args.start_timeout is not None:
         raise ConfigError("--log and --start-timeout are for a server in the background: add --daemon")
     return None

@@ -26,9 +26,9 @@ import msgspec
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.process import LoggedProcess, loading_modules, start_ticks
 from meltcore.common.process_output import log_tail
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES
 from meltcore.protocol.sockets import ADMIN_SOCKET
-from meltcore.settings.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
@@ -91,7 +91,7 @@ class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
 class _Served(msgspec.Struct, frozen=True):
     """What the process of a server in the background reads from standard input."""
 
-    config: ServerConfig
+    fleet: PlacedFleet
     source: OneModel | PlannedFleet
 
 
@@ -116,7 +116,7 @@ def _unusable(folder: Path, reason: str | None) -> str:
 
 
 def start(
-    config: ServerConfig,
+    fleet: PlacedFleet,
     source: OneModel | PlannedFleet,
     *,
     log: Path | str | None = None,
@@ -129,13 +129,13 @@ def start(
     `limit_s`. Ctrl-C stops a server that is still starting.
 
     Args:
-        config: settings of the server.
+        fleet: the fleet as it is placed.
         source: what the server serves: one model, or a planned fleet.
         log: file for the server's output. None creates a file in the state folder.
         limit_s: seconds until the server must be ready. None waits without a limit.
     """
     for record in running():
-        if record.port == config.server.port:
+        if record.port == fleet.spec.server.port:
             raise ConfigError(f"{record.url} serves {record.model} already (pid {record.pid}, log {record.log})")
     log = Path(log or state_dir() / f"{source.command}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
     process = LoggedProcess(
@@ -152,7 +152,7 @@ def start(
     except OSError as error:
         raise ConfigError(f"--log {log} cannot be written: {error.strerror}") from error
     try:
-        process.send(msgspec.json.encode(_Served(config, source))).close()
+        process.send(msgspec.json.encode(_Served(fleet, source))).close()
         record, rows = _wait_ready(process, log, math.inf if limit_s is None else limit_s)
     except BaseException:
         process.stop(0.0)
@@ -269,7 +269,7 @@ def _connect_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **settings: Any) -> int:
+def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settings: Any) -> int:
     """Serve, and keep a record of the server while it runs. Raises ConfigError as `supervisor.serve` does.
 
     Output goes to the file `log`, or to the terminal if `log` is "". `supervisor.serve` explains `settings`.
@@ -283,13 +283,12 @@ def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **sett
         ticks = start_ticks(os.getpid())
         assert ticks is not None
         path = state_dir() / f"{options.command}-{port}.json"
-        own = map(options.model_title, config.models)
         written = DaemonRecord(
             pid=os.getpid(),
             start_ticks=ticks,
             port=port,
-            url=_connect_url(config.server.host, port),
-            model=", ".join([*own, *config.upstream]),
+            url=_connect_url(fleet.spec.server.host, port),
+            model=", ".join(options.model_title(name, model) for name, model in fleet.spec.models.items()),
             log=log,
             admin=str(sockets / ADMIN_SOCKET),
         )
@@ -299,7 +298,7 @@ def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **sett
         paths.append(path)
 
     try:
-        return serve(config, on_bound=record, options=options, **settings)
+        return serve(fleet, on_bound=record, options=options, **settings)
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
@@ -340,7 +339,7 @@ def main() -> int:
     """Serve the configuration that is read as JSON from standard input. The argument is the path of the log."""
     served = msgspec.json.decode(sys.stdin.buffer.read(), type=_Served)
     try:
-        return serve_recorded(served.config, sys.argv[1], served.source.options(Path(sys.argv[1])))
+        return serve_recorded(served.fleet, sys.argv[1], served.source.options(Path(sys.argv[1])))
     except MeltcoreError as error:
         print(f"meltcore {served.source.command}: {error}", file=sys.stderr)
         return 2

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from meltcore.common.errors import ConfigError, MeltcoreError
@@ -29,6 +30,7 @@ from meltcore.fleet.admin.admin import AdminServer
 from meltcore.fleet.admin.operations import FleetOperations, check_startable
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import (
+    PlacedFleet,
     Placement,
     cpu_environment,
     gpu_ranks,
@@ -36,7 +38,7 @@ from meltcore.fleet.plan.placement import (
     placed_gpus,
 )
 from meltcore.fleet.plan.planned import FleetPlanner, NoFile
-from meltcore.fleet.plan.running_fleet import Running, planned_places
+from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
 from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, log_folder
@@ -62,7 +64,6 @@ from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.settings.config import ModelStatus, PriorityClass
 from meltcore.settings.fleet_spec import ModelSection
-from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
@@ -77,7 +78,7 @@ class FleetOptions:
     """The differences between servers of `meltcore up` and of `meltcore serve`. The defaults are for `meltcore up`."""
 
     command: str = "up"  # as which it prints lines
-    model_title: Callable[[ModelConfig], str] = lambda model: model.names[0]  # in the list of servers
+    model_title: Callable[[str, ModelSection], str] = lambda name, _model: name  # in the list of servers
     policy: RestartPolicy = field(default_factory=RestartAfterPause)
     log_folder: Path | None = None  # with a folder of logs per port and a file per engine; None: our standard error
     planner: FleetPlanner = NoFile()  # noqa: RUF009 - plans the changed fleet.yaml of a reload
@@ -89,13 +90,13 @@ class FleetOptions:
 
 SERVE = FleetOptions(
     command="serve",
-    model_title=lambda model: model.engine.model,
+    model_title=lambda _name, model: model.model,
     policy=NeverRestart(),
 )
 
 
 def serve(
-    config: ServerConfig,
+    fleet: PlacedFleet,
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     on_bound: Callable[[int, Path], None] = lambda _port, _sockets: None,
@@ -107,13 +108,15 @@ def serve(
     fails that the policy requires.
 
     Args:
-        config: settings of the server.
+        fleet: the models of the server, with the outcome of a plan.
         engine_command: command line that starts an engine.
         on_bound: is called with the port and the folder of the sockets.
         options: what differs between `meltcore up` and `meltcore serve`.
     """
-    config = check_startable(config)
-    placements = [place_replicas(model) for model in config.models]
+    fleet = msgspec.structs.replace(fleet, spec=check_startable(fleet.spec))
+    config = fleet.spec
+    for name in config.engines:
+        place_replicas(fleet, name)
     use_one_arena()
     listener = bind(config.server.host, config.server.port)
     port = int(listener.getsockname()[1])
@@ -130,24 +133,21 @@ def serve(
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(
-                _supervise(config, engine_command, placements, folder, listener, options, admin, announce)
-            )
+            return runner.run(_supervise(fleet, engine_command, folder, listener, options, admin, announce))
     finally:
         folder.remove()
 
 
 async def _supervise(
-    config: ServerConfig,
+    fleet: PlacedFleet,
     engine_command: Sequence[str],
-    placements: Sequence[Sequence[Placement]],
     folder: SocketFolder,
     listener: socket.socket,
     options: FleetOptions,
     admin: socket.socket | None,
     announce: Callable[[], None],
 ) -> int:
-    return await Supervisor(config, engine_command, placements, folder, options).run(listener, admin, announce)
+    return await Supervisor(fleet, engine_command, folder, options).run(listener, admin, announce)
 
 
 class Supervisor:
@@ -155,18 +155,17 @@ class Supervisor:
 
     def __init__(
         self,
-        config: ServerConfig,
+        fleet: PlacedFleet,
         engine_command: Sequence[str],
-        placements: Sequence[Sequence[Placement]],
         folder: SocketFolder,
         options: FleetOptions,
     ) -> None:
-        """Create the parts of the server. `placements` has for each model a placement per replica."""
+        """Create the parts of the server."""
+        config = fleet.spec
         num_processes = 1 + worker_count(config)
-        self.config = config
+        self.fleet = fleet
         self.port = config.server.port
         self.models: dict[int, ServedModel | UpstreamModel] = {}
-        self._placements = placements
         self._folder = folder
         self._options = options
         self._stats = stats = ServerStats((), keys=len(config.keys), num_processes=num_processes)
@@ -186,7 +185,7 @@ class Supervisor:
             client_count=num_processes,
             environment=self._engine_environment,
             cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
-            gpu_ranks=lambda node: gpu_ranks(self.config, node),
+            gpu_ranks=lambda node: gpu_ranks(self.fleet, node),
             on_moved=lambda: self.turns.update_devices(),
             held_places=lambda: self._places(without=("pending", "failed")),
             sharing=config.sharing,
@@ -208,7 +207,7 @@ class Supervisor:
         self._mps = MpsDaemon(folder.path / "mps") if is_mps else None
         self._numbers = itertools.count()
         self._watches: dict[int, asyncio.Task[None]] = {}
-        self.turns = Turns(config.residency, config.timeouts, config.room_bytes)
+        self.turns = Turns(config.residency, config.timeouts, fleet.room_bytes)
         self._stop = asyncio.Event()
         self._stopped_s: float | None = None  # when the first signal came
 
@@ -248,10 +247,10 @@ class Supervisor:
 
     def _engine_environment(self, placement: Placement, priority_class: PriorityClass) -> dict[str, str]:
         """Return the variables that are added to an engine's environment: threads on the CPU, and MPS on a GPU."""
-        environment = cpu_environment(self.config, placement)
+        environment = cpu_environment(self.fleet.spec, placement)
         if self._mps is None or not placed_gpus(placement):
             return environment
-        return environment | self._mps.client_environment(priority_class, self.config.sharing.mps_sm_percent)
+        return environment | self._mps.client_environment(priority_class, self.fleet.spec.sharing.mps_sm_percent)
 
     # --- loading
 
@@ -278,40 +277,28 @@ class Supervisor:
         """Start API servers, engines and servers of commands. Each model becomes ready by itself."""
         await self._launcher.connect()
         await self._pool.start()
-        models = list(zip(self.config.models, self._placements, strict=True))
-        # Those with a budget first, together: one without takes all that is free of its GPU.
-        for config, placements in sorted(models, key=lambda model: model[0].engine.memory_bytes is None):
-            await self.add_fleet_model(config, placements)
-        for name, section in self.config.upstream.items():
-            self.add_fleet_upstream(name, section)
+        # Engines with a budget first, together: one without takes all that is free of its GPU. Other servers last.
+        for name in sorted(self.fleet.spec.models, key=self._start_order):
+            await self.add_fleet_model(name)
         self.turns.start()
 
-    def add_fleet_upstream(self, name: str, config: ModelSection) -> UpstreamModel:
-        """Add a model of upstream servers and begin to start them. `loading` of the result is done when they answer."""
-        model = self._add_upstream(name, config)
-        self.turns.add(model)
-        model.loading = asyncio.create_task(model.load_or_fail())
-        return model
-
-    def _add_upstream(self, name: str, config: ModelSection) -> UpstreamModel:
-        number = next(self._numbers)
-        stats = self._stats.add_model(number, config.replicas)
-        model = self.models[number] = UpstreamModel(number, name, config, stats, self._parts)
-        return model
+    def _start_order(self, name: str) -> int:
+        model = self.fleet.spec.models[name]
+        return 2 if model.kind != "engine" else 1 if model.memory is None else 0
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
         """Return the settings and the engines of this fleet, with the nodes of its cluster as they are now.
 
         Some nodes may lack `checkpoints`, paths and hub ids. Raises ConfigError if the cluster cannot be read.
         """
-        return Running(self.config, self._places(), await self._launcher.read_nodes(checkpoints))
+        return Running(self.fleet, self._places(), await self._launcher.read_nodes(checkpoints))
 
     def _places(self, without: Collection[ReplicaState] = ()) -> dict[tuple[str, int], Place]:
         """Return the places of engines with a budget: as planned, or where the cluster has started them since.
 
         Replicas in the states `without` are left out, so that their places are free for other engines.
         """
-        places = planned_places(self.config)
+        places = {(name, at): place for name, of in self.fleet.places.items() for at, place in enumerate(of)}
         for model in self.models.values():
             is_leaving = model.status == "draining"  # its successor is where the plan says
             for replica in model.replicas if isinstance(model, ServedModel) and not is_leaving else ():
@@ -319,17 +306,21 @@ class Supervisor:
                     places[key] = Place(replica.placement.node, replica.placement.gpus)
         return places
 
-    async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
-        """Add a model and begin to load it. `loading` of the result is done when the model is ready or has failed."""
+    async def add_fleet_model(self, name: str) -> ServedModel | UpstreamModel:
+        """Add a model of the fleet and begin to load it.
+
+        `loading` of the result is done when the model is ready or has failed.
+        """
+        config = self.fleet.spec.models[name]
         try:
-            task: Task | None = await asyncio.to_thread(find_task, config)
+            task = await asyncio.to_thread(find_task, config) if config.kind == "engine" else None
         except MeltcoreError as error:
-            model = self._add_model(config, None, placements)
-            model.fail(str(error))
-        else:
-            model = self._add_model(config, task, placements)
-            self.turns.add(model)
-            model.loading = asyncio.create_task(self._load_model(model))
+            failed = self._add_model(name, None)
+            failed.fail(str(error))
+            return failed
+        model = self._add_model(name, task)
+        self.turns.add(model)
+        model.loading = asyncio.create_task(self._load_model(model))
         return model
 
     def forget_model(self, model: ServedModel | UpstreamModel) -> None:
@@ -341,28 +332,32 @@ class Supervisor:
         self._stats.remove_model(model.number)
         del self.models[model.number]
 
-    def change_config(self, config: ServerConfig) -> None:
-        """Replace models and routes by the ones of another configuration. The caller adds and removes models."""
-        self.config = config
-        self.turns.change_config(config.residency, config.room_bytes)
-        self._pool.change_routes(config)
+    def change_fleet(self, fleet: PlacedFleet) -> None:
+        """Replace models and routes by the ones of another fleet. The caller adds and removes models."""
+        self.fleet = fleet
+        self.turns.change_config(fleet.spec.residency, fleet.room_bytes)
+        self._pool.change_routes(fleet.spec)
 
     def broadcast(self, message: EndRequests) -> None:
         """Send a message about a model to all API servers."""
         self._pool.broadcast(message)
 
-    async def _load_model(self, model: ServedModel) -> None:
+    async def _load_model(self, model: ServedModel | UpstreamModel) -> None:
         await model.load_or_fail()
-        if model.limits is not None:
-            config = replace(self.config, models=(model.config,), upstream={})
-            print_ready(config, [model.limits], [model.synthetic_tokenizer], self._stats.api_servers)
+        if isinstance(model, ServedModel):
+            print_ready([model], self._stats.api_servers)
 
-    def _add_model(self, config: ModelConfig, task: Task | None, placements: Sequence[Placement]) -> ServedModel:
-        number = next(self._numbers)
-        stats = self._stats.add_model(number, len(placements))
-        model = self.models[number] = ServedModel(number, config, task, placements, stats, self._parts)
+    def _add_model(self, name: str, task: Task | None) -> ServedModel | UpstreamModel:
+        """Add a model. `task` is None for upstream servers, and for a model whose task is unknown."""
+        number, config = next(self._numbers), self.fleet.spec.models[name]
+        stats = self._stats.add_model(number, config.replicas)
+        if config.kind != "engine":
+            upstream = self.models[number] = UpstreamModel(number, name, config, stats, self._parts)
+            return upstream
+        placements = place_replicas(self.fleet, name)
+        model = self.models[number] = ServedModel(number, name, config, task, placements, stats, self._parts)
         watch = StuckWatch(
-            lambda: [replica.process for replica in model.replicas], stats, profiles=self.config.server.profiling
+            lambda: [replica.process for replica in model.replicas], stats, profiles=self.fleet.spec.server.profiling
         )
         self._watches[number] = asyncio.create_task(watch.run())
         return model
@@ -387,20 +382,17 @@ class Supervisor:
             self._set_status("dead", "the model could not be loaded")
             raise
         own = [model for model in self.models.values() if isinstance(model, ServedModel)]
-        engines = [model.limits for model in own if model.limits is not None]
-        synthetic = [model.synthetic_tokenizer for model in own]
-        print_ready(self.config, engines, synthetic, self._stats.api_servers)
+        print_ready(own, self._stats.api_servers)
         tune_gc()
         return True
 
     async def _load(self) -> None:
         """Start API servers and engines. Raises MeltcoreError."""
-        tasks = [await asyncio.to_thread(find_task, model) for model in self.config.models]
+        spec = self.fleet.spec
+        tasks = {name: await asyncio.to_thread(find_task, model) for name, model in spec.engines.items()}
         await self._pool.start()
-        for config, task, placements in zip(self.config.models, tasks, self._placements, strict=True):
-            self._add_model(config, task, placements)
-        for name, section in self.config.upstream.items():
-            self._add_upstream(name, section)
+        for name in spec.models:
+            self._add_model(name, tasks.get(name))
         for model in self.models.values():
             model.may_run.set()  # also one that could take turns with others
         loading = asyncio.gather(*(model.load() for model in self.models.values()))
@@ -419,7 +411,7 @@ class Supervisor:
 
     async def _drain(self, engines_ended: asyncio.Task[None]) -> None:
         """Refuse new requests, let open requests finish within the limit, then end the rest."""
-        limit_s = self.config.timeouts.drain_s
+        limit_s = self.fleet.spec.timeouts.drain_s
         for model in self.models.values():
             model.drain("the server is going down and takes no new requests")
         self._log.write("draining", open_requests=self._stats.open_requests(), limit_s=limit_s)

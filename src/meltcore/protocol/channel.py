@@ -14,9 +14,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from meltcore.settings.config import ModelStatus
-from meltcore.settings.fleet_spec import ModelSection
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection
-from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
 
@@ -26,7 +25,7 @@ MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a 
 class Setup(msgspec.Struct, tag="setup", frozen=True):
     """The first message, with the descriptor of the server's statistics. The process answers with `Started`."""
 
-    config: ServerConfig  # without models and routes, which follow
+    config: FleetSpec  # without models and routes, which follow
     api_server: int  # its row of the statistics and its sockets to the engines, from 1 on
     num_processes: int  # rows of the statistics: the API servers and the supervisor
     directory: str  # of the sockets
@@ -50,37 +49,27 @@ class StatusChanged(msgspec.Struct, tag="status", frozen=True):
 
 
 class AddModel(msgspec.Struct, tag="add_model", frozen=True):
-    """Adds a model whose checkpoint is on this machine, with the descriptor of its statistics.
+    """Adds a model, with the descriptor of its statistics.
 
-    The process loads the model's tokenizer.
+    The process loads the tokenizer of a model of Meltcore's own engines. For a model of other servers it answers with
+    `ModelOpened`.
 
     Args:
         task: The model's task. None means that the task is unknown, because the model cannot be loaded.
         engines: The number of each replica's engine, in whose folder its sockets are. None stands for a replica without
             an engine.
+        urls: The address of each replica of a model of other servers.
         open: The message that opened the model, for a process that starts later.
         status: The last status, for a process that starts later.
     """
 
     model: int
-    config: ModelConfig
-    task: str | None
-    engines: list[int | None]
-    open: OpenModel | None = None
-    status: StatusChanged | None = None
-
-
-class AddUpstream(msgspec.Struct, tag="add_upstream", frozen=True):
-    """Adds a model of other servers, with one of `urls` for each replica and the descriptor of its statistics.
-
-    The process answers with `ModelOpened`.
-    """
-
-    model: int
     name: str
     config: ModelSection
-    urls: list[str]
-    open: None = None
+    task: str | None
+    engines: list[int | None] = []
+    urls: list[str] = []
+    open: OpenModel | None = None
     status: StatusChanged | None = None
 
 
@@ -176,7 +165,6 @@ class EngineUnreadable(msgspec.Struct, tag="unreadable", frozen=True):
 ToAPIServer = (
     Setup
     | AddModel
-    | AddUpstream
     | RemoveModel
     | RoutesChanged
     | OpenModel

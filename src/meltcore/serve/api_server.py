@@ -24,7 +24,6 @@ from meltcore.protocol.channel import (
     MESSAGE_BYTES,
     AddConnection,
     AddModel,
-    AddUpstream,
     Channel,
     EndRequests,
     EngineUnreadable,
@@ -101,7 +100,7 @@ class APIServer:
     def _on_message(self, message: ToAPIServer, descriptors: list[int]) -> None:
         if isinstance(message, AddConnection):
             self._add_connection(descriptors)
-        elif isinstance(message, AddModel | AddUpstream):
+        elif isinstance(message, AddModel):
             self._add(message, descriptors)
             for missed in (message.open, message.status):
                 if missed is not None and message.model in self._models:
@@ -145,19 +144,18 @@ class APIServer:
             self._stats.add("connections_closed")
             self._log.write_rate_limited("connection_lost", error="no file descriptor is left")
 
-    def _add(self, message: AddModel | AddUpstream, descriptors: list[int]) -> None:
+    def _add(self, message: AddModel, descriptors: list[int]) -> None:
         if not descriptors:
             self._channel.send(ModelFailed(message.model, "no file descriptor is left for its statistics"))
             return
-        replicas = len(message.urls if isinstance(message, AddUpstream) else message.engines)
-        stats = self._stats.add_model(message.model, replicas, descriptors[0])
+        stats = self._stats.add_model(message.model, message.config.replicas, descriptors[0])
         os.close(descriptors[0])
-        if isinstance(message, AddUpstream):
-            self._add_upstream(message, stats)
-        else:
+        if message.config.kind == "engine":
             self._add_model(message, stats)
+        else:
+            self._add_upstream(message, stats)
 
-    def _add_upstream(self, message: AddUpstream, stats: ModelStats) -> None:
+    def _add_upstream(self, message: AddModel, stats: ModelStats) -> None:
         try:
             backend = HttpBackend(
                 message.name,
@@ -178,11 +176,12 @@ class APIServer:
     def _add_model(self, message: AddModel, stats: ModelStats) -> None:
         stats.task = message.task or DEFAULT.name
         backend: EngineBackend = load(tasks()[stats.task].backend)(
+            message.name,
             message.config,
             self._stats,
             stats,
+            limits=self._config.limits,
             request_timeout_s=self._config.timeouts.request_s,
-            class_shares=self._config.limits.class_shares,
         )
         self._models[message.model] = backend
         for replica, engine in enumerate(message.engines):

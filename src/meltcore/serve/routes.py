@@ -44,7 +44,7 @@ from meltcore.serve.status import Status
 from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.forwarding import UPSTREAM_PATHS, ForwardingEndpoint, forwarded_paths
 from meltcore.serve.tasks.generation.local_engine import LocalEngine, local_engine
-from meltcore.settings.server_config import ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec
 
 JSON = b"application/json"
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -53,7 +53,7 @@ Handler = Callable[[Exchange], Awaitable[Any]]
 
 def build_app(
     models: ModelTable,
-    config: ServerConfig,
+    config: FleetSpec,
     metrics: Metrics,
     log: Log,
     keys: ApiKeys,
@@ -106,7 +106,7 @@ class _Shortcut:
 
 def _build_starlette(
     handlers: _Handlers,
-    config: ServerConfig,
+    config: FleetSpec,
     endpoints: Mapping[str, Endpoint],
 ) -> Starlette:
     docs = ApiDocs()
@@ -154,7 +154,7 @@ class _Endpoint:
 class _Handlers:
     """The responses of all routes that no model answers."""
 
-    def __init__(self, models: ModelTable, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, models: ModelTable, config: FleetSpec, metrics: Metrics) -> None:
         self._models = models
         self._config = config
         self._metrics = metrics

@@ -172,14 +172,6 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
             action=BooleanOptionalAction,
         ),
     ] = True
-
-
-class EngineConfig(EngineSettings, frozen=True, kw_only=True):
-    """The settings with which an engine process starts. If `memory_bytes` is None, the engine takes the free memory."""
-
-    model: str  # local folder or hub id
-    device: Annotated[str, setting("auto, cpu, cuda or cuda:N.", group=ENGINE_GROUP)] = "auto"
-    rank_timeout_s: float = 10.0  # with several ranks a step that takes longer is stuck
     hf_overrides: Annotated[
         dict[str, Any],
         setting(
@@ -190,19 +182,6 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
             type=json_object,
         ),
     ] = msgspec.field(default_factory=dict)
-    memory_bytes: Annotated[
-        int | None,
-        setting(
-            "Memory of an engine on each GPU, or of the host on a CPU, like 40GiB: weights, caches and workspace; a "
-            "GPU enforces it (default: all that is free; CPU: what the context and --max-num-seqs need, and at most a "
-            "quarter of available memory beside the weights).",
-            group=ENGINE_GROUP,
-        ),
-    ] = None
-    enable_sleep_mode: Annotated[
-        bool,
-        setting("Let the idle engine give its memory back and take it again (one GPU, or a CPU).", group=ENGINE_GROUP),
-    ] = False
     async_scheduling: Annotated[
         bool | None,
         setting("Schedule the next step while the device computes one (default: on; CPU: off).", group=ENGINE_GROUP),
@@ -211,20 +190,12 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0, le=2**63 - 1)],
         setting("Seed of dummy weights and of requests without one.", group=ENGINE_GROUP),
     ] = 0
-    sharing: EngineSharing | None = None  # None: the engine waits for no other
-    node_ranks: int = 0  # of all engines on GPUs of this machine, which may start together; 0: the engine is alone
     debug: Annotated[
         tuple[DebugSwitch, ...],
         setting(
             "Disables one optimization, or routes experts uniformly; can be given several times.", group=ENGINE_GROUP
         ),
     ] = ()
-
-    def __post_init__(self) -> None:
-        valid_switches = get_args(DebugSwitch)
-        for switch in self.debug:
-            if switch not in valid_switches:  # a misspelled one would disable nothing
-                raise ConfigError(f"debug must be any of {', '.join(valid_switches)}; got {switch!r}")
 
     @property
     def debug_options(self) -> tuple[str, ...]:
@@ -235,3 +206,21 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
             "--no-async-scheduling": self.async_scheduling is False,
         }
         return (*(flag for flag, is_given in flags.items() if is_given), *self.debug)
+
+
+class EngineConfig(EngineSettings, frozen=True, kw_only=True):
+    """The settings with which an engine process starts. If `memory_bytes` is None, the engine takes the free memory."""
+
+    model: str  # local folder or hub id
+    device: str = "auto"  # or cpu, cuda, cuda:N
+    rank_timeout_s: float = 10.0  # with several ranks a step that takes longer is stuck
+    memory_bytes: int | None = None  # on each GPU, or of the host: weights, caches and workspace
+    enable_sleep_mode: bool = False  # the idle engine can give its memory back, and take it again
+    sharing: EngineSharing | None = None  # None: the engine waits for no other
+    node_ranks: int = 0  # of all engines on GPUs of this machine, which may start together; 0: the engine is alone
+
+    def __post_init__(self) -> None:
+        valid_switches = get_args(DebugSwitch)
+        for switch in self.debug:
+            if switch not in valid_switches:  # a misspelled one would disable nothing
+                raise ConfigError(f"debug must be any of {', '.join(valid_switches)}; got {switch!r}")

@@ -23,12 +23,16 @@ ANY_LANGUAGE = "*"
 KEY_NAME_PATTERN = r"^[^\s\x00-\x1f\x7f-\xa0]{1,64}$"
 KEY_NAME_FORM = "a name of 1 to 64 printable characters without spaces"
 _CODE = r"[a-z]{3}_[A-Z][a-z]{3}"
+_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$"
+# For the file alone: `serve ./model` serves a model of the name "./model".
 Name: TypeAlias = Annotated[
     str,
     Meta(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$",
-        max_length=128,
-        extra={"expected": "a name of letters, digits and . _ / : -, at most 128 of them"},
+        extra={
+            "expected": "a name of letters, digits and . _ / : -, at most 128 of them",
+            "file_pattern": _NAME_PATTERN,
+        },
+        extra_json_schema={"pattern": _NAME_PATTERN},
     ),
 ]
 LanguageCode: TypeAlias = Annotated[
@@ -71,6 +75,7 @@ Origin: TypeAlias = Annotated[
 ]
 # Upper limits are far above what any machine serves: they refuse typing errors before a plan computes with them.
 Processes: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
+Replicas: TypeAlias = Annotated[int, Meta(ge=1, le=64)]
 Sequences: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
 ContextTokens: TypeAlias = Annotated[int, Meta(ge=2, le=16_777_216)]
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=16_777_216)]
@@ -83,7 +88,7 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=31_536_000)]
 AudioSeconds: TypeAlias = Annotated[float, Meta(ge=1, le=1_000_000_000)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 GpuId: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
-Device: TypeAlias = Literal["auto", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
+Device: TypeAlias = Literal["auto", "cuda", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
 
 
 class FleetSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

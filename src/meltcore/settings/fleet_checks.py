@@ -29,6 +29,7 @@ _ENGINE_ONLY = (
         "max_num_batched_tokens",
     ),
     *("enforce_eager", "enable_prefix_caching", "generation_config", "shapes", "format"),
+    *("hf_overrides", "async_scheduling", "seed", "debug", "normalizer"),
     *("max_queue_chars", "max_queue_audio_s"),
 )
 # Settings of a `url` or a `command`. An engine of Meltcore's own would ignore them.
@@ -60,6 +61,8 @@ class FleetError(Exception):
 
 def check_fleet(spec: FleetSpec) -> None:
     """Raise FleetError for the first fault that single fields do not show."""
+    if not spec.models:
+        raise FleetError("models", "got {}; must be a mapping of at least one")
     _check_server(spec)
     _check_gpus(spec)
     _check_names(spec)

@@ -168,7 +168,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         return _convert_size(value, path)
     if get_origin(base) is dict:
         most = next((each.max_length for each in meta if each.max_length), None)
-        return _convert_dict(value, base, path, is_required=any(each.min_length for each in meta), most=most)
+        return _convert_dict(value, base, path, most)
     if get_origin(base) is tuple:
         return _convert_list(value, base, path, meta)
     return _convert_leaf(value, hint, base, meta, path)
@@ -178,11 +178,11 @@ def _bare(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-def _convert_dict(value: Any, hint: Any, path: str, *, is_required: bool, most: int | None) -> dict[str, Any]:
+def _convert_dict(value: Any, hint: Any, path: str, most: int | None) -> dict[str, Any]:
     if isinstance(value, dict) and most is not None and len(value) > most:
         raise FleetError(path, f"has {len(value):,} entries; must have at most {most:,}")
-    if not isinstance(value, dict) or (is_required and not value):
-        raise FleetError(path, f"got {_shown(value)}; must be a mapping" + (" of at least one" if is_required else ""))
+    if not isinstance(value, dict):
+        raise FleetError(path, f"got {_shown(value)}; must be a mapping")
     key_hint, value_hint = get_args(hint)
     return {
         _convert(key, key_hint, join(path, key)): _convert(entry, value_hint, join(path, key))
@@ -220,6 +220,8 @@ def _convert_leaf(value: Any, hint: Any, base: Any, meta: tuple[Any, ...], path:
     allowed = tuple(extra["choices"]()) if "choices" in extra else get_args(base) if get_origin(base) is Literal else ()
     try:
         if "choices" in extra and value not in allowed:
+            raise msgspec.ValidationError
+        if "file_pattern" in extra and isinstance(value, str) and not re.search(extra["file_pattern"], value):
             raise msgspec.ValidationError
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:

@@ -7,14 +7,14 @@ reference page from these structs, so each field states its meaning once, in its
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-from meltcore.common.options import read_number, setting
+from meltcore.common.options import is_number, read_number, setting
 from meltcore.common.tasks import DEFAULT, tasks
-from meltcore.settings.config import EngineSettings, PriorityClass, Profiler, SharingSection
+from meltcore.settings.config import ENGINE_GROUP, EngineSettings, PriorityClass, Profiler, SharingSection
 from meltcore.settings.field_types import (
     AudioSeconds,
     Bytes,
@@ -31,6 +31,7 @@ from meltcore.settings.field_types import (
     Processes,
     QueueRequests,
     QueueUnits,
+    Replicas,
     Seconds,
     Sha256,
     Share,
@@ -70,6 +71,16 @@ def _class_shares(text: str) -> tuple[int, ...]:
         classes = ", ".join(get_args(PriorityClass))
         raise ArgumentTypeError(f"must be a number of at least 1 for each of {classes}; got {text}")
     return shares
+
+
+def _device(text: str) -> str | tuple[int, ...]:
+    """Return the value of `device` for --device. Raises ArgumentTypeError for any other text."""
+    if text in ("auto", "cpu", "cuda"):
+        return text
+    name, _, gpu = text.partition(":")
+    if name != "cuda" or not is_number(gpu):
+        raise ArgumentTypeError(f"{text}: must be auto, cpu, cuda or cuda:N")
+    return (int(gpu),)
 
 
 class ServerSection(FleetSection, frozen=True, kw_only=True):
@@ -206,11 +217,35 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
     ] = DEFAULT.name
     aliases: Annotated[tuple[Name, ...], Meta(description="Further names in the API.")] = ()
     memory: Annotated[
-        Bytes | None, Meta(description="Bytes of each GPU, or of the host (default: what `meltcore plan` computes).")
+        Bytes | None,
+        setting(
+            "Bytes of each GPU, or of the host (default: what `meltcore plan` computes).",
+            help="Memory of an engine on each GPU, or of the host on a CPU, like 40GiB: weights, caches and workspace; "
+            "a GPU enforces it (default: all that is free; CPU: what the context and --max-num-seqs need, and at most "
+            "a quarter of available memory beside the weights).",
+            group=ENGINE_GROUP,
+        ),
     ] = None
-    replicas: Annotated[int, Meta(ge=1, le=64, description="Engines with the same weights.")] = 1
+    replicas: Annotated[
+        Replicas,
+        setting(
+            "Engines with the same weights.",
+            help="Replicas, each on GPUs of its own; when one dies, the others continue.",
+            group=ENGINE_GROUP,
+            flag="--data-parallel-size",
+            short="-dp",
+            metavar="N",
+        ),
+    ] = 1
     device: Annotated[
-        Device, Meta(description="auto: where the plan puts it; cpu; or GPU numbers, tensor_parallel_size per replica.")
+        Device,
+        setting(
+            "auto: where the plan puts it; cuda: the same, and never on the CPU; cpu; or GPU numbers, "
+            "tensor_parallel_size per replica.",
+            help="auto, cpu, cuda or cuda:N.",
+            group=ENGINE_GROUP,
+            type=_device,
+        ),
     ] = "auto"
     residency: Annotated[
         Literal["always_on", "sleepable"],
@@ -223,9 +258,15 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
             "vLLM's /sleep and /wake_up."
         ),
     ] = "restart"
-    priority: Annotated[PriorityClass, Meta(description="Class of its requests against those of other models.")] = (
-        "standard"
-    )
+    priority: Annotated[
+        PriorityClass,
+        setting(
+            "Class of its requests against those of other models.",
+            help="Class of requests that name none in the header X-Priority-Class.",
+            group=LIMITS_GROUP,
+            flag="--priority-class",
+        ),
+    ] = "standard"
     max_queue: Annotated[
         QueueRequests | None, Meta(description="Requests that may wait (default: limits.max_queue).")
     ] = None
@@ -241,8 +282,26 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
         Meta(description="Seconds of audio to transcribe that may wait (default: limits.max_queue_audio_s)."),
     ] = None
     generation_config: Annotated[
-        Literal["auto", "greedy"], Meta(description="auto: sampling defaults from the checkpoint.")
+        Literal["auto", "greedy"],
+        setting(
+            "auto: sampling defaults from the checkpoint.",
+            help="auto: take sampling defaults from the checkpoint's generation_config.json.",
+            group=HTTP_GROUP,
+        ),
     ] = "greedy"
+    normalizer: Annotated[
+        Literal["itt", "original"],
+        setting(
+            "How texts of a translation model are prepared: as IndicTransToolkit does, or without two of its faults.",
+            group=HTTP_GROUP,
+        ),
+    ] = "itt"
+
+    @property
+    def model(self) -> str:
+        """The checkpoint of an engine of Meltcore's own."""
+        assert self.checkpoint is not None, "an upstream server has its own"
+        return self.checkpoint
 
     @property
     def kind(self) -> ModelKind:
@@ -411,7 +470,10 @@ class FleetSpec(FleetSection, frozen=True, kw_only=True):
     gpus: Annotated[
         tuple[GpuSection, ...], Meta(description="GPUs that the fleet may use (default: all that are visible).")
     ] = ()
-    models: Annotated[dict[Name, ModelSection], Meta(min_length=1, max_length=256, description="Models by name.")]
+    models: Annotated[
+        dict[Name, ModelSection],
+        Meta(max_length=256, description="Models by name.", extra_json_schema={"minProperties": 1}),
+    ]
     languages: Annotated[LanguagesSection, Meta(description="Which model serves which language.")] = LanguagesSection()
     keys: Annotated[tuple[KeySection, ...], Meta(description="API keys (default: none is asked for).")] = ()
     limits: Annotated[LimitsSection, Meta(description="Limits of requests.")] = LimitsSection()
@@ -420,25 +482,13 @@ class FleetSpec(FleetSection, frozen=True, kw_only=True):
     routes: Annotated[RoutesSection, Meta(description="Models behind routes without a model's name.")] = RoutesSection()
     sharing: Annotated[SharingSection, Meta(description="How classes share a GPU in time.")] = SharingSection()
 
+    @property
+    def engines(self) -> dict[str, ModelSection]:
+        """The models of Meltcore's own engines, by name."""
+        return {name: model for name, model in self.models.items() if model.kind == "engine"}
+
     def resolve(self, name: str) -> str | None:
         """Return the name of the model with this name or alias. Returns None if there is no such model."""
         if name in self.models:
             return name
         return next((model for model, section in self.models.items() if name in section.aliases), None)
-
-
-_SIZE_PATTERN = r"^\d+(\.\d+)?\s*([KMGTkmgt]([iI]?[bB])?|[bB])?$"
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of fleet.yaml."""
-    schema = msgspec.json.schema(FleetSpec)
-    size = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE_PATTERN}]
-    for section in schema["$defs"].values():
-        for field in section["properties"].values():
-            arms = field.get("anyOf", [])
-            field.update({"anyOf": [*size, *arms[1:]]} if {"type": "integer", "format": "size"} in arms else {})
-    task = schema["$defs"]["ModelSection"]["properties"]["task"]
-    del task["type"]
-    task["enum"], task["default"] = sorted(tasks()), task.pop("default")
-    return schema

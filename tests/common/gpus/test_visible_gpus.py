@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus import machine
 from meltcore.common.gpus.machine import named_gpus, visible_gpus
-from meltcore.fleet.plan.placement import place_replicas
+from meltcore.common.options import add_options
+from meltcore.fleet.plan.placement import PlacedFleet, place_replicas
 from meltcore.measure.experiments.compare.backend_runs import visible_gpus as compared_gpus
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 
 @pytest.fixture
@@ -64,13 +65,13 @@ def test_server_does_not_start_on_the_cpu_where_gpus_cannot_be_counted(
     (tmp_path / "dxg").touch()
     driver["error"] = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
     monkeypatch.setattr(machine.visible_gpus, "__defaults__", (tmp_path,))
-    config = ModelConfig(engine=EngineConfig(model="m"), data_parallel_size=replicas)
+    models = {name: ModelSection(checkpoint="m", device=name, replicas=replicas) for name in ("auto", "cpu")}
+    fleet = PlacedFleet(FleetSpec(models=models))
     with pytest.raises(ConfigError, match="cannot be counted: Driver Not Loaded"):
-        place_replicas(config)
-    on_cpu = ModelConfig(engine=EngineConfig(model="m", device="cpu"), data_parallel_size=replicas)
-    assert len(place_replicas(on_cpu)) == replicas
+        place_replicas(fleet, "auto")
+    assert len(place_replicas(fleet, "cpu")) == replicas
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert len(place_replicas(config)) == replicas
+    assert len(place_replicas(fleet, "auto")) == replicas
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,9 @@ def test_words_that_are_no_gpus_are_refused(name: str, before: str, monkeypatch:
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "cuda:１", "cuda:1_0", "cuda:-1", "cuda:", "gpu", "CUDA"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_devices_of_another_form_are_refused(device: str, replicas: int) -> None:
-    config = ModelConfig(engine=EngineConfig(model="m", device=device), data_parallel_size=replicas)
-    with pytest.raises(ConfigError, match=f"--device {device}: must be auto, cpu, cuda or cuda:N"):
-        place_replicas(config)
+def test_devices_of_another_form_are_refused(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, ModelSection, "device")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--device", device])
+    assert f"argument --device: {device}: must be auto, cpu, cuda or cuda:N" in capsys.readouterr().err

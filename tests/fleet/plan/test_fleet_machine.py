@@ -135,8 +135,8 @@ def test_each_engine_gets_the_gpu_that_it_is_planned_for(nvml: list[Card], tmp_p
     """NVML counts along the PCI bus, CUDA by speed unless it is told."""
     nvml += [Card("NVIDIA L4", 24), Card("NVIDIA H200", 141)]
     path = fleet(tmp_path, f"models: {{big: {{{DUMMY}, memory: 130GiB}}, small: {{{DUMMY}, memory: 20GiB}}}}")
-    placed = {model.names[0]: place_replicas(model)[0].environment for model in FleetPlanner(path).config().models}
-    assert placed == {
+    placed = FleetPlanner(path).config()
+    assert {name: place_replicas(placed, name)[0].environment for name in placed.spec.models} == {
         "big": {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         "small": {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
     }
@@ -215,7 +215,7 @@ def test_driver_that_does_not_start_moves_no_model_to_the_cpu(
     with pytest.raises(ConfigError, match="does not start"):
         process_bytes()
     on_cpu = FleetPlanner(fleet(tmp_path, f"models: {{c: {{{DUMMY}, device: cpu}}}}"))
-    assert [model.engine.device for model in on_cpu.config().models] == ["cpu"]
+    assert on_cpu.config().spec.models["c"].device == "cpu"
     fleet(tmp_path, f"models: {{c: {{{DUMMY}, device: cpu}}, more: {{{DUMMY}}}}}")
     with pytest.raises(ConfigError, match="does not start"):
         on_cpu.config()
@@ -248,11 +248,11 @@ def test_gpu_without_memory_information_has_the_memory_that_the_file_names(
         with pytest.raises(ConfigError, match=problem):
             FleetPlanner(fleet(tmp_path, text)).config()
     path = fleet(tmp_path, f"gpus: [{{id: 0, memory: 100GiB}}]\nmodels: {{a: {{{DUMMY}, memory: 20GiB}}}}")
-    [model] = FleetPlanner(path).config().models
-    assert (model.replica_gpus, model.engine.memory_bytes) == (((0,),), 20 * GIB)
+    model = FleetPlanner(path).config().spec.models["a"]
+    assert (model.device, model.memory) == ((0,), 20 * GIB)
     fleet(tmp_path, f"gpus: [{{id: 0, memory: 100GiB}}]\nmodels: {{a: {{{DUMMY}, memory: 120GiB}}}}")
     with pytest.raises(ConfigError, match=r"100 GiB"):
         FleetPlanner(path).config()
     nvml += [Card("NVIDIA GB10", 120)]
     path = fleet(tmp_path, f"gpus: [{{id: 1}}]\nmodels: {{a: {{{DUMMY}, memory: 20GiB}}}}")
-    assert FleetPlanner(path).config().models[0].replica_gpus == ((1,),)
+    assert FleetPlanner(path).config().spec.models["a"].device == (1,)

@@ -23,13 +23,14 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import GIB
 from meltcore.engine.memory.memory_needs import EngineNeeds
+from meltcore.fleet.admin.operations import check_startable
 from meltcore.fleet.plan import nearest as nearest_plan
 from meltcore.fleet.plan import needs
 from meltcore.fleet.plan.context_memory import ASSUMED, context_table, find_contexts
 from meltcore.fleet.plan.first_fit import FilledGpu, PlannedEngine, place
-from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.nearest import changed_text
 from meltcore.fleet.plan.needs import named_needs
+from meltcore.fleet.plan.placement import engine_config
 from meltcore.fleet.plan.plan import plan_fleet, with_plan
 from meltcore.fleet.plan.planned import FleetPlanner, does_not_fit, find_plan
 from meltcore.fleet.plan.site import OneMachine
@@ -361,12 +362,13 @@ def test_small_cards_get_plans_that_sleep_and_offload_and_that_start(
         file.write_text(changed(text, lines))
         assert main.main(["plan", str(file), "--vram", str(vram), "--host-memory", "128"]) == 0
         config = FleetPlanner(file, lambda _: OneMachine.of(there)).config()
-    budgets = {model.names[0]: (model.engine.memory_bytes or 0) for model in config.models}
-    asleep = {model.names[0] for model in config.models if model.sleepable}
-    hosted = {model.names[0] for model in config.models if model.engine.device == "cpu"}
+    engines = config.spec.engines
+    budgets = {name: (model.memory or 0) for name, model in engines.items()}
+    asleep = {name for name, model in engines.items() if model.is_sleepable}
+    hosted = {name for name, model in engines.items() if model.device == "cpu"}
     assert len(asleep) >= sleeping
     assert len(hosted) >= on_cpu
-    assert all(model.engine.enable_sleep_mode == (model.names[0] in asleep) for model in config.models)
+    assert all(engine_config(model).enable_sleep_mode == (name in asleep) for name, model in engines.items())
     awake = sum(size for name, size in budgets.items() if name not in asleep | hosted)
     room = config.room_bytes["0"]
     contexts = sum(row.process_bytes(load_fleet(file).models[name].task) for name in budgets if name not in hosted)
@@ -394,12 +396,10 @@ def test_engines_get_the_memory_that_the_plan_gives() -> None:
     spec = parse_fleet(MODELS)
     plan, _ = plan_fleet(spec, [80 * GIB])
     assert plan is not None
-    config = server_config(with_plan(spec, plan))
-    assert [model.engine.memory_bytes for model in config.models] == [
-        needs.budget_bytes for needs in plan.needs.values()
-    ]
-    assert {model.replica_gpus for model in config.models} == {((0,),)}
-    assert [model.engine.max_num_seqs for model in config.models] == [4, 4, None]
+    models = check_startable(with_plan(spec, plan)).models.values()
+    assert [model.memory for model in models] == [needs.budget_bytes for needs in plan.needs.values()]
+    assert {model.device for model in models} == {(0,)}
+    assert [engine_config(model).max_num_seqs for model in models] == [4, 4, None]
 
 
 @pytest.mark.parametrize(("vram", "status"), [("96", 0), ("80", 1)])

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
+import msgspec
 import pytest
 from waiting import WAIT_S
 
@@ -17,16 +17,15 @@ from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import GIB
-from meltcore.fleet.admin.operations import check_unchanged
+from meltcore.fleet.admin.operations import check_startable, check_unchanged
 from meltcore.fleet.plan import measured
-from meltcore.fleet.plan.from_spec import server_config
-from meltcore.fleet.plan.placement import place_replicas, placed_gpus
+from meltcore.fleet.plan.first_fit import Place
+from meltcore.fleet.plan.placement import PlacedFleet, place_replicas, placed_gpus
 from meltcore.fleet.plan.planned import FleetPlanner, planned_spec
-from meltcore.fleet.plan.running_fleet import Running, planned_places
+from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.plan.site import OneMachine
-from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_file import parse_fleet
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 QWEN = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max_num_seqs: 4"
 
@@ -36,8 +35,8 @@ def machine(*gib: float, used_gib: float = 0.5, host_gib: float = 64) -> Machine
     return Machine(tuple(gpus), "570.1", int(host_gib * GIB))
 
 
-def planned(text: str, there: Machine) -> Any:
-    return server_config(planned_spec(parse_fleet(text), there))
+def planned(text: str, there: Machine) -> FleetSpec:
+    return planned_spec(parse_fleet(text), there)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +52,12 @@ def planned(text: str, there: Machine) -> Any:
 )
 def test_replicas_get_the_gpus_of_the_file(fields: str, gpus: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6,7")
-    (model,) = planned(f"models: {{a: {{{QWEN}, {fields}}}}}", machine(40, 40, 40, 40)).models
-    placements = place_replicas(model)
+    spec = planned(f"models: {{a: {{{QWEN}, {fields}}}}}", machine(40, 40, 40, 40))
+    placements = place_replicas(PlacedFleet(spec), "a")
     assert [each.environment["CUDA_VISIBLE_DEVICES"].split(",") for each in placements] == gpus
     assert [placed_gpus(each) for each in placements] == [frozenset(names) for names in gpus]
     assert {each.engine.device for each in placements} == {"cuda"}
-    assert model.engine.memory_bytes is not None
+    assert {each.engine.memory_bytes for each in placements} == {spec.models["a"].memory} != {None}
 
 
 def test_gpu_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +66,9 @@ def test_gpu_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         planned(f"models: {{a: {{{QWEN}, device: [0, 1], replicas: 2}}}}", machine(40))
     with pytest.raises(ConfigError, match=r"gpus\[0\]\.id: got 2; 1 is visible"):
         planned(f"gpus: [{{id: 2}}]\nmodels: {{a: {{{QWEN}}}}}", machine(40))
-    model = ModelConfig(engine=EngineConfig(model="m"), served_model_name=("a",), replica_gpus=((1,),))
+    unplanned = PlacedFleet(FleetSpec(models={"a": ModelSection(checkpoint="m", device=(1,))}))
     with pytest.raises(ConfigError, match=r"models\.a\.device: got GPU 1; 1 are visible"):
-        place_replicas(model)
+        place_replicas(unplanned, "a")
 
 
 def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -> None:
@@ -111,21 +110,23 @@ def _environment(state: Path) -> dict[str, str]:
 def test_without_a_gpu_models_get_budgets_of_host_memory() -> None:
     text = "models: {a: {checkpoint: meltcore/sums, max_num_seqs: 8}, b: {checkpoint: meltcore/sums, replicas: 2}}"
     config = planned(text, machine(host_gib=8))
-    assert [model.engine.device for model in config.models] == ["cpu", "cpu"]
-    assert all(0 < (model.engine.memory_bytes or 0) < GIB for model in config.models)
+    assert [model.device for model in config.models.values()] == ["cpu", "cpu"]
+    assert all(0 < (model.memory or 0) < GIB for model in config.models.values())
     with pytest.raises(ConfigError, match=r"models on the CPU need 2\.\d+ GiB of host memory, and 1\.50 GiB are avail"):
         planned(text, machine(host_gib=1.5))
     with pytest.raises(ConfigError, match=r"models\.a\.tensor_parallel_size: got 2; this machine has no GPU"):
         planned("models: {a: {checkpoint: meltcore/sums, tensor_parallel_size: 2}}", machine())
+    with pytest.raises(ConfigError, match=r"models\.a\.device: got cuda; this machine has no GPU"):
+        planned("models: {a: {checkpoint: meltcore/sums, device: cuda}}", machine())
 
 
 def test_model_of_unknown_size_is_left_to_its_engine() -> None:
     lines: list[str] = []
     spec = parse_fleet("models: {gone: {checkpoint: /none}, a: {checkpoint: meltcore/sums}}")
-    config = server_config(planned_spec(spec, machine(24), lines.append))
+    config = planned_spec(spec, machine(24), lines.append)
     assert lines == [line for line in lines if line.startswith("models.gone is not in the plan: /none")]
     assert len(lines) == 1
-    assert [model.engine.memory_bytes is None for model in config.models] == [True, False]
+    assert [model.memory is None for model in config.models.values()] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +156,9 @@ def test_plan_of_this_machine_is_that_of_up(
     assert "models.gone is not in the plan: /none" in printed.err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(gpu.number) for gpu in there.gpus))
     if fits:
-        models = FleetPlanner(file, lambda _: OneMachine.of(there)).config().models
-        assert models[0].replica_gpus == (((0,),) if there.gpus else ())
+        placed = FleetPlanner(file, lambda _: OneMachine.of(there)).config()
+        assert placed.places == {"a": (Place("", (0,) if there.gpus else ()),)}
+        assert placed.spec.models["a"].device == ((0,) if there.gpus else "cpu")
     else:
         with pytest.raises(ConfigError, match="the fleet does not fit"):
             FleetPlanner(file, lambda _: OneMachine.of(there)).config()
@@ -215,16 +217,17 @@ def test_reload_keeps_models_that_did_not_change_in_their_places(
     file.write_text(f"models: {{{small}, {pinned}}}")
     planner = FleetPlanner(file, lambda _: OneMachine.of(machine(40, 40)))
     first = planner.config()
-    running = Running(first, planned_places(first))
-    assert running.places == {("a", 0): ("", (0,)), ("p", 0): ("", (1,))}
+    assert first.places == {"a": (Place("", (0,)),), "p": (Place("", (1,)),)}
+    first = msgspec.structs.replace(first, spec=check_startable(first.spec))
+    running = Running(first, {("a", 0): Place("", (0,)), ("p", 0): Place("", (1,))})
 
     # By itself a larger model comes first, on GPU 0. What runs keeps its place, and the very same settings.
     file.write_text(f"models: {{{small}, b: {{{QWEN}, memory: 36GiB}}}}")
-    assert [model.replica_gpus for model in planner.config().models] == [((1,),), ((0,),)]
+    assert [model.device for model in planner.config().spec.models.values()] == [(1,), (0,)]
     file.write_text(f"models: {{{small}, b: {{{QWEN}, memory: 36GiB}}}}")
     second = planner.config(running=running)
-    assert second.models[0] == first.models[0]
-    assert second.models[1].replica_gpus == ((1,),)
+    assert (second.spec.models["a"], second.places["a"]) == (first.spec.models["a"], first.places["a"])
+    assert (second.spec.models["b"].device, second.places["b"]) == ((1,), (Place("", (1,)),))
     file.write_text(f"models: {{{small}, {pinned}, b: {{{QWEN}, memory: 38GiB}}}}")
     with pytest.raises(ConfigError, match=r"Models that did not change stay where they are \(a, p\)\. No plan fits"):
         planner.config(running=running)
@@ -232,7 +235,7 @@ def test_reload_keeps_models_that_did_not_change_in_their_places(
     # Another budget, or GPUs that the file no longer allows: it is another model.
     for change in (small.replace("4GiB", "5GiB"), small.replace("4GiB", "4GiB, device: [1]")):
         file.write_text(f"models: {{b: {{{QWEN}, memory: 36GiB, device: [0]}}, {change}}}")
-        assert planner.config(running=running).models[1].replica_gpus == ((1,),)
+        assert planner.config(running=running).spec.models["a"].device == (1,)
 
 
 def test_reload_may_change_the_room_for_models_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,19 +247,16 @@ def test_reload_may_change_the_room_for_models_that_take_turns(tmp_path: Path, m
     file.write_text(f"models: {{a: {{{QWEN}}}, b: {{{QWEN}}}}}")
     second = planner.config()
     assert second.room_bytes["0"] < first.room_bytes["0"]
-    check_unchanged(first, second)
+    check_unchanged(first.spec, second.spec)
     file.write_text(f"residency: {{turn_s: 7}}\nmodels: {{a: {{{QWEN}}}}}")
     with pytest.raises(ConfigError, match=r"and residency\.turn_s changed"):
-        check_unchanged(first, planner.config())
+        check_unchanged(first.spec, planner.config().spec)
 
 
 def test_planned_settings_survive_the_way_to_a_daemon() -> None:
-    import msgspec
-
-    from meltcore.settings.server_config import ServerConfig
-
-    config = planned(f"models: {{a: {{{QWEN}, device: [0, 1], replicas: 2}}}}", machine(40, 40))
-    assert msgspec.json.decode(json.dumps(msgspec.to_builtins(config)), type=ServerConfig) == config
+    spec = planned(f"models: {{a: {{{QWEN}, device: [0, 1], replicas: 2}}}}", machine(40, 40))
+    placed = PlacedFleet(spec, {"a": (Place("", (0,)), Place("", (1,)))}, {"0": 3})
+    assert msgspec.json.decode(json.dumps(msgspec.to_builtins(placed)), type=PlacedFleet) == placed
 
 
 def test_ps_shows_planned_bytes_beside_those_of_nvml(

@@ -28,12 +28,12 @@ import meltcore.fleet.run.served_model
 import meltcore.fleet.run.supervised_model
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import describe_exit, end_async, start_async
-from meltcore.fleet.admin.operations import FleetOperations
 from meltcore.fleet.daemon import fleet_options, serve_recorded
 from meltcore.fleet.daemon import main as serve_in_background
 from meltcore.fleet.plan.cluster import cluster_reader
 from meltcore.fleet.plan.planned import FleetPlanner
 from meltcore.fleet.run.restart_policy import RestartAfterPause
+from meltcore.fleet.supervisor import Supervisor
 from meltcore.protocol.cluster import (
     ClusterFailed,
     ClusterNode,
@@ -267,14 +267,14 @@ def serve() -> int:
     planner = FleetPlanner(Path(fleet), cluster_reader(address))
     options = fleet_options(planner)
     options = dataclasses.replace(options, policy=msgspec.json.decode(policy, type=RestartAfterPause))
-    add = FleetOperations._add
+    add = Supervisor.add_fleet_model
 
     async def add_late(*called: Any) -> Any:
         """Give a pending engine time to be tried again between the end of a model and its successor."""
         await asyncio.sleep(float(os.environ.get("PAUSE_BEFORE_ADDING_S", "0")))
         return await add(*called)
 
-    FleetOperations._add = add_late  # type: ignore[method-assign]
+    Supervisor.add_fleet_model = add_late  # type: ignore[assignment,method-assign]
     return serve_recorded(planner.config(), "", options, engine_command=engine)
 
 

@@ -14,13 +14,13 @@ from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError, EnginePendingError
 from meltcore.fleet.plan.cluster import Cluster, cluster_reader, node_checkpoints
 from meltcore.fleet.plan.first_fit import Place
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.plan.planned import FleetPlanner
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.ray.cluster_driver import ClusterDriver
 from meltcore.protocol.cluster import Nodes, ReadNodes, StartEngine, ToDriver
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_file import load_fleet
-from meltcore.settings.server_config import ServerConfig
 
 SUMS = "checkpoint: meltcore/sums"
 MISSING = {"/none": "it is not there", "owner/none": "no such repository"}
@@ -31,6 +31,11 @@ SLEEPS = "memory: 30GiB, residency: sleepable"
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     use_scripted_cluster(monkeypatch.setattr)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+
+
+def nodes_of(fleet: PlacedFleet) -> dict[str, list[str]]:
+    """The node of each replica, by model."""
+    return {name: [place.node for place in places] for name, places in fleet.places.items()}
 
 
 @pytest.mark.slow
@@ -72,7 +77,7 @@ def test_plan_of_a_cluster_is_that_of_up(
     assert says in " ".join(f"{printed.out} {printed.err}".split())
     planner = FleetPlanner(file, cluster_reader(str(cluster.path)))
     if status == 0:
-        assert planner.config().models[0].replica_nodes == ("b",)
+        assert nodes_of(planner.config()) == {"a": ["b"]}
     else:
         with pytest.raises(ConfigError, match=says if status == 2 else "the fleet does not fit"):
             planner.config()
@@ -93,8 +98,8 @@ def test_nodes_that_cannot_load_a_model_are_no_place_for_it(
         printed = capsys.readouterr()
         return status, " ".join(f"{printed.out} {printed.err}".split())
 
-    def nodes() -> list[tuple[str, ...]]:
-        return [model.replica_nodes for model in FleetPlanner(file, cluster_reader(str(cluster.path))).config().models]
+    def nodes() -> list[list[str]]:
+        return [*nodes_of(FleetPlanner(file, cluster_reader(str(cluster.path))).config()).values()]
 
     reasons = {
         "/none": "models.a.checkpoint: /none is not on node alpha; copy it, or name a hub id",
@@ -104,9 +109,9 @@ def test_nodes_that_cannot_load_a_model_are_no_place_for_it(
     status, printed = plan("memory: 1GiB, device: cpu")
     assert status == 0
     assert f"{reasons[checkpoint]}; it is planned for other nodes" in printed
-    assert nodes() == [("beta",)]
+    assert nodes() == [["beta"]]
     assert plan("memory: 30GiB", f", b: {{{SUMS}, memory: 30GiB}}")[0] == 0
-    assert nodes() == [("beta",), ("alpha",)]
+    assert nodes() == [["beta"], ["alpha"]]
     # Two replicas of 30 GiB need both nodes.
     status, printed = plan("memory: 30GiB, replicas: 2")
     assert status == 1
@@ -222,9 +227,8 @@ def test_node_with_a_problem_is_left_out_and_named(tmp_path: Path, capsys: pytes
     assert "The fleet fits on b GPU 0" in printed
     assert left_out in printed
     reported: list[str] = []
-    assert FleetPlanner(file, cluster_reader(str(cluster.path))).config(reported.append).models[0].replica_nodes == (
-        "b",
-    )
+    planner = FleetPlanner(file, cluster_reader(str(cluster.path)))
+    assert nodes_of(planner.config(reported.append)) == {"a": ["b"]}
     assert reported == [left_out]
     plan(f"a: {{{SUMS}, memory: 60GiB}}")
     with pytest.raises(ConfigError, match=f"there is GPU 0 40 GiB; {left_out}"):
@@ -252,25 +256,26 @@ def test_node_that_was_left_out_keeps_its_numbers_and_its_engines(tmp_path: Path
     config = planner.config()
     places = {("one", 0): Place("b", (0,))}
 
-    def reload() -> ServerConfig:
+    def reload() -> PlacedFleet:
         return planner.config(
             running=Running(config, places, [*(seen := Cluster.read(str(cluster.path))).nodes, *seen.left_out])
         )
 
     with cluster.change() as there:
         there.nodes["b"].used_gib = 30.5  # with the engine that runs there
-    assert reload().models == config.models
+    kept = reload()
+    assert (kept.spec, kept.places) == (config.spec, config.places)
     with cluster.change() as there:
         there.nodes["b"].problem = "it does not answer"
     file.write_text(file.read_text().replace("4GiB", "5GiB"))
     with pytest.raises(ConfigError, match="device: got GPU 1, node b is left out: it does not answer"):
         reload()
     file.write_text(file.read_text().replace("[1]", "[0]"))
-    assert [model.replica_nodes for model in reload().models] == [config.models[0].replica_nodes, ("a",)]
+    assert nodes_of(reload()) == {"one": nodes_of(config)["one"], "two": ["a"]}
     with cluster.change() as there:
         there.nodes["b"].problem = ""
     file.write_text(file.read_text().replace("[0]", "[1]"))
-    assert reload().models[1].replica_nodes == ("b",), "its memory counts as before the engine came"
+    assert nodes_of(reload())["two"] == ["b"], "its memory counts as before the engine came"
 
 
 @pytest.mark.slow

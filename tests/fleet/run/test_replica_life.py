@@ -16,7 +16,7 @@ from replica_picture import NARROW, WIDE, Layout, picture
 from waiting import until
 
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError
-from meltcore.fleet.plan.placement import Placement
+from meltcore.fleet.plan.placement import Placement, engine_config
 from meltcore.fleet.run import served_model, supervised_model, upstream_model
 from meltcore.fleet.run.replica import LIFE, ReplicaEvent, ReplicaLife, ReplicaState
 from meltcore.fleet.run.restart_policy import RestartAfterPause
@@ -28,9 +28,7 @@ from meltcore.fleet.swap.sleep import put_to_sleep, wake_up
 from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.shell import Asleep, Awake, Sleep
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
-from meltcore.settings.server_config import ModelConfig
 
 LIMITS = GenerationReady("CPU", "float32", "dummy", [], 0.0, 64, 8, 300, 64, 64, ["float32"], "float32", "none")
 ROWS = [(state, event) for state, events in LIFE.items() for event in events]
@@ -144,9 +142,9 @@ class Life:
             command = ModelSection(command="x {port}", residency="sleepable", sleep_mode="vllm")
             self.model = UpstreamModel(0, "far", command, self.stats, parts)
         else:
-            engine = EngineConfig(model="near", device="cpu")
-            near = ModelConfig(engine=engine, sleepable=True)
-            self.model = ServedModel(0, near, None, [Placement(engine, {})], self.stats, parts)
+            near = ModelSection(checkpoint="near", device="cpu", residency="sleepable")
+            placement = Placement(engine_config(near), {})
+            self.model = ServedModel(0, "near", near, None, [placement], self.stats, parts)
         self.processes.clear()  # the first one is never started
         self.replica = self.model.replicas[0]
         self.model.may_run.set()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from meltcore.common.errors import ConfigError
-from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.swap import mps
 from meltcore.fleet.swap.mps import MpsDaemon
 from meltcore.settings.fleet_file import parse_fleet
@@ -90,9 +89,9 @@ def test_daemon_that_does_not_start_is_an_error(control: Path, tmp_path: Path, m
 
 def test_fleet_file_chooses_it() -> None:
     text = "models: {a: {checkpoint: meltcore/sums}}\n"
-    config = server_config(parse_fleet(text + "sharing: {means: mps, mps_sm_percent: 60}"))
+    config = parse_fleet(text + "sharing: {means: mps, mps_sm_percent: 60}")
     assert config.sharing.sm_percent == 60
-    config = server_config(parse_fleet(text))
+    config = parse_fleet(text)
     assert config.sharing.sm_percent is None, "pacing alone"
     with pytest.raises(ConfigError, match="mps_sm_percent"):
         parse_fleet(text + "sharing: {means: mps, mps_sm_percent: 0}")

@@ -16,9 +16,8 @@ from server_harness import Answer, RunningServer, configure, make_model, running
 from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.run.restart_policy import RestartAfterPause
-from meltcore.settings.config import EngineConfig, PriorityClass
-from meltcore.settings.fleet_spec import ResidencySection
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.config import PriorityClass
+from meltcore.settings.fleet_spec import ModelSection, ResidencySection
 
 COMPLETIONS = "/v1/completions"
 FAST = RestartAfterPause(first_pause_s=0.05, max_pause_s=0.2, max_deaths=4, probe_limit_s=10.0)
@@ -65,16 +64,19 @@ def fleet(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "device").mkdir()
-        configs = []
+        configs = {}
         for model, priority_class in models.items():
             checkpoint = make_model(folder / model)
             own = {"device_folder": str(folder / "device"), **(options or {}).get(model, {})}
             (checkpoint / "engine.json").write_bytes(msgspec.json.encode(own))
-            engine = EngineConfig(model=str(checkpoint), load_format="dummy", device="cpu")
-            configs.append(
-                ModelConfig(engine=engine, served_model_name=(model,), priority_class=priority_class, sleepable=True)
+            configs[model] = ModelSection(
+                checkpoint=str(checkpoint),
+                load_format="dummy",
+                device="cpu",
+                priority=priority_class,
+                residency="sleepable",
             )
-        config = configure(models=tuple(configs), port=0, api_server_count=2, residency=residency, **settings)
+        config = configure(configs, port=0, api_server_count=2, residency=residency, **settings)
         with running(serve_command(config, policy=FAST), folder / "stderr") as server:
             found = Fleet(server, folder)
             last = min(models, key=lambda each: ("interactive", "standard", "batch").index(models[each]))

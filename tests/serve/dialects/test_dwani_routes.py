@@ -25,7 +25,7 @@ UPSTREAM_ROUTES = RoutesSection(translate=TRANSLATE, chat=ChatRoute(prompt="In {
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     options = ("--tokens-per-step", "64")
-    with scripted_server(*options, served_model_name=("gemma3", "qwen3"), routes=ROUTES) as running_server:
+    with scripted_server(*options, names=("gemma3", "qwen3"), routes=ROUTES) as running_server:
         yield running_server
         running_server.check_no_leak()
 
@@ -126,7 +126,7 @@ def test_an_upstream_language_model_is_asked_over_http(server: RunningServer, tm
         "far": ModelSection(url=server.url, upstream_model="gemma3"),
         "dead": ModelSection(url="http://127.0.0.1:1"),
     }
-    config = configure(models=(), upstream=models, port=0, api_server_count=1, routes=UPSTREAM_ROUTES)
+    config = configure(models, port=0, api_server_count=1, routes=UPSTREAM_ROUTES)
     with running(serve_command(config), tmp_path / "stderr") as near:
         wait_until(lambda: near.post("/v1/chat/completions", {"model": "far"}).status == 400, "the upstream's answer")
         found = near.post("/v1/translate", {"sentences": ["one|", "two|"], "src_lang": "kn", "tgt_lang": "de"})

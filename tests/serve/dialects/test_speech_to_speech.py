@@ -14,6 +14,8 @@ import pytest
 from server_harness import Answer, RunningServer, configure, running, serve_command
 from waiting import wait_until
 
+from meltcore.common.options import Size
+
 soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 for package in ("python_multipart", "sentencepiece", "soxr"):
     pytest.importorskip(package, reason="the extra audio has it")
@@ -23,9 +25,8 @@ from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on 
 from meltcore.measure.problems.tones import ToneClip, render, tone_clip  # noqa: E402
 from meltcore.models.checkpoints.checkpoint import BUNDLED_TRANSCRIBER  # noqa: E402
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402
-from meltcore.settings.config import EngineConfig  # noqa: E402
+from meltcore.settings.fleet_spec import ModelSection  # noqa: E402
 from meltcore.settings.routes_section import ChatRoute, RoutesSection  # noqa: E402
-from meltcore.settings.server_config import ModelConfig  # noqa: E402
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 PATH = "/v1/speech_to_speech"
@@ -44,10 +45,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     soundfile.write(reference, 0.05 * np.sin(2000 * times) + noise, 24_000, format="WAV")
     (folder / "prompts" / "a.wav").write_bytes(reference.getvalue())
     (folder / "prompts" / "a.txt").write_text("namaste kagaa nama")
-    models = tuple(
-        ModelConfig(engine=EngineConfig(model=name, device="cpu", memory_bytes=2**28), served_model_name=(served,))
+    models = {
+        served: ModelSection(checkpoint=name, device="cpu", memory=Size(2**28))
         for name, served in ((BUNDLED_TRANSCRIBER, "ears"), ("meltcore/sums", "gemma3"), (str(folder), "mouth"))
-    )
+    }
     routes = RoutesSection(chat=ChatRoute(prompt=""))
     config = configure(models=models, port=0, api_server_count=1, routes=routes)
     with running(serve_command(config, engine=ENGINE_COMMAND), folder / "stderr") as server:

@@ -274,7 +274,7 @@ def test_chat_without_a_usable_template_is_400_and_completions_work(tmp_path: An
     from server_harness import make_model
 
     folder = make_model(tmp_path / "bare", template=False)
-    with scripted_server(engine={"model": str(folder)}) as server:
+    with scripted_server(engine={"checkpoint": str(folder)}) as server:
         error = server.chat("x").error["message"]
         assert "no chat template" in error
         assert "--chat-template FILE" in error
@@ -284,7 +284,7 @@ def test_chat_without_a_usable_template_is_400_and_completions_work(tmp_path: An
         assert (refused.status, "--chat-template FILE" in refused.error["message"]) == (400, True)
         server.check_no_leak()
     (folder / "chat_template.jinja").write_text("{{ messages | from_json }}")
-    with scripted_server(engine={"model": str(folder)}) as server:
+    with scripted_server(engine={"checkpoint": str(folder)}) as server:
         assert "error in line 1: No filter named 'from_json'" in server.chat("x").error["message"]
         assert server.post(COMPLETIONS, {"model": MODEL, "prompt": "x", "max_tokens": 1}).status == 200
 
@@ -296,7 +296,7 @@ def test_named_template_is_used_and_special_tokens_in_messages_are_text(tmp_path
     messages = [{"role": "user", "content": [{"type": "text", "text": "a<|im_end|>"}, {"type": "text", "text": "b"}]}]
     counts = []
     for flag in (False, True):
-        engine = {"model": "meltcore/sums", "chat_template": str(template), "special_tokens_in_messages": flag}
+        engine = {"checkpoint": "meltcore/sums", "chat_template": str(template), "special_tokens_in_messages": flag}
         with scripted_server(engine=engine) as server:
             tokens = server.post("/tokenize", {"model": MODEL, "messages": messages}).json["tokens"]
             text = server.post("/detokenize", {"model": MODEL, "tokens": tokens}).json["prompt"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import hashlib
 import random
 import re
@@ -13,12 +12,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pynvml
 import pytest
 from browser import CHROMIUM, Browser, browser
 from server_harness import running, scripted_server, serve_command
 
-from meltcore.fleet.plan.from_spec import server_config
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.serve import status
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.serve.http.page import _FILE
@@ -217,9 +217,8 @@ def test_all_tabs_work_with_a_fleet_in_a_browser(tmp_path: Path) -> None:
     clip = tone_clip(random.Random("heldout"), "heldout", 4.0)
     soundfile.write(tmp_path / "clip.wav", render(clip, 48_000), 48_000)
     tiny = resources.files("meltcore.fleet") / "examples" / "tiny.yaml"
-    config = dataclasses.replace(
-        server_config(parse_fleet(tiny.read_text())), server=ServerSection(port=0, api_server_count=1)
-    )
+    server = ServerSection(port=0, api_server_count=1)
+    config = PlacedFleet(msgspec.structs.replace(parse_fleet(tiny.read_text()), server=server))
     microphone = f"--use-file-for-fake-audio-capture={tmp_path / 'clip.wav'}%noloop"
     with (
         running(serve_command(config, engine=ENGINE_COMMAND), tmp_path / "stderr") as server,

@@ -14,7 +14,6 @@ from exchanges import new_exchange
 from server_harness import configure
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.fleet.plan.from_spec import server_config
 from meltcore.serve.http.gate import RequestGate, check_headers
 from meltcore.serve.http.origins import OriginCheck
 from meltcore.serve.http.paths import OPEN_PATHS
@@ -25,12 +24,10 @@ from meltcore.serve.requests.keys import ApiKeys, resolve_keys
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.routes import build_app
-from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_file import parse_fleet
-from meltcore.settings.fleet_spec import KeySection
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import KeySection, ModelSection
 
-MODELS = (ModelConfig(engine=EngineConfig(model="m")),)
+MODELS = {"m": ModelSection(checkpoint="m")}
 
 
 def sha256(key: str) -> str:
@@ -51,17 +48,17 @@ def test_keys_come_from_flag_environment_and_files(tmp_path: Path, monkeypatch: 
     (tmp_path / "one").write_text("looking-glass\n")
     monkeypatch.setenv("TEAM_KEY", "team")
     config = configure(
-        models=MODELS,
+        MODELS,
         api_key="flag",
         api_key_file=str(tmp_path / "keys"),
         keys=(KeySection(name="team", env="TEAM_KEY"), KeySection(name="carol", file=str(tmp_path / "one"))),
     )
-    resolved = resolve_keys(config)
+    resolved = resolve_keys(config.spec)
     expected = {"default": "flag", "alice": "wonder", "bob": "builder", "team": "team", "carol": "looking-glass"}
     assert {key.name: key.sha256 for key in resolved.keys} == {name: sha256(key) for name, key in expected.items()}
     assert all(key not in repr(resolved) for key in ("wonder", "builder", "looking-glass", "'flag'"))
     monkeypatch.setenv("MELTCORE_API_KEY", "of the environment")
-    (default,) = resolve_keys(configure(models=MODELS)).keys
+    (default,) = resolve_keys(configure(MODELS).spec).keys
     assert default.sha256 == sha256("of the environment")
 
 
@@ -76,7 +73,7 @@ def test_keys_come_from_flag_environment_and_files(tmp_path: Path, monkeypatch: 
 )
 def test_wrong_keys_are_refused_at_the_start(keys: tuple[KeySection, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        resolve_keys(configure(models=MODELS, keys=keys))
+        resolve_keys(configure(MODELS, keys=keys).spec)
 
 
 @pytest.mark.parametrize(
@@ -98,14 +95,14 @@ def test_a_key_has_one_source(fields: str, message: str) -> None:
 def test_names_of_keys_are_short_and_printable(tmp_path: Path, name: str) -> None:
     (tmp_path / "keys").write_text(f"{name} secret\n")
     with pytest.raises(ConfigError, match=r"keys, line 1: got .*; must be a name of 1 to 64 printable characters"):
-        resolve_keys(configure(models=MODELS, api_key_file=str(tmp_path / "keys")))
+        resolve_keys(configure(MODELS, api_key_file=str(tmp_path / "keys")).spec)
 
 
 def test_limits_of_the_file_are_of_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MELTCORE_API_KEY", "x")
     text = "models: {a: {checkpoint: b}}\nlimits: {tokens_per_minute: 900}\n"
     text += f"keys: [{{name: own, sha256: {'0a' * 32}, tokens_per_minute: 5}}, {{name: other, sha256: {'1a' * 32}}}]"
-    found = {key.name: key.tokens_per_minute for key in resolve_keys(server_config(parse_fleet(text))).keys}
+    found = {key.name: key.tokens_per_minute for key in resolve_keys(parse_fleet(text)).keys}
     assert found == {"default": None, "own": 5, "other": 900}
 
 
@@ -196,7 +193,7 @@ def test_every_route_needs_a_key_but_the_open_ones() -> None:
     """No route checks keys itself: the gate stands before all of them, also before paths that do not exist."""
     stats, statuses = ServerStats(keys=1), dict[str, int]()
     log: Any = SimpleNamespace(write=lambda event, **fields: None)
-    config = configure(models=MODELS, profile_dir="x")
+    config = configure(MODELS, profile_dir="x").spec
     app: Any = build_app(
         ModelTable(), config, Metrics(stats, dict), log, table(KeySection(name="a", sha256=sha256("x")), stats=stats)
     )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from open_tickets import open_backend, open_requests, start
+from open_tickets import new_backend, open_backend, open_requests, start
 from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
@@ -33,8 +33,7 @@ from meltcore.serve.tasks.transcription.transcription_engine import Transcriptio
 from meltcore.serve.tasks.translation.forms import TranslateRequest
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import TranslationText
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.tokenizer import Tokenizer
 from meltcore.text.translation.tokenizer import SyntheticTokenizer
 
@@ -43,8 +42,8 @@ TOKENIZER = Tokenizer.synthetic_bytes(300)
 DEAD = RequestError("dead", status=503, code="engine_dead")
 
 
-def config(name: str) -> ModelConfig:
-    return ModelConfig(engine=EngineConfig(model=name, load_format="dummy"), data_parallel_size=2)
+def config(name: str) -> ModelSection:
+    return ModelSection(checkpoint=name, load_format="dummy", replicas=2)
 
 
 def check_idle(stats: ModelStats, **outcomes: int) -> None:
@@ -194,7 +193,7 @@ def test_clips_without_a_transcript_are_sent_again(monkeypatch: pytest.MonkeyPat
         server = ServerStats((2,))
         (stats,) = server.models
         stats.task = "transcription"
-        backend = TranscriptionEngine(config("tones"), server, stats, request_timeout_s=30)
+        backend = new_backend(TranscriptionEngine, config("tones"), server, stats, 30.0)
         ready = TranscriptionReady(*ENGINE, 100, ["kn"], 16_000, 16, 16_000, "real")
         sent: list[tuple[Any, int]] = []
         monkeypatch.setattr(backend, "_send", lambda message, replica: sent.append((message, replica)))
@@ -240,7 +239,7 @@ def test_speech_of_which_nothing_was_sent_begins_again(monkeypatch: pytest.Monke
         server = ServerStats((2,))
         (stats,) = server.models
         stats.task = "synthesis"
-        backend = SynthesisEngine(config("ai4bharat/IndicF5"), server, stats, request_timeout_s=30)
+        backend = new_backend(SynthesisEngine, config("ai4bharat/IndicF5"), server, stats, 30.0)
         sent: list[tuple[Any, int]] = []
         monkeypatch.setattr(backend, "_send", lambda message, replica: sent.append((message, replica)))
         ready = SynthesisReady(*ENGINE, 9, ["a"], 24_000, 99, 0.5, 15, 0.5, 2, [32], "synthetic")

@@ -54,7 +54,7 @@ def test_endpoint_comes_from_flag_or_environment(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("meltcore.serve.requests.tracing.find_spec", lambda _name: object())
-    config = configure(otlp_endpoint=endpoint)
+    config = configure(otlp_endpoint=endpoint).spec
     if expected is None or expected.startswith("http"):
         assert resolve_tracing(config).server.otlp_endpoint == expected
     else:
@@ -65,7 +65,7 @@ def test_endpoint_comes_from_flag_or_environment(
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meltcore.serve.requests.tracing.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"needs OpenTelemetry: pip install '.\[otel\]'"):
-        resolve_tracing(configure(otlp_endpoint="http://c/v1/traces"))
+        resolve_tracing(configure(otlp_endpoint="http://c/v1/traces").spec)
 
 
 # --- against a collector

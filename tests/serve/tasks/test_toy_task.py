@@ -15,7 +15,7 @@ from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
-from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 pytestmark = pytest.mark.slow
 PACKAGE = Path(__file__).parents[2] / "doubles" / "echo_task"
@@ -75,7 +75,7 @@ def test_it_has_few_lines() -> None:
 
 def test_it_is_served_with_its_queue_its_deadline_and_its_documents(checkpoint: Path, tmp_path: Path) -> None:
     config = server_config(
-        EngineConfig(model=str(checkpoint), device="cpu"), api_server_count=1, max_queue_chars=1, max_queue=9
+        ModelSection(checkpoint=str(checkpoint), device="cpu"), api_server_count=1, max_queue_chars=1, max_queue=9
     )
     with running(serve_command(config, engine=ENGINE_COMMAND), tmp_path / "stderr") as server:
         server.wait_healthy()

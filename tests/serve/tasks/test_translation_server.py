@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from waiting import WAIT_S
 
+from meltcore.common.options import Size
+
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
 
 
@@ -25,9 +27,7 @@ from meltcore import Translator
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.fleet_spec import LimitsSection
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 CORPUS = ["the cat sat on the mat", "a dog ran home", "वह घर गया", "क ख ग घ", "नमस्ते दुनिया", "< ID1 > . , ? ! ।"] * 10
@@ -45,11 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RunningServer]:
-    engine = EngineConfig(model=str(folder), device="cpu", memory_bytes=2**22)
-    models = (
-        ModelConfig(engine=EngineConfig(model="meltcore/sums", device="cpu", memory_bytes=2**27)),
-        ModelConfig(engine=engine, served_model_name=("translator",), limits=LimitsSection(max_queue=200)),
-    )
+    models = {
+        "meltcore/sums": ModelSection(checkpoint="meltcore/sums", device="cpu", memory=Size(2**27)),
+        "translator": ModelSection(
+            checkpoint=str(folder), task="translation", device="cpu", memory=Size(2**22), max_queue=200
+        ),
+    }
     config = configure(models=models, port=0, api_server_count=2)
     with (
         tempfile.TemporaryDirectory() as directory,

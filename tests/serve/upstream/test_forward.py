@@ -138,7 +138,7 @@ def test_request_goes_to_the_model_that_it_names_or_to_the_default(first: str, b
     own: Any = SimpleNamespace(names=("own",), paths=LANGUAGE_PATHS, check_ready=lambda: None, health=ready)
     table = ModelTable([own, Far()] if first == "own" else [Far(), own])
     log: Any = SimpleNamespace(write=lambda _event, **_fields: None)
-    config = configure(models=())
+    config = configure().spec
     endpoint = ForwardingEndpoint(Own(table, config, log), table, config, log)
     scope: Any = {"type": "http", "path": "/v1/completions", "headers": []}
     set_exchange(Exchange(scope, receive, None))  # type: ignore[arg-type]

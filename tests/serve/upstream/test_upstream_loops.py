@@ -8,14 +8,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from server_harness import RunningServer, configure, make_model, running, serve_command, server_config
+from server_harness import RunningServer, configure, make_model, running, serve_command
 from upstream_tools import Upstream, answer, sends
 from waiting import wait_until
 
@@ -26,7 +25,6 @@ from meltcore.serve.http import hops
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.upstream.http_backend import UpstreamHealth
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -42,16 +40,16 @@ def upstream(**urls: str) -> dict[str, ModelSection]:
 
 def only_upstream(port: int, **urls: str) -> list[str]:
     """The command of a fleet whose models are all elsewhere."""
-    config = configure(models=(), upstream=upstream(**urls), timeouts=TIMEOUTS, port=port, api_server_count=1)
+    config = configure(upstream(**urls), timeouts=TIMEOUTS, port=port, api_server_count=1)
     return serve_command(config, policy=RestartAfterPause(first_pause_s=0.1))
 
 
 @contextmanager
 def serving(folder: Path, name: str, port: int, *, fleet: bool = True, **urls: str) -> Iterator[RunningServer]:
     """A server of a scripted model named like it, and of models at `urls`, on all addresses of the machine."""
-    engine = EngineConfig(model=str(make_model(folder / name)), load_format="dummy")
-    config = server_config(engine, served_model_name=(name,), port=port, host="0.0.0.0", api_server_count=2)
-    config = replace(config, upstream=upstream(**urls), timeouts=TIMEOUTS)
+    own = ModelSection(checkpoint=str(make_model(folder / name)), load_format="dummy")
+    models = {name: own} | upstream(**urls)
+    config = configure(models, port=port, host="0.0.0.0", api_server_count=2, timeouts=TIMEOUTS)
     policy = RestartAfterPause(first_pause_s=0.1) if fleet else None
     with running(serve_command(config, policy=policy), folder / f"{name}.log") as server:
         yield server

@@ -26,9 +26,7 @@ from meltcore.fleet.admin import operations
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection, ResidencySection, TimeoutsSection
-from meltcore.settings.server_config import ModelConfig
 
 SOURCE = str(ROOT / "src")
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 1 --itl-ms 1 --tokens 8"
@@ -48,7 +46,7 @@ def serving(
     tmp_path: Path, fleet: bool = False, settings: dict[str, Any] | None = None, **models: ModelSection
 ) -> Iterator[RunningServer]:
     defaults = {"timeouts": TIMEOUTS, "port": 0, "api_server_count": 2}
-    config = configure(models=(), upstream=models, **(defaults | (settings or {})))
+    config = configure(models, **(defaults | (settings or {})))
     with running(
         serve_command(config, policy=RestartAfterPause(first_pause_s=0.1) if fleet else None), tmp_path / "stderr"
     ) as server:
@@ -264,16 +262,6 @@ def test_ps_shows_the_reason_of_a_server_that_fails_beside_another_one() -> None
     assert operations._upstream_row(model, 0, 1).reason == "exit status 1: no memory"
     model.status, model.reason = "failed", "m could not be loaded: it ended"
     assert operations._upstream_row(model, 0, 1).reason == "m could not be loaded: it ended"
-
-
-@pytest.mark.slow
-def test_names_are_unique_over_all_models(tmp_path: Path) -> None:
-    model = ModelConfig(engine=EngineConfig(model="m"))
-    theirs = ModelSection(url="http://127.0.0.1:1")
-    config = configure(models=(model,), upstream={"m": theirs}, port=0)
-    with running(serve_command(config), tmp_path / "stderr") as server:
-        assert server.wait_exit() == 2
-        assert "two models are served as m" in server.stderr
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ async def served(
     times = {name: settings.pop(name) for name in ("first_byte_s", "health_interval_s") if name in settings}
     timeouts = TimeoutsSection(request_s=timeout_s, **({"health_interval_s": 0.05} | times))
     upstream = ModelSection(url=urls[0], **settings)
-    config = configure(models=(), upstream={"m": upstream}, request_timeout_s=timeout_s)
+    config = configure({"m": upstream}, request_timeout_s=timeout_s).spec
     stats, lines = ServerStats([len(urls)], keys=len(api_keys)), io.StringIO()
     log = Log("json", stats, lines)
     backend = HttpBackend("m", upstream, urls, stats.models[0], limits=LimitsSection(), timeouts=timeouts)

@@ -78,13 +78,13 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
     """
     from meltcore.common.gpus.machine import Machine, VisibleGpu
     from meltcore.common.sizes import GIB
-    from meltcore.fleet.admin.operations import check_config
     from meltcore.fleet.plan.context_memory import find_contexts
-    from meltcore.fleet.plan.from_spec import server_config
+    from meltcore.fleet.plan.placement import loaded_section
     from meltcore.fleet.plan.plan import empty_gpus, plan_fleet
     from meltcore.fleet.plan.planned import FoundPlan, check_devices
 
-    check_config(server_config(spec))
+    for name, model in spec.models.items():
+        loaded_section(name, model)
     if not spec.gpus:
         check_devices(spec, len(args.vram))
     sizes, contexts = [round(size * GIB) for size in args.vram], find_contexts(None)
@@ -99,11 +99,10 @@ def _plan_for_machine(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Fou
     """Return the plan that `meltcore up` would follow now, and this machine."""
     from meltcore.common.sizes import GIB
     from meltcore.fleet.admin.operations import check_startable
-    from meltcore.fleet.plan.from_spec import server_config
     from meltcore.fleet.plan.machine import read_machine
     from meltcore.fleet.plan.site import OneMachine
 
-    check_startable(server_config(spec))
+    check_startable(spec)
     machine = read_machine()
     if args.host_memory:
         machine = machine._replace(host_bytes=round(args.host_memory * GIB))
@@ -113,13 +112,10 @@ def _plan_for_machine(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Fou
 def _plan_for_cluster(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
     """Return the plan that `meltcore up --ray` would follow now, and the cluster as one machine."""
     from meltcore.common.errors import ConfigError
-    from meltcore.fleet.admin.operations import check_config
     from meltcore.fleet.plan.cluster import cluster_reader
-    from meltcore.fleet.plan.from_spec import server_config
 
     if args.host_memory:
         raise ConfigError("--host-memory: the nodes of a Ray cluster have their own; leave it out with --ray")
-    check_config(server_config(spec))
     return _plan_for_site(cluster_reader(args.ray)(spec), spec)
 
 

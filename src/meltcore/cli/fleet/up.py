@@ -52,8 +52,8 @@ def run(args: argparse.Namespace, **site: Any) -> int:
 
     path = Path(args.file).absolute()
     planner = FleetPlanner(path, **site)
-    config = planner.config(print_unplanned)
-    check_startable(config)  # also where a process in the background makes them again: its errors are in a log
-    if (status := start_daemon(args, config, PlannedFleet.of(planner))) is not None:
+    fleet = planner.config(print_unplanned)
+    check_startable(fleet.spec)  # also where a process in the background makes them again: its errors are in a log
+    if (status := start_daemon(args, fleet, PlannedFleet.of(planner))) is not None:
         return status
-    return serve_recorded(config, "", fleet_options(planner))
+    return serve_recorded(fleet, "", fleet_options(planner))

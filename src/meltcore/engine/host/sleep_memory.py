@@ -66,7 +66,7 @@ class GpuSleepMemory:
         try:
             self._pools = MemoryPools(device)
         except MeltcoreError as error:
-            raise ConfigError(f"--enable-sleep-mode: {error}") from error
+            raise ConfigError(f"enable_sleep_mode: {error}") from error
         self._device = self._pools.device  # with its number, which some calls of torch need
         self._keep: Keep = "host"
         self._held_bytes = 0  # by torch before the last sleep, of an engine with a budget
@@ -193,7 +193,7 @@ class CpuSleepMemory:
 
 
 def make_sleep_memory(config: EngineConfig, device: torch.device, tensors: Tensors) -> SleepMemory | None:
-    """Return the memory of an engine that can sleep. Returns None without --enable-sleep-mode.
+    """Return the memory of an engine that can sleep. Returns None without enable_sleep_mode.
 
     `tensors` returns the engine's tensors when the engine goes to sleep. Raises ConfigError if a sleep mode is not
     supported on the device.
@@ -202,7 +202,7 @@ def make_sleep_memory(config: EngineConfig, device: torch.device, tensors: Tenso
         return None
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"--enable-sleep-mode: an engine of one GPU can sleep; got --tensor-parallel-size "
+            f"enable_sleep_mode: an engine of one GPU can sleep; got --tensor-parallel-size "
             f"{config.tensor_parallel_size}"
         )
     return GpuSleepMemory(device) if device.type == "cuda" else CpuSleepMemory(tensors)
@@ -211,7 +211,7 @@ def make_sleep_memory(config: EngineConfig, device: torch.device, tensors: Tenso
 def require_memory(memory: SleepMemory | None) -> SleepMemory:
     """Return `memory`. Raises SleepError if the engine was started without a sleep mode."""
     if memory is None:
-        raise SleepError("the engine was started without --enable-sleep-mode")
+        raise SleepError("the engine was started without enable_sleep_mode")
     return memory
 
 

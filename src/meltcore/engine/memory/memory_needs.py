@@ -115,8 +115,7 @@ def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:
 
 def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
     """Open a model's checkpoint. Raises ConfigError if it cannot be read or belongs to another task."""
-    assert model.checkpoint is not None, "the caller plans engines only"
-    name, source = model.checkpoint, "its configuration"
+    name, source = model.model, "its configuration"
     if model.shapes is not None and not Path(name).expanduser().exists():
         name, source = model.shapes, f"published shapes of {model.shapes}"
     is_dummy = model.load_format == "dummy" or model.shapes is not None
@@ -145,6 +144,7 @@ def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
         quantization=model.quantization,
         format=model.format,
         tensor_parallel_size=model.tensor_parallel_size,
+        hf_overrides=model.hf_overrides,
         residency=model.residency if on_cpu else "always_on",
     )
     return _Opened(task, checkpoint or name, source, SizeRequest(task.sizes, section, on_cpu, contents))

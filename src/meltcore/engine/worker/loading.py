@@ -216,15 +216,15 @@ def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, s
 
     Raises UnknownSizesError for an unknown architecture. Raises ConfigError if an engine of the model would.
     """
-    assert model.checkpoint is not None
-    checkpoint = open_checkpoint(model.checkpoint, files="config")
+    checkpoint = open_checkpoint(model.model, files="config")
+    checkpoint = replace(checkpoint, config=apply_overrides(checkpoint.config, model.hf_overrides))
     names = checkpoint.config.get("architectures") or []
     if not any(name in ARCHITECTURES for name in names):
         names_text = ", ".join(names) or "nothing"
         raise UnknownSizesError(f"{checkpoint.name}: config.json names {names_text}; not a model here")
     if model.format != "auto":
         checkpoint = replace(checkpoint, config=without_quantization(checkpoint.config))
-    config = EngineConfig(model=model.checkpoint, dtype=model.dtype)
+    config = EngineConfig(model=model.model, dtype=model.dtype)
     device, ranks = planned_device(on_cpu), model.tensor_parallel_size
     group = TensorParallelGroup(0, ranks) if ranks > 1 else None
     dtype, meta = _choose_dtype(checkpoint, config, device), torch.device("meta")

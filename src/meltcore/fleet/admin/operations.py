@@ -11,7 +11,7 @@ import msgspec
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.process_output import one_line
-from meltcore.fleet.plan.placement import Placement, place_replicas, placed_gpus
+from meltcore.fleet.plan.placement import PlacedFleet, loaded_section, place_replicas, placed_gpus
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.run.replica import Replica
 from meltcore.fleet.run.served_model import ServedModel
@@ -21,8 +21,7 @@ from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.keys import resolve_keys
 from meltcore.serve.requests.tracing import resolve_tracing
-from meltcore.settings.fleet_spec import ModelSection
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
@@ -62,7 +61,7 @@ class ReloadResult(msgspec.Struct, frozen=True):
 class FleetModels(Protocol):
     """The part of the supervisor that operations read and change."""
 
-    config: ServerConfig
+    fleet: PlacedFleet
     port: int
     models: dict[int, Model]
     turns: Turns
@@ -70,17 +69,14 @@ class FleetModels(Protocol):
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
         """Return the settings and the engines of the fleet. Raises ConfigError if its cluster cannot be read."""
 
-    async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
-        """Add a model and begin to load it."""
-
-    def add_fleet_upstream(self, name: str, config: ModelSection) -> UpstreamModel:
-        """Add an upstream model and begin to load it."""
+    async def add_fleet_model(self, name: str) -> Model:
+        """Add a model of the fleet and begin to load it."""
 
     def forget_model(self, model: Model) -> None:
         """Remove a model that has ended."""
 
-    def change_config(self, config: ServerConfig) -> None:
-        """Replace the configuration by the configuration of a reload."""
+    def change_fleet(self, fleet: PlacedFleet) -> None:
+        """Replace the fleet by the fleet of a reload."""
 
     def broadcast(self, message: EndRequests) -> None:
         """Send a message to all API servers."""
@@ -135,9 +131,9 @@ class FleetOperations:
     async def _restart(self, model: Model) -> None:
         try:
             if isinstance(model, UpstreamModel) or model.limits is not None:
-                await model.replace_engines(self._supervisor.config.timeouts.drain_s)
+                await model.replace_engines(self._supervisor.fleet.spec.timeouts.drain_s)
                 return
-            started = await self._replace(model, model.config)
+            started = await self._replace(model)
             if started.loading is not None:
                 await _wait_loaded(started, started.loading)
                 if started.loading.cancelled():  # by `meltcore down`
@@ -159,46 +155,41 @@ class FleetOperations:
         async with self._lock:
             supervisor = self._supervisor
             running = await supervisor.read_running(await asyncio.to_thread(planner.checkpoints))
-            config = check_startable(await asyncio.to_thread(planner.config, running=running))
-            for model in config.models:
-                place_replicas(model)
-            check_unchanged(supervisor.config, config)
+            fleet = await asyncio.to_thread(planner.config, running=running)
+            fleet = msgspec.structs.replace(fleet, spec=check_startable(fleet.spec))
+            for name in fleet.spec.engines:
+                place_replicas(fleet, name)
+            check_unchanged(supervisor.fleet.spec, fleet.spec)
             planner.accept()
             old = {model.name: model for model in supervisor.models.values()}
-            new: dict[str, ModelConfig | ModelSection] = {model.names[0]: model for model in config.models}
-            new |= config.upstream
+            new = fleet.spec.models
             result = ReloadResult(
                 added=[name for name in new if name not in old],
                 removed=[name for name in old if name not in new],
                 changed=[name for name in new if name in old and new[name] != old[name].config],
                 unchanged=[name for name in new if name in old and new[name] == old[name].config],
             )
-            supervisor.config = config  # its engines share the cores as it says
+            supervisor.fleet = fleet  # its engines share the cores as it says
             await asyncio.gather(*(self._end(old[name], "removed from") for name in result.removed))
             for name in result.removed:
                 supervisor.forget_model(old[name])
             for name in result.changed:
-                await self._replace(old[name], new[name])
+                await self._replace(old[name])
             for name in result.added:
-                await self._add(name, new[name])
-            supervisor.change_config(config)
+                await supervisor.add_fleet_model(name)
+            supervisor.change_fleet(fleet)
             return result
 
-    async def _add(self, name: str, config: ModelConfig | ModelSection) -> Model:
-        if isinstance(config, ModelSection):
-            return self._supervisor.add_fleet_upstream(name, config)
-        return await self._supervisor.add_fleet_model(config, place_replicas(config))
-
-    async def _replace(self, model: Model, config: ModelConfig | ModelSection) -> Model:
+    async def _replace(self, model: Model) -> Model:
         """End a model and add its successor. At every moment the model's names lead to one of the two."""
         await self._end(model, "replaced in")
-        successor = await self._add(model.name, config)
+        successor = await self._supervisor.add_fleet_model(model.name)
         self._supervisor.forget_model(model)
         return successor
 
     async def _end(self, model: Model, what: str) -> None:
         """Refuse new requests to a model, let its open requests finish within the drain limit, and end its engines."""
-        limit_s = self._supervisor.config.timeouts.drain_s
+        limit_s = self._supervisor.fleet.spec.timeouts.drain_s
         model.drain(f"{model.name} is being {what} the fleet")
         await _wait_idle(model, limit_s)
         if model.stats.total("in_flight"):
@@ -227,37 +218,20 @@ async def _wait_idle(model: Model, limit_s: float) -> None:
         stopped.cancel()
 
 
-def check_config(config: ServerConfig) -> None:
-    """Raise ConfigError if two models have the same name."""
-    every_model = [model.names for model in config.models]
-    every_model += [(name, *model.aliases) for name, model in config.upstream.items()]
-    names = [name for of_model in every_model for name in set(of_model)]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two models are served as {name}; give each a --served-model-name of its own")
+def check_startable(spec: FleetSpec) -> FleetSpec:
+    """Return the configuration as a server runs it: the hashes of keys, the endpoint of traces, checkpoints for shapes.
 
-
-def check_startable(config: ServerConfig) -> ServerConfig:
-    """Check the configuration for a start, a plan or a reload, without starting a process. Returns it resolved.
-
-    Raises ConfigError if `check_config` or `resolve_config` refuses names, keys, programs or endpoints.
+    For a start, a plan or a reload; no process is started. Two configurations can be compared only if both are
+    returned by this function. Raises ConfigError if a key, a program, an endpoint or a model's shapes cannot be used.
     """
-    check_config(config)
-    return resolve_config(config)
+    for name, model in spec.models.items():
+        if model.kind != "engine":
+            check_upstream(name, model)
+    models = {name: loaded_section(name, model) for name, model in spec.models.items()}
+    return resolve_tracing(resolve_keys(msgspec.structs.replace(spec, models=models)))
 
 
-def resolve_config(config: ServerConfig) -> ServerConfig:
-    """Return the configuration as a server runs it, with the hashes of the keys and the endpoint of traces.
-
-    Two configurations can be compared only if both are resolved. Raises ConfigError if a key or a server cannot be
-    used.
-    """
-    for name, model in config.upstream.items():
-        check_upstream(name, model)
-    return resolve_tracing(resolve_keys(config))
-
-
-def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
+def check_unchanged(old: FleetSpec, new: FleetSpec) -> None:
     """Raise ConfigError if settings differ that API servers read only when they start."""
     changed = []
     for section in ("server", "limits", "timeouts", "residency", "sharing"):

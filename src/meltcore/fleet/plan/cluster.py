@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import run
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.machine import read_machine, unloadable
+from meltcore.fleet.plan.placement import PlacedFleet, loaded_section
 from meltcore.fleet.plan.plan import Plan
 from meltcore.fleet.plan.site import Site
 from meltcore.models.checkpoints.checkpoint import is_on_hub
@@ -30,7 +30,6 @@ from meltcore.protocol.cluster import (
     gpu_resource,
 )
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
-from meltcore.settings.server_config import ServerConfig
 
 _READ_LIMIT_S = 180.0  # to start a local cluster and to probe all nodes
 _MAX_NAMES_SHOWN = 8
@@ -186,33 +185,31 @@ class Cluster(Site, frozen=True, tag="cluster"):
                         f"{' and '.join(nodes)}; tensor parallelism does not go over nodes"
                     )
 
-    def placed(self, config: ServerConfig, plan: Plan, kept: Collection[str]) -> ServerConfig:
-        """Return the settings of a planned fleet with the node of each replica. GPUs are numbered on their node.
+    def placed(self, spec: FleetSpec, plan: Plan, kept: Mapping[str, tuple[Place, ...]]) -> PlacedFleet:
+        """Return a planned fleet with the place of each replica. GPUs are numbered on their node.
 
-        Models in `kept` are left as they are. Raises ConfigError for settings that a cluster cannot run, and if a node
+        Models in `kept` stay where they are. Raises ConfigError for settings that a cluster cannot run, and if a node
         lacks the resources of its engines.
         """
-        for name, server in config.upstream.items():
-            if server.command:
+        for name, model in spec.models.items():
+            if model.command:
                 raise ConfigError(f"models.{name}.command: --ray starts engines of Meltcore only; name its url")
-        if config.sharing.means == "mps":
+        if spec.sharing.means == "mps":
             raise ConfigError("sharing.means: mps runs on one machine; with --ray it must be pacing or none")
-        models = []
-        for model in config.models:
-            name = model.names[0]
+        models, places = dict(spec.models), dict(kept)
+        for name, model in spec.engines.items():
             if name in kept:
-                models.append(model)
                 continue
             if not (nodes := plan.nodes(name)):
                 raise ConfigError(f"models.{name}.memory: must be named with --ray, as its sizes cannot be read here")
-            gpus = tuple(tuple(self.gpus[at][1] for at in group) for group in plan.replicas(name))
-            path = absolute_path(model.engine.model)
+            gpus = [tuple(self.gpus[at][1] for at in group) for group in plan.replicas(name)] or [()] * len(nodes)
             for node in self.nodes:
                 if node.name in nodes:
                     _check_node(node, gpus)
-            engine = model.engine if path is None else msgspec.structs.replace(model.engine, model=path)
-            models.append(dataclasses.replace(model, engine=engine, replica_nodes=nodes, replica_gpus=gpus))
-        return dataclasses.replace(config, models=tuple(models))
+            model = loaded_section(name, model)
+            models[name] = msgspec.structs.replace(model, checkpoint=absolute_path(model.model) or model.model)
+            places[name] = tuple(map(Place, nodes, gpus))
+        return PlacedFleet(msgspec.structs.replace(spec, models=models), places)
 
 
 def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
@@ -323,7 +320,7 @@ def model_lacking_text(spec: FleetSpec, name: str, nodes: Sequence[ClusterNode])
 
 
 def _check_node(node: ClusterNode, gpus: Sequence[Sequence[int]]) -> None:
-    if gpus and len(node.gib) < len(node.machine.gpus):
+    if any(gpus) and len(node.gib) < len(node.machine.gpus):
         needed = {gpu_resource(gpu.number): gpu.total_bytes // 2**30 for gpu in node.machine.gpus}
         raise ConfigError(
             f"node {node.name}: Ray does not know the memory of its GPUs; "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,13 +11,26 @@ import msgspec
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import VISIBLE, gpu_environment, visible_gpus
+from meltcore.fleet.plan.first_fit import Place
 from meltcore.protocol.step_marks import make_marks_file
-from meltcore.settings.config import EngineConfig, EngineSharing, PriorityClass, SharingSection
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.config import EngineConfig, EngineSettings, EngineSharing, PriorityClass, SharingSection
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
-_DEVICE = re.compile(r"auto|cpu|cuda(?::[0-9]+)?")
-MAX_REPLICAS = 64  # on a CPU nothing else keeps a typing error from starting thousands of processes
+
+
+class PlacedFleet(msgspec.Struct, frozen=True):
+    """The configuration of a server, with the outcome of its plan. `serve` has no plan, and its engines find a place.
+
+    Args:
+        spec: The contents of fleet.yaml, or what the flags of `serve` say. A plan has filled in memory and GPUs.
+        places: The place of each replica of a planned model, by name. GPUs are numbered on their node.
+        room_bytes: The bytes on each device for models that take turns. If it is empty, they are the largest model's.
+    """
+
+    spec: FleetSpec
+    places: dict[str, tuple[Place, ...]] = {}
+    room_bytes: dict[str, int] = {}
 
 
 class Placement(NamedTuple):
@@ -28,68 +40,92 @@ class Placement(NamedTuple):
     environment: dict[str, str]
     node: str = ""  # of a cluster; "": this machine
     gpus: tuple[int, ...] = ()  # that the plan names, numbered among those of the node that may be used
-    model: str = ""  # of a cluster
+    model: str = ""
 
 
-def place_replicas(config: ModelConfig) -> list[Placement]:
+def loaded_section(name: str, model: ModelSection) -> ModelSection:
+    """Return a model as its engines load it: without settings that are for the plan alone.
+
+    Its `shapes` become the checkpoint for random weights without a checkpoint. Raises ConfigError if they stand for a
+    GGUF file, because no configuration describes the blocks of a GGUF file.
+    """
+    if model.kind != "engine":
+        return model
+    # For other tasks it is for the plan alone: the memory of an engine decides how many sentences or clips run.
+    max_num_seqs = model.max_num_seqs if model.has_context else None
+    checkpoint = model.model
+    if model.load_format == "dummy" and model.shapes is not None and not Path(checkpoint).expanduser().exists():
+        if model.format in ("q4_0", "q8_0"):
+            raise ConfigError(
+                f"models.{name}: random weights in {model.format} need a GGUF file for their layout, and {checkpoint} "
+                f"is not on this machine; name a file, or remove format for dense weights of {model.shapes}"
+            )
+        checkpoint = model.shapes
+    return msgspec.structs.replace(model, checkpoint=checkpoint, shapes=None, format="auto", max_num_seqs=max_num_seqs)
+
+
+def engine_config(model: ModelSection) -> EngineConfig:
+    """Return the settings of a model's engines. They are the same for all replicas, which get their GPUs separately."""
+    return EngineConfig(
+        model=model.model,
+        device=model.device if isinstance(model.device, str) else "cuda",
+        memory_bytes=model.memory,
+        enable_sleep_mode=model.is_sleepable and model.tensor_parallel_size == 1,
+        **{field: getattr(model, field) for field in EngineSettings.__struct_fields__},
+    )
+
+
+def place_replicas(fleet: PlacedFleet, name: str) -> list[Placement]:
     """Return a placement for each replica. A single replica finds its GPUs by itself, and a CPU is not divided.
 
-    Raises ConfigError for an unknown form of `device`, for more replicas than MAX_REPLICAS, and for too few GPUs.
-    Raises ConfigError also if --device names a single GPU for several replicas, and as `visible_gpus` does.
+    Raises ConfigError for too few GPUs, and as `visible_gpus` does.
     """
-    engine, replicas, gpus_per_replica = config.engine, config.data_parallel_size, config.engine.tensor_parallel_size
-    if not _DEVICE.fullmatch(engine.device):
-        raise ConfigError(f"--device {engine.device}: must be auto, cpu, cuda or cuda:N")
-    if config.replica_nodes:
-        return _on_nodes(config)
-    if config.replica_gpus:
-        return _on_named_gpus(config)
+    model = fleet.spec.models[name]
+    engine, replicas, gpus_per_replica = engine_config(model), model.replicas, model.tensor_parallel_size
+    places = fleet.places.get(name, ())
+    if any(place.node for place in places):
+        return [Placement(engine, {}, place.node, place.gpus, name) for place in places]
+    if not isinstance(model.device, str):
+        return _on_named_gpus(name, model, engine)
+    unplaced = Placement(engine, {}, model=name)
     if replicas == 1:
         if engine.device == "auto":
             visible_gpus()  # raises for a GPU that cannot be counted, before the engine starts
-        return [Placement(engine, {})]
-    option = f"--data-parallel-size {replicas}"
-    if replicas > MAX_REPLICAS:
-        raise ConfigError(f"--data-parallel-size must be at most {MAX_REPLICAS}; got {replicas}")
-    if engine.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {engine.device} is one GPU, and {option} needs one or more for each replica")
+        return [unplaced]
     gpus = [] if engine.device == "cpu" else visible_gpus()
     if not gpus and engine.device != "cuda":
-        return [Placement(engine, {})] * replicas
+        return [unplaced] * replicas
     if len(gpus) < replicas * gpus_per_replica:
         raise ConfigError(
-            f"{option} needs {replicas * gpus_per_replica} GPUs ({gpus_per_replica} each); {len(gpus)} are visible"
+            f"--data-parallel-size {replicas} needs {replicas * gpus_per_replica} GPUs ({gpus_per_replica} each); "
+            f"{len(gpus)} are visible"
         )
     # By name: an engine left to choose would silently use the CPU when its GPU cannot be used.
-    on_gpus = msgspec.structs.replace(engine, device="cuda")
+    on_gpus = unplaced._replace(engine=msgspec.structs.replace(engine, device="cuda"))
     first_gpus = range(0, replicas * gpus_per_replica, gpus_per_replica)
-    return [Placement(on_gpus, gpu_environment(gpus[first : first + gpus_per_replica])) for first in first_gpus]
+    return [
+        on_gpus._replace(environment=gpu_environment(gpus[first : first + gpus_per_replica])) for first in first_gpus
+    ]
 
 
-def _on_nodes(config: ModelConfig) -> list[Placement]:
-    """Return the placements of a model on the nodes of a cluster. A replica on the CPU has no GPUs."""
-    gpus = config.replica_gpus or ((),) * len(config.replica_nodes)
-    engine = msgspec.structs.replace(config.engine, device="cuda" if config.replica_gpus else "cpu")
-    name = config.names[0]
-    placed = zip(config.replica_nodes, gpus, strict=True)
-    return [Placement(engine, {}, node, numbers, name) for node, numbers in placed]
-
-
-def _on_named_gpus(config: ModelConfig) -> list[Placement]:
-    """Return the placements of a fleet's model whose GPUs are named. Raises ConfigError if a GPU is not visible."""
+def _on_named_gpus(name: str, model: ModelSection, engine: EngineConfig) -> list[Placement]:
+    """Return the placements of a model whose GPUs are named. Raises ConfigError if a GPU is not visible."""
     gpus, placements = visible_gpus(), []
-    for numbers in config.replica_gpus:
+    for numbers in model.replica_gpus:
         missing = [number for number in numbers if number >= len(gpus)]
         if missing:
-            raise ConfigError(
-                f"models.{config.names[0]}.device: got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0"
-            )
+            raise ConfigError(f"models.{name}.device: got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0")
         environment = gpu_environment([gpus[number] for number in numbers])
-        placements.append(Placement(msgspec.structs.replace(config.engine, device="cuda"), environment, gpus=numbers))
+        placements.append(Placement(engine, environment, gpus=numbers, model=name))
     return placements
 
 
-def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str]:
+def _may_use_gpus(model: ModelSection) -> bool:
+    """Return whether the engines of a model run on GPUs of this machine."""
+    return not isinstance(model.device, str) or (model.device != "cpu" and bool(visible_gpus()))
+
+
+def cpu_environment(spec: FleetSpec, placement: Placement) -> dict[str, str]:
     """Return the environment variable that limits the threads of an engine on the CPU.
 
     The engine shares the cores with the other engines on the CPU. Of models that take turns, only as many engines count
@@ -98,50 +134,43 @@ def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str
     """
     if placed_gpus(placement) or _THREADS in os.environ:
         return {}
-    on_cpu = [
-        model
-        for model in config.models
-        if not model.replica_gpus and (model.engine.device == "cpu" or not visible_gpus())
-    ]
-    resident = sum(model.data_parallel_size for model in on_cpu if not model.sleepable)
-    in_turns = [model for model in on_cpu if model.sleepable]
-    own = msgspec.structs.replace(placement.engine, sharing=None)
-    member = next((each for each in in_turns if msgspec.structs.replace(each.engine, sharing=None) == own), None)
-    num_engines = max(1, resident + _most_awake(in_turns, member))
+    on_cpu = {name: model for name, model in spec.engines.items() if not _may_use_gpus(model)}
+    resident = sum(model.replicas for model in on_cpu.values() if not model.is_sleepable)
+    in_turns = {name: model for name, model in on_cpu.items() if model.is_sleepable}
+    num_engines = max(1, resident + _most_awake(in_turns, placement.model))
     return {_THREADS: str(max(1, len(os.sched_getaffinity(0)) // num_engines))}
 
 
-def _most_awake(models: Sequence[ModelConfig], member: ModelConfig | None) -> int:
-    """Return how many engines of models that take turns on the CPU can be awake together, including `member`.
+def _most_awake(models: Mapping[str, ModelSection], member: str) -> int:
+    """Return how many engines of models that take turns on the CPU can be awake together, including those of `member`.
 
-    The models share memory of the size of the largest one. A model of unknown size is awake alone.
+    The models share memory of the size of the largest one. A model of unknown size is awake alone. A member that is
+    always on takes no turns.
     """
-    sizes = [(model.engine.memory_bytes or 0) * model.data_parallel_size for model in models]
-    room, awake = max(sizes, default=0), 0
-    if member is not None:
-        awake = member.data_parallel_size
-        room = 0 if member.engine.memory_bytes is None else room - member.engine.memory_bytes * awake
-    # The smallest first: as many as can be.
-    for size, model in sorted(zip(sizes, models, strict=True), key=lambda each: each[0]):
-        if size > 0 and model is not member and size <= room:
-            awake, room = awake + model.data_parallel_size, room - size
-    return awake if member is not None else max([awake, *(model.data_parallel_size for model in models)])
+    sizes = {name: (model.memory or 0) * model.replicas for name, model in models.items()}
+    room, awake = max(sizes.values(), default=0), 0
+    if member in models:
+        awake = models[member].replicas
+        room = room - sizes[member] if sizes[member] else 0
+    for name in sorted(sizes, key=sizes.__getitem__):  # the smallest first: as many as can be
+        if 0 < sizes[name] <= room and name != member:
+            awake, room = awake + models[name].replicas, room - sizes[name]
+    return awake if member in models else max([awake, *(model.replicas for model in models.values())])
 
 
-def gpu_ranks(config: ServerConfig, node: str) -> int:
+def gpu_ranks(fleet: PlacedFleet, node: str) -> int:
     """Return the number of ranks of all engines on the GPUs of a node, where "" is this machine.
 
     An engine on one GPU has one rank.
     """
     count = 0
-    for model in config.models:
-        if model.replica_nodes:
-            replicas = model.replica_nodes.count(node) if model.replica_gpus else 0
-        elif not node and (model.replica_gpus or (model.engine.device != "cpu" and visible_gpus())):
-            replicas = model.data_parallel_size
+    for name, model in fleet.spec.engines.items():
+        places = fleet.places.get(name, ())
+        if any(place.node for place in places):
+            replicas = sum(place.node == node and bool(place.gpus) for place in places)
         else:
-            continue
-        count += replicas * model.engine.tensor_parallel_size
+            replicas = model.replicas if not node and _may_use_gpus(model) else 0
+        count += replicas * model.tensor_parallel_size
     return count
 
 

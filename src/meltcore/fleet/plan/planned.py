@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,17 +24,16 @@ from meltcore.fleet.plan.cluster import (
 )
 from meltcore.fleet.plan.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.plan.first_fit import Host, Place
-from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.nearest import SEARCH_LIMIT_S
 from meltcore.fleet.plan.needs import fleet_needs, host_needs, named_needs, read_fleet_sizes
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.plan.plan import Plan, empty_gpus, plan_fleet, with_needs, with_plan
 from meltcore.fleet.plan.running_fleet import Running, place_engine, unchanged_models
 from meltcore.fleet.plan.site import OneMachine
 from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.fleet_plan import other_changes_text
 from meltcore.settings.fleet_file import load_fleet
-from meltcore.settings.fleet_spec import FleetSpec
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 _MAX_SIZES_SHOWN = 16
 
@@ -88,10 +86,8 @@ class FleetPlanner:
         """Return the checkpoints of the file that nodes must have. Raises ConfigError if the file is not valid."""
         return node_checkpoints(load_fleet(self.path))
 
-    def config(
-        self, report: Callable[[str], None] = lambda _line: None, running: Running | None = None
-    ) -> ServerConfig:
-        """Return the settings of the planned fleet. `report` gets a line for each model that is not in the plan.
+    def config(self, report: Callable[[str], None] = lambda _line: None, running: Running | None = None) -> PlacedFleet:
+        """Return the planned fleet. `report` gets a line for each model that is not in the plan.
 
         Unchanged models of the fleet `running` stay as they are, and other models are planned beside them. Raises
         ConfigError if the file is not valid. Raises ConfigError with the nearest plan if the fleet does not fit.
@@ -100,9 +96,8 @@ class FleetPlanner:
         site = self._site if running is None else self._look(running.nodes, running.places)
         found = _fitting(find_plan(self._next_spec, site, report, running), site.machine)
         assert found.plan is not None
-        assert found.config is not None
-        room_bytes = _room(found.spec, found.plan, site.gpu_names)
-        return dataclasses.replace(found.config, room_bytes=room_bytes)
+        assert found.placed is not None
+        return msgspec.structs.replace(found.placed, room_bytes=_room(found.spec, found.plan, site.gpu_names))
 
     def accept(self) -> None:
         """Note that the fleet runs by the last plan."""
@@ -219,7 +214,7 @@ class FoundPlan(NamedTuple):
     Args:
         spec: the fleet as it is planned, with all its models.
         known: the models in the plan, as in the file.
-        config: settings without the memory of models that take turns.
+        placed: the fleet as it would start, without the memory of models that take turns.
         gpus: the GPUs that the fleet may use.
         gpu_bytes: bytes of each GPU that other processes do not use.
         kept: models that run and stay as they are, by name.
@@ -231,10 +226,10 @@ class FoundPlan(NamedTuple):
     known: FleetSpec
     plan: Plan | None
     nearest: Plan | None
-    config: ServerConfig | None
+    placed: PlacedFleet | None
     gpus: tuple[VisibleGpu, ...]
     gpu_bytes: list[int]
-    kept: Mapping[str, ModelConfig]
+    kept: Mapping[str, ModelSection]
     obstacles: tuple[str, ...] = ()
 
     @property
@@ -269,9 +264,11 @@ def find_plan(
     gpus = _usable(spec, machine)
     gpu_bytes = _free_bytes(gpus, contexts)
     places = {} if running is None else site.places(running.places)
-    kept: dict[str, ModelConfig] = {}
+    kept: dict[str, ModelSection] = {}
+    kept_places: dict[str, tuple[Place, ...]] = {}
     if running is not None:
         kept = unchanged_models(with_needs(known, fleet_needs(known)), running, places)
+        kept_places = {name: running.fleet.places[name] for name in kept}
     site.check_numbers(known, kept)
     lacking = lacking_nodes(known, site, kept)
     try:
@@ -283,7 +280,7 @@ def find_plan(
             host_bytes=site.host_bytes,
             gpu_nodes=site.gpu_nodes,
             in_turns=site.taking_turns,
-            kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].data_parallel_size)},
+            kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].replicas)},
             lacking={name: frozenset(node.name for node in nodes) for name, nodes in lacking.items()},
         )
     except ConfigError as error:  # a model that needs a larger node, which may be one that is left out
@@ -291,18 +288,16 @@ def find_plan(
     if nearest is not None and nearest.is_cut:
         report(f"the search for the nearest plan was ended after {SEARCH_LIMIT_S:g} s: fewer changes may be enough")
     lacking_texts = tuple(model_lacking_text(spec, name, nodes) for name, nodes in lacking.items())
-    config = None
+    placed = None
     if plan is not None:
         for text in lacking_texts:
             report(f"{text}; it is planned for other nodes")
         planned = with_plan(known, plan)
         models = {name: planned.models.get(name, spec.models[name]) for name in spec.models}
         spec = msgspec.structs.replace(spec, models=models)
-        config = server_config(spec)
-        stay = tuple(kept.get(model.names[0], model) for model in config.models)
-        config = site.placed(dataclasses.replace(config, models=stay), plan, kept)
+        placed = site.placed(msgspec.structs.replace(spec, models=models | kept), plan, kept_places)
     obstacles = (*site.why_no_turns(known), *lacking_texts, *filter(None, [left_out]))
-    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, obstacles)
+    return FoundPlan(spec, known, plan, nearest, placed, gpus, gpu_bytes, kept, obstacles)
 
 
 def _contexts(machine: Machine) -> ContextMemory:
@@ -389,6 +384,8 @@ def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
         if model.kind == "url" or model.device == "cpu":
             continue
         if count == 0 and model.kind == "engine":
+            if model.device == "cuda":
+                raise ConfigError(f"models.{name}.device: got cuda; this machine has no GPU")
             if model.tensor_parallel_size > 1:
                 raise ConfigError(
                     f"models.{name}.tensor_parallel_size: got {model.tensor_parallel_size}; this machine has no GPU"

@@ -2,64 +2,50 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from meltcore.fleet.plan.cluster import absolute_path
 from meltcore.fleet.plan.context_memory import ContextMemory
 from meltcore.fleet.plan.first_fit import FilledGpu, Host, Place, keep, place, place_on_hosts
-from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
+from meltcore.fleet.plan.placement import PlacedFleet, loaded_section
 from meltcore.fleet.plan.plan import gpu_engines
 from meltcore.protocol.cluster import ClusterNode
-from meltcore.settings.fleet_spec import FleetSpec
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 
 class Running(NamedTuple):
-    """A running fleet: its settings, and the place of each engine by model and replica.
+    """A running fleet as it was placed, and the place of each engine now, by model and replica.
 
     GPUs are numbered on their node. `nodes` are the nodes of the fleet's cluster as they are now.
     """
 
-    config: ServerConfig
+    fleet: PlacedFleet
     places: Mapping[tuple[str, int], Place]
     nodes: Sequence[ClusterNode] = ()
 
 
-def planned_places(config: ServerConfig) -> dict[tuple[str, int], Place]:
-    """Return the places of the engines of a planned fleet. Models without a budget are left out."""
-    found = {}
-    for model in config.models:
-        nodes = model.replica_nodes or ("",) * model.data_parallel_size
-        gpus = model.replica_gpus or ((),) * model.data_parallel_size
-        for replica, (node, numbers) in enumerate(zip(nodes, gpus, strict=True)):
-            if model.engine.memory_bytes is not None:
-                found[model.names[0], replica] = Place(node, tuple(numbers))
-    return found
-
-
 def unchanged_models(
     spec: FleetSpec, running: Running, places: Mapping[tuple[str, int], Place]
-) -> dict[str, ModelConfig]:
+) -> dict[str, ModelSection]:
     """Return the models, by name, of a fleet with budgets that already run with the same settings.
 
     `places` are the places of running engines. The GPUs there have the numbers of the fleet. A model counts as changed
     if the file no longer allows its GPUs.
     """
-    before = {model.names[0]: model for model in running.config.models}
+    before = running.fleet.spec.engines
     return {
-        model.names[0]: before[model.names[0]]
-        for model in server_config(spec).models
-        if model.names[0] in before
-        and _without_place(model) == _without_place(before[model.names[0]])
+        name: before[name]
+        for name, model in spec.engines.items()
+        if name in before
+        and _without_place(loaded_section(name, model)) == _without_place(before[name])
         and all(
-            not place.gpus or _allows(spec, model.names[0], replica, place)
-            for (name, replica), place in places.items()
-            if name == model.names[0]
+            not place.gpus or _allows(spec, name, replica, place)
+            for (of_model, replica), place in places.items()
+            if of_model == name
         )
     }
 
@@ -103,12 +89,9 @@ def place_engine(
     return next((Place(host.node, ()) for host in placed_hosts if on_cpu[engine] in host.engines), None)
 
 
-def _without_place(model: ModelConfig) -> ModelConfig:
-    device = "cpu" if model.engine.device == "cpu" else "cuda"
-    engine = msgspec.structs.replace(
-        model.engine, device=device, model=absolute_path(model.engine.model) or model.engine.model
-    )
-    return dataclasses.replace(model, engine=engine, replica_nodes=(), replica_gpus=())
+def _without_place(model: ModelSection) -> ModelSection:
+    device: Literal["cpu", "cuda"] = "cpu" if model.device == "cpu" else "cuda"
+    return msgspec.structs.replace(model, device=device, checkpoint=absolute_path(model.model) or model.model)
 
 
 def _allows(spec: FleetSpec, name: str, replica: int, place: Place) -> bool:

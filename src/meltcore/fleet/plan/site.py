@@ -13,10 +13,10 @@ import msgspec
 from meltcore.common.gpus.machine import Machine, visible_gpus
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.machine import read_machine
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.plan.plan import Plan
 from meltcore.protocol.cluster import ClusterNode
 from meltcore.settings.fleet_spec import FleetSpec
-from meltcore.settings.server_config import ServerConfig
 
 _T = TypeVar("_T")
 
@@ -113,6 +113,8 @@ class OneMachine(Site, frozen=True, tag="machine"):
     def check(self, _spec: FleetSpec, _lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
         """Do nothing, because all engines are on one node, which is checked when they start."""
 
-    def placed(self, config: ServerConfig, _plan: Plan, _kept: Collection[str]) -> ServerConfig:
-        """Return the settings unchanged, because they already have the GPUs of the plan."""
-        return config
+    def placed(self, spec: FleetSpec, plan: Plan, kept: Mapping[str, tuple[Place, ...]]) -> PlacedFleet:
+        """Return a planned fleet with the place of each replica. Models in `kept` stay where they are."""
+        replicas = {name: plan.replicas(name) or ((),) * spec.models[name].replicas for name in plan.needs}
+        places = {name: tuple(Place("", numbers) for numbers in groups) for name, groups in replicas.items()}
+        return PlacedFleet(spec, {**places, **kept})

@@ -8,14 +8,16 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from meltcore.common.sizes import size_text
 from meltcore.protocol.shell import EngineReady
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from meltcore.fleet.run.served_model import ServedModel
 
 PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
 
@@ -70,26 +72,25 @@ class LoadingProgress:
             print_line("\r\033[K", sys.stderr, end="")
 
 
-def print_ready(
-    config: ServerConfig, engines: Sequence[EngineReady], synthetic_tokenizers: Sequence[bool], api_servers: int
-) -> None:
-    """Print the served models, their limits, and their memory tables."""
+def print_ready(models: Sequence[ServedModel], api_servers: int) -> None:
+    """Print the models whose engines have been loaded, their limits, and their memory tables."""
     # Rich would end the process when the reader of standard output is gone.
     output = io.StringIO()
     console = Console(file=output, force_terminal=sys.stdout.isatty(), highlight=False, soft_wrap=True)
-    for model, engine, synthetic in zip(config.models, engines, synthetic_tokenizers, strict=True):
-        _show_model(console, model, engine, synthetic, api_servers)
+    for model in models:
+        if model.limits is not None:
+            _show_model(console, model, model.limits, api_servers)
     print_line(output.getvalue(), sys.stdout, end="")
 
 
-def _show_model(console: Console, model: ModelConfig, engine: EngineReady, synthetic: bool, api_servers: int) -> None:
-    several = model.data_parallel_size > 1
-    replicas = f"{model.data_parallel_size} replicas, each with " if several else ""
+def _show_model(console: Console, model: ServedModel, engine: EngineReady, api_servers: int) -> None:
+    several = len(model.replicas) > 1
+    replicas = f"{len(model.replicas)} replicas, each with " if several else ""
     notes = [f"{engine.weights} weights"] if engine.weights == "dummy" else []
-    notes += ["synthetic tokenizer"] if synthetic else []
+    notes += ["synthetic tokenizer"] if model.synthetic_tokenizer else []
     notes += ["synthetic output lengths"] if engine.has_synthetic_lengths else []
-    notes += [f"debug {option}" for option in model.engine.debug_options]
-    notes += [f"overrides {json.dumps(model.engine.hf_overrides)}"] if model.engine.hf_overrides else []
+    notes += [f"debug {option}" for option in model.config.debug_options]
+    notes += [f"overrides {json.dumps(model.config.hf_overrides)}"] if model.config.hf_overrides else []
     note = f" [{', '.join(notes)}]" if notes else ""
     console.print(f"meltcore: ready: {', '.join(model.names)} on {engine.device} in {engine.dtype}{note}", markup=False)
     console.print(

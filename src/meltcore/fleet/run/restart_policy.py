@@ -102,6 +102,13 @@ class RestartPolicy(ABC):
         """
 
     @abstractmethod
+    def start_limit_s(self, start_s: float) -> float | None:
+        """Return the seconds that an engine has from its start to its first answer. None is no limit.
+
+        `start_s` is the limit of the file.
+        """
+
+    @abstractmethod
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
         """Call `probe`, with a time limit, if a loaded engine must answer a request before the requests of clients.
 
@@ -176,6 +183,10 @@ class NeverRestart(RestartPolicy):
             return ConfigError(f"{name}: {error}") if name else error
         return None
 
+    def start_limit_s(self, start_s: float) -> float | None:
+        """Return None: a person watches the progress."""
+        return None
+
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
         """Return immediately: the first request of a client also shows whether the engine answers."""
 
@@ -246,6 +257,10 @@ class RestartAfterPause(RestartPolicy):
         The report of the failed start has already named the engine.
         """
         return errors[0][1] if errors and len(errors) == num_replicas else None
+
+    def start_limit_s(self, start_s: float) -> float | None:
+        """Return the limit of the file."""
+        return start_s
 
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
         """Wait until the engine has answered."""

@@ -30,7 +30,7 @@ from meltcore.protocol.shell import Asleep, Awake, EngineOutputs, EngineReady, L
 from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.engines.engine_process import EngineProcess, common_limits
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 
 class ServedModel(SupervisedModel[Replica]):
@@ -39,26 +39,27 @@ class ServedModel(SupervisedModel[Replica]):
     def __init__(
         self,
         number: int,
-        config: ModelConfig,
+        name: str,
+        config: ModelSection,
         task: Task | None,
         placements: Sequence[Placement],
         stats: ModelStats,
         parts: ServerParts,
     ) -> None:
         """Create the engines, and add the model to all API servers. `task` is None if the task is unknown."""
-        folder, name, count = parts.log_folder, config.names[0], len(placements)
+        folder, count = parts.log_folder, len(placements)
         replicas = [
             Replica(index=index, placement=placement, log=folder and log_path(folder, name, index, count))
             for index, placement in enumerate(placements)
         ]
         super().__init__(
             number,
-            config.names,
+            (name, *config.aliases),
             replicas,
             stats,
             parts,
-            is_sleepable=config.sleepable,
-            priority_class=config.priority_class,
+            is_sleepable=config.is_sleepable,
+            priority_class=config.priority,
         )
         self.config, self.task = config, task
         stats.task = (task or DEFAULT).name  # for the metrics of this process
@@ -66,7 +67,7 @@ class ServedModel(SupervisedModel[Replica]):
         self.synthetic_tokenizer = False
         for replica in replicas:
             replica.process = self._new_engine(replica)
-        parts.pool.add_model(AddModel(number, config, None if task is None else task.name, [None] * count))
+        parts.pool.add_model(AddModel(number, name, config, None if task is None else task.name, [None] * count))
 
     # --- starting
 
@@ -113,7 +114,7 @@ class ServedModel(SupervisedModel[Replica]):
             number = self._parts.next_engine()
             replica.sockets = socket_folder(self._parts.sockets, number)
             engine = replica.process = self._new_engine(replica)
-            limit_s, began_s = self.config.start_timeout_s, time.monotonic()
+            limit_s, began_s = self._parts.policy.start_limit_s(self._parts.timeouts.start_s), time.monotonic()
             self.stats.set("start_s", began_s)
             try:
                 async with asyncio.timeout(limit_s):
@@ -308,7 +309,7 @@ class ServedModel(SupervisedModel[Replica]):
     def _new_engine(self, replica: Replica) -> EngineProcess:
         failed_nodes = self._parts.policy.failed_nodes(replica.deaths, time.monotonic())
         on_message = partial(self._on_engine_message, replica)
-        return self._parts.launcher.new_engine(replica, self.config.priority_class, failed_nodes, on_message)
+        return self._parts.launcher.new_engine(replica, self.config.priority, failed_nodes, on_message)
 
     def _on_engine_message(self, replica: Replica, message: FromEngine) -> None:
         if isinstance(message, EngineOutputs):  # also without outputs: a sign of life

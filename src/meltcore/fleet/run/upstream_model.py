@@ -22,7 +22,7 @@ from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.replica import ReplicaLife
 from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
-from meltcore.protocol.channel import AddUpstream
+from meltcore.protocol.channel import AddModel
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.tasks.forwarding import forwarded_paths
 from meltcore.serve.upstream.http_backend import upstream_api_key
@@ -72,7 +72,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         # A fleet is not ready before servers that run elsewhere have answered.
         self._elsewhere = None if config.url is None else Upstream(0, config.url, parts.timeouts.connect_s, key)
         urls = [config.url] if config.url else [f"http://127.0.0.1:{server.port}" for server in self.replicas]
-        parts.pool.add_model(AddUpstream(number, name, config, urls))
+        parts.pool.add_model(AddModel(number, name, config, config.task, urls=urls))
 
     # --- starting
 

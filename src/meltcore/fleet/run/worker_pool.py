@@ -8,7 +8,6 @@ than its share. It would also let a second server use a port that is in use.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import socket
 import sys
@@ -26,7 +25,6 @@ from meltcore.common.process import STDERR, describe_exit, start_async
 from meltcore.fleet.run.restart_policy import RestartPolicy
 from meltcore.protocol.channel import (
     AddModel,
-    AddUpstream,
     Channel,
     EndRequests,
     EngineUnreadable,
@@ -45,8 +43,8 @@ from meltcore.protocol.channel import (
 )
 from meltcore.serve.http.hops import own_name
 from meltcore.serve.requests.stats import ServerStats
+from meltcore.settings.fleet_spec import FleetSpec
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection
-from meltcore.settings.server_config import ServerConfig
 
 _COMMAND = (sys.executable, "-m", "meltcore.serve.api_server_main")
 # Of several workers: Python's own allocator keeps a megabyte for one object that is left in it, 50 MB for good after
@@ -60,7 +58,7 @@ MAX_DEFAULT_WORKERS = 4
 ModelMessage = OpenModel | StatusChanged | EndRequests | ReplicaStarted | ReplicaEnded
 
 
-def worker_count(config: ServerConfig) -> int:
+def worker_count(config: FleetSpec) -> int:
     """Return the configured number of API server processes, by default one per four cores and at most four.
 
     One process passes on about 40,000 tokens/s. All its streams wait while it is busy with one request. Engines and
@@ -96,7 +94,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: FleetSpec,
         stats: ServerStats,
         directory: Path,
         *,
@@ -125,7 +123,7 @@ class WorkerPool:
         self._workers: list[APIServerWorker] = []
         self._watches: set[asyncio.Task[None]] = set()
         self._pending: deque[socket.socket] = deque()  # connections that no worker could take yet
-        self._models: dict[int, AddModel | AddUpstream] = {}  # as a worker that starts later is sent them
+        self._models: dict[int, AddModel] = {}  # as a worker that starts later is sent them
         # Done once all workers can serve a model, with whether its tokenizer is a substitute.
         self._opened: dict[int, asyncio.Future[bool]] = {}
         self._policy, self._report = policy, report
@@ -141,7 +139,7 @@ class WorkerPool:
 
     # --- models
 
-    def add_model(self, message: AddModel | AddUpstream) -> None:
+    def add_model(self, message: AddModel) -> None:
         """Let all workers load the tokenizer of a model, or watch the servers of an upstream model."""
         self._models[message.model] = message
         opened = self._opened[message.model] = asyncio.get_running_loop().create_future()
@@ -173,13 +171,13 @@ class WorkerPool:
             raise ConfigError(self.failed.result())
         return opened.result()
 
-    def change_routes(self, config: ServerConfig) -> None:
+    def change_routes(self, config: FleetSpec) -> None:
         """Let all workers choose models by the routes of `config`. Workers that start later do so too."""
         self._config = config
         self._send(self._routes())
 
     def _routes(self) -> RoutesChanged:
-        return RoutesChanged(self._config.order, self._config.languages, self._config.routes)
+        return RoutesChanged(tuple(self._config.models), self._config.languages, self._config.routes)
 
     @property
     def num_models(self) -> int:
@@ -272,9 +270,7 @@ class WorkerPool:
         worker.channel = Channel(parent_socket, FromAPIServer)
         worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
         num_processes = self._stats.api_servers + 1
-        config = dataclasses.replace(
-            self._config, models=(), upstream={}, order=(), languages=LanguagesSection(), routes=RoutesSection()
-        )
+        config = msgspec.structs.replace(self._config, models={}, languages=LanguagesSection(), routes=RoutesSection())
         setup = Setup(config, worker.worker_id, num_processes, str(self._directory), own_name())
         worker.channel.send(setup, self._stats.shared.fd)
         watch = asyncio.create_task(self._watch(worker))
@@ -351,11 +347,11 @@ class WorkerPool:
             self.failed.set_result(reason)
 
 
-def _after(model: AddModel | AddUpstream, message: ModelMessage) -> AddModel | AddUpstream:
+def _after(model: AddModel, message: ModelMessage) -> AddModel:
     """Return what a worker that starts after `message` about a model receives of the model."""
     if isinstance(message, StatusChanged):
         return msgspec.structs.replace(model, status=message)
-    if isinstance(message, EndRequests) or isinstance(model, AddUpstream):
+    if isinstance(message, EndRequests):
         return model
     if isinstance(message, OpenModel):
         return msgspec.structs.replace(model, open=message)

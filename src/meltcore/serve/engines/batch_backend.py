@@ -129,4 +129,4 @@ class BatchBackend(EngineBackend):
         ticket = BatchTicket(time.monotonic())
         for message, cost in zip(messages, costs, strict=True):
             BatchPart(ticket, message, cost)
-        return await self.tickets.results(ticket, self.config.priority_class, units=units, cost=sum(costs))
+        return await self.tickets.results(ticket, self.config.priority, units=units, cost=sum(costs))

@@ -16,10 +16,10 @@ from meltcore.serve.engines.engine_link import EngineLink
 from meltcore.serve.requests.admission import Admission, Unit
 from meltcore.serve.requests.backend import SERVING, Health
 from meltcore.serve.requests.open_tickets import OpenTickets, Outcome
-from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
+from meltcore.serve.requests.request_queue import RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.settings.config import Profiler
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import LimitsSection, ModelSection
 
 ENGINE_DEAD = "the engine has died"
 
@@ -38,21 +38,22 @@ class EngineBackend:
 
     def __init__(
         self,
-        config: ModelConfig,
+        name: str,
+        config: ModelSection,
         server: ServerStats,
         stats: ModelStats,
         *,
+        limits: LimitsSection,
         request_timeout_s: float,
-        class_shares: Sequence[int] = EQUAL_SHARES,
     ) -> None:
         """Create the backend of a model. The statistics of the model name its task."""
         self.config = config
-        self.names = config.names
+        self.names = (name, *config.aliases)
         self.paths: Sequence[str] = tuple(tasks()[stats.task].paths)
         self.stats = stats
         self.health = Health(stats)
         self._limit_s = request_timeout_s
-        self._class_shares = class_shares
+        self._limits = limits
         self._server_stats = server
         self._text: Any = None  # what `load` has returned
         self._ready: Any = None  # what the engines have said about the loaded model
@@ -101,10 +102,10 @@ class EngineBackend:
 
     def _new_queue(self, slots: int, waiting_units: Callable[[], float] | None = None) -> RequestQueue:
         """Return the queue of the model. A replica runs `slots` requests concurrently."""
-        limits = self.config.limits
+        limits = self._limits.of(self.config)
         max_units = getattr(limits, self.unit.setting)
         admission = Admission(max_queue=limits.max_queue, max_units=max_units, max_num_seqs=slots, unit=self.unit)
-        return RequestQueue(self.stats, admission, slots=slots, shares=self._class_shares, waiting_units=waiting_units)
+        return RequestQueue(self.stats, admission, slots=slots, shares=limits.class_shares, waiting_units=waiting_units)
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
         """End all open requests, or all open requests of `replica`, with an error."""
@@ -133,7 +134,7 @@ class EngineBackend:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
         common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
         facts = {"task": self.stats.task, **self.facts(engine)}
-        return card | facts | common | {"replicas": self.config.data_parallel_size}
+        return card | facts | common | {"replicas": self.config.replicas}
 
     def facts(self, ready: Any) -> Mapping[str, Any]:  # noqa: ARG002 - of some tasks
         """Return the facts of the task for the model card.

@@ -12,7 +12,6 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -23,15 +22,14 @@ from meltcore.serve.requests.request_fields import header
 from meltcore.serve.requests.stats import CLASSES, ServerStats
 from meltcore.settings.config import PriorityClass
 from meltcore.settings.field_types import KEY_NAME_FORM, KEY_NAME_PATTERN
-from meltcore.settings.fleet_spec import KeySection
-from meltcore.settings.server_config import ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec, KeySection
 
 ENVIRONMENT_KEY = "MELTCORE_API_KEY"
 DEFAULT_NAME = "default"  # of the key of --api-key or the environment
 WINDOW_S = 60.0  # of the limits per minute. A bucket holds as much
 
 
-def resolve_keys(config: ServerConfig) -> ServerConfig:
+def resolve_keys(config: FleetSpec) -> FleetSpec:
     """Return the configuration with the hash of every key and without the keys.
 
     Raises ConfigError if a key is missing, and if two keys have the same name or value.
@@ -43,10 +41,10 @@ def resolve_keys(config: ServerConfig) -> ServerConfig:
                 first, second = keys[values.index(value)].name, keys[index].name
                 raise ConfigError(f"two API keys have the same {what}: {first} and {second}")
     server = msgspec.structs.replace(config.server, api_key_file=None)
-    return replace(config, server=server, keys=keys)
+    return msgspec.structs.replace(config, server=server, keys=keys)
 
 
-def _resolved(config: ServerConfig) -> Iterator[KeySection]:
+def _resolved(config: FleetSpec) -> Iterator[KeySection]:
     limits = {name: getattr(config.limits, name) for name in ("requests_per_minute", "tokens_per_minute")}
     # The flag --api-key stands here as a hash already, instead of the variable.
     has_flag = any(key.name == DEFAULT_NAME and key.sha256 is not None for key in config.keys)

@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from meltcore.common.tasks import tasks
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header, shorten
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.settings.server_config import ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -64,7 +63,7 @@ _ATTRIBUTES = {  # of the fields of a request's log line
 }
 
 
-def resolve_tracing(config: ServerConfig) -> ServerConfig:
+def resolve_tracing(config: FleetSpec) -> FleetSpec:
     """Return the configuration with the endpoint of traces from the flag, the file or the environment.
 
     If the endpoint is None, no traces are written. Raises ConfigError if the endpoint is no address, if its protocol is
@@ -89,8 +88,8 @@ def resolve_tracing(config: ServerConfig) -> ServerConfig:
     return _with_endpoint(config, endpoint)
 
 
-def _with_endpoint(config: ServerConfig, endpoint: str | None) -> ServerConfig:
-    return replace(config, server=msgspec.structs.replace(config.server, otlp_endpoint=endpoint))
+def _with_endpoint(config: FleetSpec, endpoint: str | None) -> FleetSpec:
+    return msgspec.structs.replace(config, server=msgspec.structs.replace(config.server, otlp_endpoint=endpoint))
 
 
 def _queue_size() -> int:

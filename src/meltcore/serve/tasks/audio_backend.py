@@ -14,7 +14,7 @@ from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.open_tickets import OpenTickets
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.ticket import Child, Ticket
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 # Uploads of open requests in this process. Beyond it requests are refused: memory stays bounded.
 _MAX_UPLOADS_BYTES = 2**30
@@ -34,8 +34,10 @@ class AudioBackend(EngineBackend, Generic[_Work]):
 
     child_type: type[_Work]
 
-    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
-        super().__init__(config, server, stats, **settings)
+    def __init__(
+        self, name: str, config: ModelSection, server: ServerStats, stats: ModelStats, **settings: Any
+    ) -> None:
+        super().__init__(name, config, server, stats, **settings)
         self.workers = AudioWorkers()
         self.tickets: OpenTickets[_Work] = OpenTickets(
             stats,
@@ -71,7 +73,7 @@ class AudioBackend(EngineBackend, Generic[_Work]):
             )
         ticket: Ticket[_Work] = Ticket(time.monotonic())
         child = self.child_type(ticket, upload_bytes)
-        async with self.tickets.admitted(ticket, self.config.priority_class, units=units, cost=max(1.0, units)):
+        async with self.tickets.admitted(ticket, self.config.priority, units=units, cost=max(1.0, units)):
             yield child
         self.stats.finish(
             "stop", prompt_tokens=0, arrived_s=ticket.arrived_s, first_token_s=None, now_s=time.monotonic(), times=None

@@ -17,7 +17,7 @@ from meltcore.serve.requests.exchange import Exchange, current_exchange
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.protocol import decode_request
 from meltcore.serve.tasks.model_choice import ModelChoice
-from meltcore.settings.server_config import ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec
 
 # OpenAI's limit of an upload. A larger --max-body raises it.
 MIN_UPLOAD_BYTES = 25 * 2**20
@@ -42,7 +42,7 @@ class Endpoint(ABC):
     def __init_subclass__(cls) -> None:
         cls.paths = cls.paths or tuple(operation.path for operation in cls.operations)
 
-    def __init__(self, models: ModelTable, config: ServerConfig, log: Log) -> None:
+    def __init__(self, models: ModelTable, config: FleetSpec, log: Log) -> None:
         self._models = models
         self.choices = ModelChoice(models)
         self._config = config

@@ -23,7 +23,7 @@ from meltcore.serve.requests.protocol import JsonRequest
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.upstream.http_backend import HttpBackend
-from meltcore.settings.server_config import ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and upstream servers may.
 UPSTREAM_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")
@@ -40,7 +40,7 @@ _decode_request = msgspec.json.Decoder(JsonRequest).decode
 class ForwardingEndpoint(Endpoint):
     """Passes requests of forwarding backends on, and all others to `own`, the endpoint of Meltcore's own models."""
 
-    def __init__(self, own: Endpoint | None, models: ModelTable, config: ServerConfig, log: Log) -> None:
+    def __init__(self, own: Endpoint | None, models: ModelTable, config: FleetSpec, log: Log) -> None:
         """Create the endpoint. `own` is None for a path that no model of Meltcore's own serves."""
         super().__init__(models, config, log)
         self._own = own

@@ -22,7 +22,7 @@ from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_d
 from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 
 def local_engine(backend: Backend) -> LocalEngine:
@@ -39,8 +39,10 @@ class LocalEngine(EngineBackend):
     unit = TOKENS
     tickets: OpenRequests | None = None
 
-    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
-        super().__init__(config, server, stats, **settings)
+    def __init__(
+        self, name: str, config: ModelSection, server: ServerStats, stats: ModelStats, **settings: Any
+    ) -> None:
+        super().__init__(name, config, server, stats, **settings)
         self._time_limit: RequestTimeLimit[GenerationTicket] = RequestTimeLimit(self._limit_s, self._end_overdue)
 
     # --- life cycle
@@ -132,13 +134,13 @@ class LocalEngine(EngineBackend):
             "max_model_len": ready.max_model_len,
             "vocab_size": ready.vocab_size,
             "chat": text.template.is_usable,
-            "special_tokens_in_messages": self.config.engine.special_tokens_in_messages,
+            "special_tokens_in_messages": self.config.special_tokens_in_messages,
             "tokenizer": "synthetic" if text.tokenizer.is_synthetic else "real",
             "weight_dtypes": ready.weight_dtypes,
             "kv_cache_dtype": ready.kv_cache_dtype,
             "speculative_decoding": ready.speculative_decoding,
-            "debug": list(self.config.engine.debug_options),
-            "hf_overrides": self.config.engine.hf_overrides,
+            "debug": list(self.config.debug_options),
+            "hf_overrides": self.config.hf_overrides,
         }
 
     async def _chat_prompt(
@@ -150,7 +152,7 @@ class LocalEngine(EngineBackend):
             request.messages or [],
             request.chat_template_kwargs,
             context,
-            special_tokens_in_messages=self.config.engine.special_tokens_in_messages,
+            special_tokens_in_messages=self.config.special_tokens_in_messages,
             is_only_counted=is_only_counted,
         )
 
@@ -184,7 +186,7 @@ class LocalEngine(EngineBackend):
         allowed_tokens = sum(min(choice.params.max_tokens, usual_tokens) for choice in ticket.choices)
         prompt_tokens = ticket.prompt_tokens
         self.tickets.admit(
-            *(ticket, self.config.priority_class),
+            *(ticket, self.config.priority),
             units=prompt_tokens,
             cost=prompt_tokens + allowed_tokens,
             priority=priority,

@@ -2,71 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.common.host_memory import trim_memory
-from meltcore.common.tasks import DEFAULT
+from meltcore.common.tasks import DEFAULT, Task
+from meltcore.models.checkpoints import checkpoint as checkpoints
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint, find_folder, folder_reasons
 from meltcore.serve.tasks.generation.text_model import find_checkpoint, find_task
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
 
 
-def check_servable(config: ModelConfig) -> None:
-    """Raise ConfigError with all reasons that the files of a model, its tokenizer and its chat template show.
+def check_servable(config: ModelSection) -> Task:
+    """Return the task of a model.
+
+    Raises ConfigError with all reasons that the files of the model, its tokenizer and its chat template show.
 
     All files of a model on the Hub except safetensors files are downloaded for this, as a server would do next.
     """
-    engine = config.engine
-    tokenizer = _reason_of_tokenizer(engine.tokenizer)
+    tokenizer = _reason_of_tokenizer(config.tokenizer)
     if tokenizer is not None:
         config = _with_good_tokenizer(config)
     source, of_files = _reasons_of_files(config)
     trim_memory()  # a tokenizer of 150,000 tokens left 100 MB to the process that goes on as the supervisor
-    named = [tokenizer, _reason_of_template(engine.chat_template)]
+    named = [tokenizer, _reason_of_template(config.chat_template)]
     reasons = [*of_files, *(reason for reason in named if reason is not None)]
     if len(reasons) == 1 and (source is None or not of_files):  # it says what it is about
         raise ConfigError(reasons[0])
     if reasons:
-        raise UnservableModelError(source or engine.model, reasons)
+        raise UnservableModelError(source or config.model, reasons)
+    return checkpoints.find_task(config.model, dummy=config.load_format == "dummy")
 
 
-def _reasons_of_files(config: ModelConfig) -> tuple[str | None, list[str]]:
+def _reasons_of_files(config: ModelSection) -> tuple[str | None, list[str]]:
     """Return a model's file or folder, and the reasons that it shows. None means that the reasons already name it."""
     try:
         if find_task(config) is not DEFAULT:
             return None, []
         checkpoint = find_checkpoint(config)
     except UnservableModelError as error:
-        broken = _reasons_of_gguf_tokenizer(Path(error.source)) if config.engine.tokenizer is None else []
+        broken = _reasons_of_gguf_tokenizer(Path(error.source)) if config.tokenizer is None else []
         return error.source, [*error.reasons, *broken]
     except ConfigError as error:
-        if config.engine.tokenizer is not None:
+        if config.tokenizer is not None:
             return None, [str(error)]
         source, others = _reasons_of_files(_with_good_tokenizer(config))
         return source, list(dict.fromkeys([str(error), *others]))
     if checkpoint.gguf is not None:
         broken = _reasons_of_gguf_tokenizer(checkpoint.gguf.path) if checkpoint.text_folder is None else []
         return str(checkpoint.gguf.path), broken
-    return str(checkpoint.folder), _reasons_of_folder(checkpoint, config.engine)
+    return str(checkpoint.folder), _reasons_of_folder(checkpoint, config)
 
 
-def _with_good_tokenizer(config: ModelConfig) -> ModelConfig:
+def _with_good_tokenizer(config: ModelSection) -> ModelSection:
     """Return the settings with a valid tokenizer, so that the faults of the model's other files are found."""
-    return replace(config, engine=msgspec.structs.replace(config.engine, tokenizer=BUNDLED_MODEL))
+    return msgspec.structs.replace(config, tokenizer=BUNDLED_MODEL)
 
 
-def _reasons_of_folder(checkpoint: Checkpoint, engine: EngineConfig) -> list[str]:
-    is_dummy, folder = engine.load_format == "dummy", checkpoint.text_folder
-    reasons = folder_reasons(checkpoint, is_dummy=is_dummy, has_overrides=bool(engine.hf_overrides))
+def _reasons_of_folder(checkpoint: Checkpoint, config: ModelSection) -> list[str]:
+    is_dummy, folder = config.load_format == "dummy", checkpoint.text_folder
+    reasons = folder_reasons(checkpoint, is_dummy=is_dummy, has_overrides=bool(config.hf_overrides))
     assert folder is not None, "a folder has its own tokenizer, or that of --tokenizer"
-    if engine.tokenizer is None and (not is_dummy or (folder / "tokenizer.json").exists()):
+    if config.tokenizer is None and (not is_dummy or (folder / "tokenizer.json").exists()):
         try:
             Tokenizer.from_folder(folder)
         except ConfigError as error:

@@ -15,7 +15,7 @@ from meltcore.models.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
@@ -36,17 +36,16 @@ class TextModel:
         return self.tokenizer.is_synthetic
 
 
-def find_checkpoint(config: ModelConfig) -> Checkpoint:
+def find_checkpoint(config: ModelSection) -> Checkpoint:
     """Return the checkpoint's folder and configuration. A checkpoint of the Hub is downloaded.
 
     Raises UnservableModelError with all reasons why a GGUF file cannot be served. Raises ConfigError for other faults.
     """
-    engine = config.engine
-    files: CheckpointFiles = "config" if engine.load_format == "dummy" else "text"
+    files: CheckpointFiles = "config" if config.load_format == "dummy" else "text"
     try:
-        checkpoint = open_checkpoint(engine.model, files=files, tokenizer=engine.tokenizer)
+        checkpoint = open_checkpoint(config.model, files=files, tokenizer=config.tokenizer)
     except UnservableModelError as error:
-        if engine.tokenizer is not None:
+        if config.tokenizer is not None:
             raise
         raise UnservableModelError(error.source, (*error.reasons, *_tokenizer_reasons(Path(error.source)))) from error
     if checkpoint.gguf is not None and checkpoint.text_folder is None:
@@ -63,26 +62,26 @@ def _tokenizer_reasons(path: Path) -> list[str]:
     return tokenizer_reasons(path)
 
 
-def find_task(config: ModelConfig) -> Task:
+def find_task(config: ModelSection) -> Task:
     """Return the task of a model, after downloading its configuration if necessary. Raises ConfigError."""
-    task = checkpoints.find_task(config.engine.model, dummy=config.engine.load_format == "dummy")
+    task = checkpoints.find_task(config.model, dummy=config.load_format == "dummy")
     if task is DEFAULT:
         find_checkpoint(config)  # says what is wrong with one that cannot be opened
     if config.normalizer != "itt" and "normalizer" not in task.settings:
-        raise ConfigError(f"--normalizer {config.normalizer}: {config.engine.model} is not a translation checkpoint")
+        raise ConfigError(f"--normalizer {config.normalizer}: {config.model} is not a translation checkpoint")
     return task
 
 
-def load_text_model(config: ModelConfig) -> TextModel:
+def load_text_model(config: ModelSection) -> TextModel:
     """Load the tokenizer, the chat template and the sampling defaults. May take seconds. Raises ConfigError."""
     checkpoint = find_checkpoint(config)
     greedy, generation_path = config.generation_config == "greedy", checkpoint.folder / "generation_config.json"
-    tokenizer = Tokenizer.from_checkpoint(checkpoint, allow_missing=config.engine.load_format == "dummy")
+    tokenizer = Tokenizer.from_checkpoint(checkpoint, allow_missing=config.load_format == "dummy")
     # Looked up now, the bytes of all tokens (20 MB for 150,000) are allocated together, not scattered while serving.
     for token_id in range(tokenizer.vocab_size):
         tokenizer.token_bytes(token_id)
     defaults = template_defaults(checkpoint.config)
-    template = ChatTemplate.from_checkpoint(checkpoint, defaults, config.engine.chat_template)
+    template = ChatTemplate.from_checkpoint(checkpoint, defaults, config.chat_template)
     return TextModel(
         tokenizer=tokenizer,
         template=template,

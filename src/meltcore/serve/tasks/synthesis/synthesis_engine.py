@@ -17,7 +17,7 @@ from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.tasks.audio_backend import AudioBackend
 from meltcore.serve.tasks.synthesis.forms import SpokenPart, SynthesisRequest
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.synthesis.voices import find_voice
 
 # Of float32 samples that wait in this process for slow clients: 3 hours at 24 kHz. A request that goes beyond it ends.
@@ -80,8 +80,10 @@ class SynthesisEngine(AudioBackend[_Speech]):
     unit = CHARS
     child_type = _Speech
 
-    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
-        super().__init__(config, server, stats, **settings)
+    def __init__(
+        self, name: str, config: ModelSection, server: ServerStats, stats: ModelStats, **settings: Any
+    ) -> None:
+        super().__init__(name, config, server, stats, **settings)
         self._encoders = AudioEncoders()
         self._warm_up: asyncio.Task[None] | None = None
 

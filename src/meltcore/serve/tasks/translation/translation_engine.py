@@ -78,7 +78,7 @@ class TranslationEngine(BatchBackend):
             num_tokens, message = len(sentence.token_ids), partial(Translate, token_ids=sentence.token_ids)
             BatchPart(ticket, message, num_tokens + ready.max_new_tokens, num_tokens)
         assert self.tickets is not None
-        results = await self.tickets.results(ticket, self.config.priority_class, units=num_chars, cost=num_chars)
+        results = await self.tickets.results(ticket, self.config.priority, units=num_chars, cost=num_chars)
         outputs = [list(result.token_ids) for result in results]
         texts = await asyncio.to_thread(self._text.finish, documents, outputs, target)
         num_source_tokens = sum(len(sentence.token_ids) for sentence in sentences)

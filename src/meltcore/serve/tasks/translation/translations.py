@@ -10,7 +10,7 @@ from meltcore.common.errors import RequestError
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.config_fields import Fields
 from meltcore.serve.tasks.translation.forms import TranslateRequest
-from meltcore.settings.server_config import ModelConfig
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.languages import LANGUAGES, Language
 from meltcore.text.translation.document import Document, finish, prepare
 from meltcore.text.translation.indic_scripts import Normalizer
@@ -69,13 +69,13 @@ class TranslationText:
         ]
 
 
-def load_translation_text(config: ModelConfig, checkpoint: Checkpoint) -> TranslationText:
+def load_translation_text(config: ModelSection, checkpoint: Checkpoint) -> TranslationText:
     """Load the tokenizer. Raises ConfigError if files are missing or broken."""
     sizes = Fields(checkpoint.config).required("encoder_vocab_size", "decoder_vocab_size")
-    is_synthetic = config.engine.load_format == "dummy" and not checkpoint.has_sentencepiece
+    is_synthetic = config.load_format == "dummy" and not checkpoint.has_sentencepiece
     tokenizer: TranslationTokenizer = (
         SyntheticTokenizer(sizes["encoder_vocab_size"])
         if is_synthetic
         else SentencePieceTokenizer(checkpoint.folder, sizes["encoder_vocab_size"], sizes["decoder_vocab_size"])
     )
-    return TranslationText(tokenizer, is_synthetic, find_direction(config.engine.model))
+    return TranslationText(tokenizer, is_synthetic, find_direction(config.model))
