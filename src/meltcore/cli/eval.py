@@ -174,9 +174,8 @@ def _throughput_config(args: argparse.Namespace) -> "ThroughputConfig":
 
 def _run_full(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
     from meltcore.common.options import from_options
-    from meltcore.measure.experiments.evals.baseline import run_baseline
     from meltcore.measure.experiments.evals.config import EvaluationConfig
-    from meltcore.measure.experiments.evals.evaluation import check_config, run_evaluation
+    from meltcore.measure.experiments.evals.evaluation import check_config, run_baseline, run_evaluation
 
     config = from_options(EvaluationConfig, args, throughput=_throughput_config(args))
     check_config(config)

@@ -38,17 +38,31 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError for a missing name or command file, too few starts, or an unknown baseline.
     """
+    import msgspec
+    from rich.console import Console
+
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.common.errors import ConfigError
+    from meltcore.measure.experiments.compare.starts import find_start_set, list_baselines
+    from meltcore.measure.report.comparisons.baseline import print_start_set, print_start_sets
 
+    console = Console()
     if args.action == "list":
-        return _list_baselines(args)
+        print_start_sets(list_baselines(args.baselines), console)
+        return 0
     if args.name is None:
         raise ConfigError(f"baseline {args.action} needs a NAME")
-    if args.action == "show":
-        return _show_baseline(args)
-    with signals_as_ctrl_c():
-        return _save_baseline(args)
+    if args.action == "save":
+        with signals_as_ctrl_c():
+            return _save_baseline(args)
+    start_set = find_start_set(args.name, args.baselines)
+    if start_set is None:
+        raise ConfigError(f"there is no baseline {args.name} in {args.baselines}; see meltcore baseline list")
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(start_set), indent=2).decode())
+    else:
+        print_start_set(start_set, console)
+    return 0
 
 
 def _save_baseline(args: argparse.Namespace) -> int:
@@ -60,15 +74,20 @@ def _save_baseline(args: argparse.Namespace) -> int:
 
     from meltcore.cli.start_options import start_options, start_printers
     from meltcore.common.errors import ConfigError
-    from meltcore.measure.experiments.compare.baseline import MIN_STARTS, baseline_folder, save_baseline
-    from meltcore.measure.experiments.compare.starts import interleave, run_starts
-    from meltcore.measure.experiments.servers.command import read_command
+    from meltcore.measure.experiments.compare.starts import (
+        MIN_BASELINE_STARTS,
+        baseline_folder,
+        interleave,
+        run_starts,
+        save_baseline,
+    )
+    from meltcore.measure.experiments.servers.process import read_command
     from meltcore.measure.report.comparisons.baseline import print_start_set
 
     if args.run is None:
         raise ConfigError("baseline save needs --run FILE, the command of the server to start")
-    if args.starts < MIN_STARTS:
-        raise ConfigError(f"a baseline is of at least {MIN_STARTS} starts; got {args.starts}")
+    if args.starts < MIN_BASELINE_STARTS:
+        raise ConfigError(f"a baseline is of at least {MIN_BASELINE_STARTS} starts; got {args.starts}")
     folder = baseline_folder(Path(args.baselines), args.name, replace=args.replace)
     command, plan = read_command(args.run), start_options(args, tuple(sys.argv[1:]))
     console = Console()
@@ -79,36 +98,4 @@ def _save_baseline(args: argparse.Namespace) -> int:
         path = save_baseline(folder, start_set, Path(logs))
     print_start_set(start_set, console)
     console.print(f"saved: {path}", highlight=False, soft_wrap=True)
-    return 0
-
-
-def _list_baselines(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from meltcore.measure.experiments.compare.baseline import list_baselines
-    from meltcore.measure.report.comparisons.baseline import print_start_sets
-
-    print_start_sets(list_baselines(Path(args.baselines)), Console())
-    return 0
-
-
-def _show_baseline(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    import msgspec
-    from rich.console import Console
-
-    from meltcore.common.errors import ConfigError
-    from meltcore.measure.experiments.compare.baseline import find_start_set
-    from meltcore.measure.report.comparisons.baseline import print_start_set
-
-    start_set = find_start_set(args.name, Path(args.baselines))
-    if start_set is None:
-        raise ConfigError(f"there is no baseline {args.name} in {args.baselines}; see meltcore baseline list")
-    if args.json:
-        print(msgspec.json.format(msgspec.json.encode(start_set), indent=2).decode())
-    else:
-        print_start_set(start_set, Console())
     return 0

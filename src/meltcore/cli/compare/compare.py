@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meltcore.measure.documents.comparison import ComparisonResult, Limits
-    from meltcore.measure.documents.starts import StartSet
 
 HELP = (
     "Judge a change: REGRESSION, IMPROVEMENT, NO EVIDENCE or UNDERPOWERED. With --run, two servers are started afresh, "
@@ -109,13 +108,15 @@ def run(args: argparse.Namespace) -> int:
     num_stored, num_fresh = len(args.stored), len(args.run or [])
     if (num_stored, num_fresh) in ((0, 2), (1, 1)):
         with signals_as_ctrl_c():
-            return _run_against_stored(args) if num_stored else _run_both(args)
+            return _compare_fresh(args)
     if (num_stored, num_fresh) == (2, 0):
         return _compare_stored(args)
     raise ConfigError("compare takes two sides: A B, or --run A.cmd B.cmd, or a baseline and --run B.cmd")
 
 
-def _run_both(args: argparse.Namespace) -> int:
+def _compare_fresh(args: argparse.Namespace) -> int:
+    """Start the new server afresh, and the old one too unless a stored set is given for it."""
+    import dataclasses
     import sys
 
     from rich.console import Console
@@ -123,13 +124,21 @@ def _run_both(args: argparse.Namespace) -> int:
     from meltcore.cli.start_options import start_options, start_printers
     from meltcore.common.errors import MeltcoreError
     from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.experiments.compare.run import NEW, OLD, Comparison, run_comparison
-    from meltcore.measure.experiments.servers.command import read_command
+    from meltcore.measure.experiments.compare.starts import (
+        NEW,
+        OLD,
+        Comparison,
+        read_side,
+        run_comparison,
+        stored_load,
+    )
+    from meltcore.measure.experiments.servers.process import read_command
+    from meltcore.measure.load.tasks.task import check_workload
 
-    old, new = (read_command(path) for path in args.run)
+    stored = read_side(args.stored[0], args.baselines) if args.stored else None
     comparison = Comparison(
-        old=old,
-        new=new,
+        old=read_command(args.run[0]) if stored is None else stored,
+        new=read_command(args.run[-1]),
         starts=args.starts,
         control=args.control,
         metric=args.metric,
@@ -138,78 +147,34 @@ def _run_both(args: argparse.Namespace) -> int:
         force=args.force,
     )
     plan = start_options(args, tuple(sys.argv[1:]))
+    if stored is not None:
+        plan = dataclasses.replace(plan, load=stored_load(stored.load, workload=args.workload))
+        check_workload(plan.load)
     console = Console(stderr=True)
-    totals = {"control": comparison.control, "A": comparison.starts, "B": comparison.starts}
-    report, on_start = start_printers(console, totals)
+    report, on_start = start_printers(console, {"control": args.control, "A": args.starts, "B": args.starts})
     with RunFolder.create_or_remove(args.out, "compare") as folder:
         try:
             result = run_comparison(comparison, plan, folder, report=report, on_start=on_start)
         except (MeltcoreError, KeyboardInterrupt):
             if (folder.path / NEW).is_dir():
-                saved_sets = f"{folder.path / OLD} {folder.path / NEW}"
+                old_set = folder.path / OLD if stored is None else args.stored[0]
                 console.print(
-                    f"what was measured until then: meltcore compare {saved_sets}", highlight=False, soft_wrap=True
+                    f"what was measured until then: meltcore compare {old_set} {folder.path / NEW}",
+                    highlight=False,
+                    soft_wrap=True,
                 )
             raise
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
     return _print_comparison(args, result)
 
 
-def _run_against_stored(args: argparse.Namespace) -> int:
-    import dataclasses
-    import sys
-    from pathlib import Path
-
-    from rich.console import Console
-
-    from meltcore.cli.start_options import start_options, start_printers
-    from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.documents.starts import write_start_set
-    from meltcore.measure.experiments.compare.baseline import stored_load
-    from meltcore.measure.experiments.compare.run import save_comparison
-    from meltcore.measure.experiments.compare.starts import interleave, run_starts
-    from meltcore.measure.experiments.servers.command import read_command
-    from meltcore.measure.load.tasks.task import check_workload
-    from meltcore.measure.report.comparisons.compare_starts import compare_starts
-
-    old = _read_side(args.stored[0], args.baselines)
-    plan = start_options(args, tuple(sys.argv[1:]))
-    plan = dataclasses.replace(plan, load=stored_load(old.load, workload=args.workload))
-    check_workload(plan.load)
-    console = Console(stderr=True)
-    report, on_start = start_printers(console, {"B": args.starts})
-    planned_starts = interleave({"B": read_command(Path(args.run[0]))}, args.starts)
-    with RunFolder.create_or_remove(args.out, "compare") as folder:
-        new = run_starts(planned_starts, plan, folder.path, report=report, on_start=on_start)["B"]
-        write_start_set(folder.path / "B", new)
-    result = compare_starts(old, new, metric=args.metric, load=args.at, limits=_limits(args), force=args.force)
-    save_comparison(folder, result)
-    console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
-    return _print_comparison(args, result)
-
-
 def _compare_stored(args: argparse.Namespace) -> int:
+    """Compare two stored sets, or print the ratios of two single runs."""
     from pathlib import Path
 
     from meltcore.common.errors import ConfigError
-    from meltcore.measure.experiments.compare.baseline import find_start_set
-    from meltcore.measure.report.comparisons.compare_starts import compare_starts
-    from meltcore.measure.report.comparisons.comparison import comparison_page
-    from meltcore.measure.report.page.html import write_page
-
-    if not any(find_start_set(text, Path(args.baselines)) for text in args.stored):
-        if args.markdown or args.page:
-            raise ConfigError("two single runs get ratios and no verdict: --markdown and --page need sets of starts")
-        return _compare_single_runs(args)
-    old, new = (_read_side(text, args.baselines) for text in args.stored)
-    result = compare_starts(old, new, metric=args.metric, load=args.at, limits=_limits(args), force=args.force)
-    if args.page:
-        write_page(Path(args.page), comparison_page(result))
-    return _print_comparison(args, result)
-
-
-def _compare_single_runs(args: argparse.Namespace) -> int:
     from meltcore.measure.documents.runfolder import read_result
+    from meltcore.measure.experiments.compare.starts import find_start_set, read_side
     from meltcore.measure.report.comparisons.compare_runs import (
         comparability_notes,
         compare_runs,
@@ -217,7 +182,18 @@ def _compare_single_runs(args: argparse.Namespace) -> int:
         print_ratios,
         ratios_json,
     )
+    from meltcore.measure.report.comparisons.compare_starts import compare_starts
+    from meltcore.measure.report.comparisons.comparison import comparison_page
+    from meltcore.measure.report.page.html import write_page
 
+    if any(find_start_set(text, args.baselines) for text in args.stored):
+        old, new = (read_side(text, args.baselines) for text in args.stored)
+        result = compare_starts(old, new, metric=args.metric, load=args.at, limits=_limits(args), force=args.force)
+        if args.page:
+            write_page(Path(args.page), comparison_page(result))
+        return _print_comparison(args, result)
+    if args.markdown or args.page:
+        raise ConfigError("two single runs get ratios and no verdict: --markdown and --page need sets of starts")
     first, second = (read_result(path) for path in args.stored)
     rows = compare_runs(first, second, force=args.force)
     reasons, changes = comparability_notes(first, second), environment_changes(first, second)
@@ -226,21 +202,6 @@ def _compare_single_runs(args: argparse.Namespace) -> int:
     else:
         print_ratios(rows, reasons, changes)
     return 0
-
-
-def _read_side(text: str, baselines: str) -> "StartSet":
-    """Read a set by path or name; a single run becomes a set of one, which gets no verdict."""
-    from pathlib import Path
-
-    from meltcore.measure.documents.runfolder import read_result
-    from meltcore.measure.documents.starts import StartSet
-    from meltcore.measure.experiments.compare.baseline import find_start_set
-
-    start_set = find_start_set(text, Path(baselines))
-    if start_set is not None:
-        return start_set
-    result = read_result(text)
-    return StartSet(name=Path(text).name, command="", taken=result.started, starts=[result])
 
 
 def _limits(args: argparse.Namespace) -> "Limits":

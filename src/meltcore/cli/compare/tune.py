@@ -66,11 +66,10 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.common.options import from_options
     from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.experiments.tune.batching import tune_batching
     from meltcore.measure.experiments.tune.config import OPTIONS
     from meltcore.measure.experiments.tune.context import tune_context
     from meltcore.measure.experiments.tune.precision import tune_precision
-    from meltcore.measure.experiments.tune.run import save_tuning
+    from meltcore.measure.experiments.tune.run import save_tuning, tune_batching
     from meltcore.measure.report.comparisons.tuning import tuning_page
     from meltcore.measure.report.page.console import print_page
 
@@ -114,7 +113,7 @@ def _tuner(args: argparse.Namespace, console: "Console", folder: "RunFolder") ->
 
     from meltcore.common.errors import ConfigError
     from meltcore.measure.documents.values.formatting import format_number
-    from meltcore.measure.experiments.servers.command import parse_command, read_command
+    from meltcore.measure.experiments.servers.process import parse_command, read_command
     from meltcore.measure.experiments.tune.run import Tuner, parse_flags
 
     if (args.checkpoint is None) == (args.run is None):

@@ -26,7 +26,7 @@ from meltcore.measure.documents.values.documents import find_documents
 from meltcore.measure.experiments.compare.backend_plan import BackendOptions, BackendsPlan, EqualSettings, PlannedRun
 from meltcore.measure.experiments.compare.backend_runs import BackendsLoad, published_reason, run_backends
 from meltcore.measure.experiments.compare.backend_verdicts import best_backends, find_aspects
-from meltcore.measure.experiments.servers.command import PORT
+from meltcore.measure.experiments.servers.process import PORT
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.report.render import render
 

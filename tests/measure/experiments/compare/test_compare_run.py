@@ -18,9 +18,14 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.process import ProcessError
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.starts import read_start_set, write_start_set
-from meltcore.measure.experiments.compare.baseline import baseline_folder, stored_load
-from meltcore.measure.experiments.compare.starts import StartOptions, interleave, run_starts
-from meltcore.measure.experiments.servers.command import parse_command
+from meltcore.measure.experiments.compare.starts import (
+    StartOptions,
+    baseline_folder,
+    interleave,
+    run_starts,
+    stored_load,
+)
+from meltcore.measure.experiments.servers.process import parse_command
 from meltcore.measure.load.config import LoadConfig
 
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 5"

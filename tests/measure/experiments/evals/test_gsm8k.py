@@ -23,13 +23,16 @@ from meltcore.measure.experiments.evals.gsm8k import gate, run_gsm8k
 from meltcore.measure.experiments.evals.gsm8k_data import (
     BUNDLED_SHOTS,
     BUNDLED_SOURCE,
+    INVALID,
     Item,
     Shots,
     conversation,
+    exact_match,
+    extract_flexible,
+    extract_strict,
     read_items,
     read_shots,
 )
-from meltcore.measure.experiments.evals.gsm8k_grading import INVALID, exact_match, extract_flexible, extract_strict
 
 ITEMS = [Item(f"Problem {at}: how many?", f"Some work.\n#### {at * 37 + 5:,}") for at in range(200)]
 PUBLISHED = SHARED / "data" / "gsm8k" / "test.jsonl"

@@ -26,9 +26,9 @@ from meltcore.measure.experiments.evals.gsm8k_data import (
     Item,
     Shots,
     conversation,
+    grade,
     read_items,
 )
-from meltcore.measure.experiments.evals.gsm8k_grading import grade
 from meltcore.measure.experiments.evals.harness import HarnessError, HarnessItem, compare, find_package, run_harness
 from meltcore.measure.experiments.servers.api import Answer, Api
 from meltcore.measure.experiments.servers.process import MeltcoreServer

@@ -25,7 +25,7 @@ from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import CheckResult, Evaluation, Fingerprint, LevelChecks, LevelResult, RunResult
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.gsm8k_data import BUNDLED_SOURCE
-from meltcore.measure.experiments.evals.write_up import decision_items, find_section
+from meltcore.measure.experiments.evals.submission_files import decision_items, find_section
 from meltcore.measure.experiments.servers.process import MeltcoreServer
 
 # A checkout of the public harness, whose own programs then read our files and check our server.

@@ -7,7 +7,6 @@ import pytest
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.tuning import TuningPoint
-from meltcore.measure.experiments.tune.batching import batching_finding, best_and_knee
 from meltcore.measure.experiments.tune.precision import (
     EvalAnswer,
     EvalItem,
@@ -16,7 +15,7 @@ from meltcore.measure.experiments.tune.precision import (
     gsm8k_items,
     precision_finding,
 )
-from meltcore.measure.experiments.tune.run import FLAGS, parse_flags
+from meltcore.measure.experiments.tune.run import FLAGS, batching_finding, best_and_knee, parse_flags
 from meltcore.measure.problems import evaluation_set
 
 

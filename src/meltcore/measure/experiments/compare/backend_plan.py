@@ -13,7 +13,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.files import is_gguf
 from meltcore.measure.documents.backends import START_OF, SetUp, StartKind
 from meltcore.measure.documents.served_model import public_name
-from meltcore.measure.experiments.servers.command import ARGS, PORT, ServerCommand
+from meltcore.measure.experiments.servers.process import ARGS, PORT, ServerCommand
 from meltcore.settings.server_templates import TEMPLATES, fill_command, find_program, server_environment
 
 OURS = "meltcore"

@@ -29,10 +29,10 @@ from meltcore.measure.documents.verdicts import CUT_SHORT
 from meltcore.measure.experiments.compare.backend_plan import OURS, BackendsPlan, PlannedRun
 from meltcore.measure.experiments.compare.backend_verdicts import best_backends, find_aspects
 from meltcore.measure.experiments.servers.api import Api, ApiError
-from meltcore.measure.experiments.servers.command import ServerCommand
 from meltcore.measure.experiments.servers.process import (
     START_LIMIT_S,
-    RunningServer,
+    ServerCommand,
+    ServerProcess,
     run_server,
     server_version,
 )
@@ -133,7 +133,7 @@ def _run(
                 run.levels = [level for level in result.levels if level.verdict not in CUT_SHORT]
                 run.reason = _failure(result)
                 if server is not None:
-                    run.host_memory_bytes = _host_memory_bytes(server.process.pid)
+                    run.host_memory_bytes = _host_memory_bytes(server.pid)
             if recording is not None:
                 recording.stop()
         _add_gpus(run, folder / f"gpus-{label}.jsonl")
@@ -154,7 +154,7 @@ def _server(
     log_path: Path,
     *,
     report: Callable[[str], None],
-) -> Iterator[tuple[str, RunningServer | None]]:
+) -> Iterator[tuple[str, ServerProcess | None]]:
     """Yield the address of a server that has answered a request, and the server itself if it was started here."""
     if planned.url:
         if not Api(planned.url).is_reachable():

@@ -31,7 +31,6 @@ from meltcore.measure.documents.values.progress import answer_progress, print_ch
 from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.experiments.demo.clients import check_installed, open_routes
 from meltcore.measure.experiments.demo.config import CHAT, MIX, DemoConfig
-from meltcore.measure.experiments.demo.conversations import converse
 from meltcore.measure.experiments.demo.fleet import (
     FILE_NAME,
     LOG_NAME,
@@ -40,7 +39,7 @@ from meltcore.measure.experiments.demo.fleet import (
     models_by_task,
     write_fleet,
 )
-from meltcore.measure.experiments.demo.tasks import run_step, speak
+from meltcore.measure.experiments.demo.steps import converse, run_step, speak
 from meltcore.measure.experiments.demo.verdict import judge, passed
 from meltcore.measure.experiments.evals.conformance import run_checks
 from meltcore.measure.experiments.evals.run import evaluate

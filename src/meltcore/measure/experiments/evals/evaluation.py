@@ -1,18 +1,23 @@
 """Runs the full evaluation of one server: conformance, GSM8K, throughput and the score, as one result.
 
-A failed conformance check fails the run and leaves the score unchanged: the score's rules are GSM8K and the levels.
+Another server (vLLM, SGLang ...) is started by a command from another environment. A failed conformance check fails the
+run and leaves the score unchanged: the score's rules are GSM8K and the levels.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
 from meltcore.common.errors import ConfigError, MeltcoreError
-from meltcore.measure.documents.runfolder import read_result
+from meltcore.measure.documents.fingerprint import clean_arguments
+from meltcore.measure.documents.runfolder import RunFolder, read_result
 from meltcore.measure.documents.schema import CheckResult, EvalScore, LevelResult, RunResult
 from meltcore.measure.documents.values.formatting import format_load
 from meltcore.measure.documents.values.progress import answer_progress, dim_printer, print_check
@@ -24,6 +29,8 @@ from meltcore.measure.experiments.evals.gsm8k_data import read_items, read_shots
 from meltcore.measure.experiments.evals.run import run_eval
 from meltcore.measure.experiments.evals.throughput import load_config, run_throughput
 from meltcore.measure.experiments.evals.throughput_prompts import TextGenerator
+from meltcore.measure.experiments.servers.api import Api
+from meltcore.measure.experiments.servers.process import START_LIMIT_S, ServerProcess, accepts_connections
 from meltcore.measure.load.run.run import level_bars
 
 EvaluationMode = Literal["all", "baseline", "score"]
@@ -37,6 +44,10 @@ PUBLISHED_SETTINGS: dict[str, Any] = {
     "ignore_eos": False,
 }
 _PART_ONLY_SETTINGS = ("what", "min_accuracy")  # settings that do not describe the whole
+SERVER_LOG = "server.log"
+_SETTLE_S = 2.0  # a command that only starts its server in the background ends within this after that is ready
+# They point at our packages, which another environment's Python must not find.
+_PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 def check_config(config: EvaluationConfig) -> None:
@@ -204,3 +215,64 @@ def _difference_notes(settings: dict[str, Any]) -> list[str]:
         if differences
         else []
     )
+
+
+def run_baseline(
+    config: EvaluationConfig,
+    command: str,
+    folder: Path,
+    console: Console,
+    arguments: Sequence[str] = (),
+    start_timeout_s: float = START_LIMIT_S,
+) -> RunResult:
+    """Start `command`, wait until the server of `config` is ready, evaluate it, and end its process group.
+
+    The result is written into `folder` before the server is ended, which takes a while, and is returned.
+
+    Raises ConfigError if a server already answers at the address, or if `command` leaves its server in the background.
+    Raises ProcessError if the server does not become ready in time.
+    """
+    argv = _split_command(command)
+    url, api_key = config.throughput.url, config.throughput.api_key
+    Api(url, api_key=api_key)  # raises now for a malformed address or key
+    if accepts_connections(url):
+        raise ConfigError(f"a server answers at {url} already: it would be measured instead of the baseline's")
+
+    def report(text: str) -> None:
+        console.print(text, style="yellow", highlight=False, markup=False)
+
+    environment = {name: value for name, value in os.environ.items() if name not in _PYTHON_VARIABLES}
+    command_text = shlex.join(clean_arguments(argv))
+    result: RunResult | None = None
+    try:
+        with ServerProcess(
+            argv, folder / SERVER_LOG, report=report, url=url, api_key=api_key, environment=environment
+        ) as server:
+            with console.status(f"waiting for {argv[0]} to be ready at {url}"):
+                server.wait_ready(ready_limit_s=start_timeout_s, settle_s=_SETTLE_S)
+            result = run_evaluation(config, folder, console, arguments, "baseline")
+            result.settings["server_command"] = command_text
+            RunFolder(folder).write_result(result)
+            # A second Ctrl-C takes effect when the server has ended, and there is nothing left to interrupt.
+            with console.status("ending the server"), suppress(KeyboardInterrupt):
+                server.stop()
+    finally:
+        if accepts_connections(url):
+            warning = f"A server still answers at {url} after {command_text} was ended: end it yourself."
+            if result is None:
+                report(warning)
+            else:
+                result.notes.append(warning)
+    return result
+
+
+def _split_command(command: str) -> list[str]:
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"--command {command!r} cannot be parsed: {error}") from error
+    if not argv:
+        raise ConfigError("--command is empty; give the command that starts the server")
+    if "=" in argv[0]:
+        raise ConfigError(f"--command is run without a shell, which would set {argv[0]}; write env {argv[0]} ...")
+    return argv

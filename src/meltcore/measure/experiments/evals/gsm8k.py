@@ -15,8 +15,15 @@ from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import CheckResult, Evaluation, RunResult
 from meltcore.measure.documents.served_model import model_notes
 from meltcore.measure.experiments.evals.config import CONCURRENCY, GSM8K_DATASET, GSM8K_LIMIT, Gsm8kConfig
-from meltcore.measure.experiments.evals.gsm8k_data import Item, Shots, conversation, read_items, read_shots
-from meltcore.measure.experiments.evals.gsm8k_grading import GradedAnswer, grade
+from meltcore.measure.experiments.evals.gsm8k_data import (
+    GradedAnswer,
+    Item,
+    Shots,
+    conversation,
+    grade,
+    read_items,
+    read_shots,
+)
 from meltcore.measure.experiments.evals.harness import compare, failed_comparison, find_package, run_harness
 from meltcore.measure.experiments.evals.run import OnAnswer, ask_and_grade, make_evaluation
 from meltcore.measure.experiments.servers.api import Answer, Api, death_reason, failure_reasons

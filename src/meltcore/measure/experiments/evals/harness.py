@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from meltcore.common import process
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.schema import CheckResult
-from meltcore.measure.experiments.evals.gsm8k_data import TASK_FILE, Item, Shots, conversation
-from meltcore.measure.experiments.evals.gsm8k_grading import GradedAnswer, grade
+from meltcore.measure.experiments.evals.gsm8k_data import TASK_FILE, GradedAnswer, Item, Shots, conversation, grade
 from meltcore.measure.experiments.servers.api import Answer
 
 _TASK = "meltcore_gsm8k"

@@ -1,7 +1,17 @@
-"""Starts a server, waits until it is ready, and ends it with all its processes. All experiments use this class."""
+"""Starts a server, waits until it is ready, and ends it with all its processes. All experiments use this module.
+
+A template in a file is the command that starts any server: ours, vLLM's, llama.cpp's.
+
+    # comments and line breaks are allowed
+    CUDA_VISIBLE_DEVICES=0 meltcore serve meltcore/sums --port {port} {args}
+
+`{port}` is replaced by a free port, `{args}` by the settings that `meltcore tune` tries; without `{args}` they are
+appended. Leading NAME=value assignments are environment variables. No shell reads the line: no globs, pipes, variables.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import socket
@@ -9,16 +19,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import LoggedProcess, ProcessError, free_port
 from meltcore.measure.documents.fingerprint import clean_arguments
 from meltcore.measure.experiments.servers.api import Api, ApiError
-from meltcore.measure.experiments.servers.command import ServerCommand
 from meltcore.measure.load.wire.connection import parse_target
 
+PORT, ARGS = "{port}", "{args}"
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 COMMAND = SERVER_COMMAND = (sys.executable, "-m", "meltcore.cli.main")
 START_LIMIT_S = 900.0  # vLLM took 217 s for Qwen3.5-35B-A3B on eight H200s (2026-11-20), more where it must compile
 LISTEN_LIMIT_S = 60.0
@@ -28,8 +39,73 @@ _PROBE_TIMEOUT_S = 5.0
 _BANNER = re.compile(r"^meltcore: listening on (http://\S+)", re.MULTILINE)
 
 
+@dataclass(frozen=True)
+class ServerCommand:
+    """A command template: arguments with placeholders, and environment variables that are added to ours.
+
+    Without `inherits`, `environment` is the whole environment, and results do not show its names.
+    """
+
+    template: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    inherits: bool = True
+
+    def argv(self, port: int, args: Sequence[str] = ()) -> list[str]:
+        """Return the arguments to start, with `port` and `args` in place of the placeholders."""
+        argv: list[str] = []
+        for argument in self.template:
+            argv += args if argument == ARGS else [argument.replace(PORT, str(port))]
+        return argv if ARGS in self.template else [*argv, *args]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The whole environment of the server."""
+        return {**(os.environ if self.inherits else {}), **self.environment}
+
+    @property
+    def redacted(self) -> str:
+        """The template as results store it: without secrets, folders and values of environment variables."""
+        parts = [
+            shlex.quote(argument) if PORT not in argument and argument != ARGS else argument
+            for argument in clean_arguments(self.template)
+        ]
+        return " ".join([*(f"{name}=..." for name in self.environment if self.inherits), *parts])
+
+
+def parse_command(text: str, source: str = "the command") -> ServerCommand:
+    """Parse a template. Error messages name its `source`.
+
+    Raises ConfigError if the text is empty, cannot be split or has no {port}.
+    """
+    try:
+        parts = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{source} cannot be parsed: {error}") from error
+    environment: dict[str, str] = {}
+    while parts and (assignment := _ASSIGNMENT.fullmatch(parts[0])):
+        environment[assignment[1]] = assignment[2]
+        parts = parts[1:]
+    if not parts:
+        raise ConfigError(f"{source} is empty: it names no program to start")
+    if not any(PORT in part for part in parts):
+        raise ConfigError(f"{source} has no {PORT}: write it where the port goes, as in `--port {PORT}`")
+    return ServerCommand(tuple(parts), environment)
+
+
+def read_command(path: Path | str) -> ServerCommand:
+    """Parse the template in a file. Raises ConfigError as `parse_command`, and for a file that cannot be read."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the command file {path}: {error}") from error
+    return parse_command(text.replace("\\\n", " "), str(path))
+
+
 class ServerProcess(LoggedProcess):
-    """Runs a server inside a `with` block, and ends its process group afterwards."""
+    """Runs a server inside a `with` block, and ends its process group afterwards.
+
+    Once the server is ready, `url` is its address, and `ready_s` the time that it took.
+    """
 
     def __init__(
         self,
@@ -56,7 +132,9 @@ class ServerProcess(LoggedProcess):
             environment=environment,
             stop_limit_s=STOP_LIMIT_S,
         )
-        self._url = url
+        self.url = url or ""
+        self.ready_s = 0.0
+        self._start_s = time.monotonic()
         self._api_key = api_key
         self._is_ready = is_ready
 
@@ -68,10 +146,11 @@ class ServerProcess(LoggedProcess):
         Raises ProcessError if the process ends or is not ready within the limits. Raises ConfigError if the server that
         answers is not the process started here. Errors of `is_ready` pass through.
         """
-        url = self._url or self.wait_for(self._printed_url, listen_limit_s, "print its address")
+        self.url = url = self.url or self.wait_for(self._printed_url, listen_limit_s, "print its address")
         self.wait_for(
             lambda: (is_healthy(url, self._api_key) and self._is_ready(url)) or None, ready_limit_s, "become ready"
         )
+        self.ready_s = time.monotonic() - self._start_s
         if not self.ended_within(settle_s):
             return url
         if not accepts_connections(url):
@@ -101,15 +180,6 @@ class MeltcoreServer(ServerProcess):
         super().__init__([*SERVER_COMMAND, *arguments], log_path, report=report, is_ready=is_ready)
 
 
-@dataclass(frozen=True)
-class RunningServer:
-    """A server that is ready. `ready_s` is the time from the start of its process until it was ready."""
-
-    url: str
-    ready_s: float
-    process: ServerProcess
-
-
 @contextmanager
 def run_server(
     command: ServerCommand,
@@ -120,14 +190,13 @@ def run_server(
     limit_s: float = START_LIMIT_S,
     port: int | None = None,
     is_ready: Callable[[str], bool] = lambda _url: True,
-) -> Iterator[RunningServer]:
+) -> Iterator[ServerProcess]:
     """Start the server, wait until it is ready, and end it with all its processes after the block.
 
     `report` receives lines for the user. With a `port` of None, a free port is chosen. ServerProcess explains
     `is_ready`. Raises ProcessError if the server is not ready within `limit_s`.
     """
     port = free_port() if port is None else port
-    start_s = time.monotonic()
     with ServerProcess(
         command.argv(port, args),
         log_path,
@@ -136,8 +205,8 @@ def run_server(
         environment=command.variables,
         is_ready=is_ready,
     ) as process:
-        url = process.wait_ready(ready_limit_s=limit_s)
-        yield RunningServer(url, time.monotonic() - start_s, process)
+        process.wait_ready(ready_limit_s=limit_s)
+        yield process
 
 
 def is_healthy(address: str, api_key: str | None = None) -> bool:

@@ -14,7 +14,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import size_text
 from meltcore.measure.documents.tuning import Fact, Tuning, TuningPoint
 from meltcore.measure.experiments.servers.api import Api, ApiError
-from meltcore.measure.experiments.servers.process import RunningServer
+from meltcore.measure.experiments.servers.process import ServerProcess
 from meltcore.measure.experiments.tune.config import ANSWER_TOKENS, ContextOptions
 from meltcore.measure.experiments.tune.run import Tuner, make_tuning
 from meltcore.measure.load.config import LoadConfig
@@ -172,7 +172,7 @@ class ContextSearch:
     def _measure_default(self) -> int | None:
         """Return the context of a server with default settings."""
 
-        def inspect(server: RunningServer, point: TuningPoint) -> None:
+        def inspect(server: ServerProcess, point: TuningPoint) -> None:
             listing: Any = Api(server.url).get("/v1/models").json()
             try:
                 self.default_model_len = int(listing["data"][0]["max_model_len"])
@@ -198,7 +198,7 @@ class ContextSearch:
         load = self._load(length // 2, length - length // 2, concurrency=seqs)
         watches: list[_GaugeWatch] = []
 
-        def inspect(server: RunningServer, point: TuningPoint) -> None:
+        def inspect(server: ServerProcess, point: TuningPoint) -> None:
             self._record_capacity(server, point)
             point.peak_running, point.preemptions = watches[0].stop()
             if point.ok and point.preemptions:
@@ -222,9 +222,9 @@ class ContextSearch:
             self.load, concurrency=(concurrency,), num_prompts=(concurrency,), num_warmups=0, workload=workload
         )
 
-    def _record_capacity(self, server: RunningServer, point: TuningPoint) -> None:
+    def _record_capacity(self, server: ServerProcess, point: TuningPoint) -> None:
         del point
-        capacity = reported_capacity(server.process.log)
+        capacity = reported_capacity(server.log)
         if capacity is not None and capacity[0] > (self.capacity or 0):
             self.capacity, self.page_size = capacity
 

@@ -18,11 +18,16 @@ from meltcore.measure.documents.tuning import AnswerComparison, Tuning, TuningPo
 from meltcore.measure.documents.values.formatting import format_change, format_number
 from meltcore.measure.experiments.evals import gsm8k
 from meltcore.measure.experiments.evals.config import CONCURRENCY
-from meltcore.measure.experiments.evals.gsm8k_data import conversation, read_items, read_shots
-from meltcore.measure.experiments.evals.gsm8k_grading import exact_match, extract_flexible
+from meltcore.measure.experiments.evals.gsm8k_data import (
+    conversation,
+    exact_match,
+    extract_flexible,
+    read_items,
+    read_shots,
+)
 from meltcore.measure.experiments.evals.run import MAX_TOKENS
 from meltcore.measure.experiments.servers.api import Api, ApiError
-from meltcore.measure.experiments.servers.process import RunningServer
+from meltcore.measure.experiments.servers.process import ServerProcess
 from meltcore.measure.experiments.tune.config import PrecisionOptions
 from meltcore.measure.experiments.tune.run import Tuner, make_tuning
 from meltcore.measure.load.config import LoadConfig
@@ -180,7 +185,7 @@ def _ask_and_compare(
     model: str | None,
     reference: Sequence[EvalAnswer],
     answers: list[EvalAnswer],
-    server: RunningServer,
+    server: ServerProcess,
     point: TuningPoint,
 ) -> None:
     """Send the items to the running server, add the answers to `answers`, and compare them with `reference`.
