@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench_output import Row, write_result
 
-from meltcore.measure.experiments.servers.process import MeltcoreServer
+from meltcore.measure.experiments.servers import MeltcoreServer
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL

@@ -31,7 +31,7 @@ from pathlib import Path
 from bench_output import Row, Target, need_gpu, write_result
 
 from meltcore.measure.documents.schema import LevelResult
-from meltcore.measure.experiments.servers.process import MeltcoreServer
+from meltcore.measure.experiments.servers import MeltcoreServer
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels
 from meltcore.measure.load.wire.probe import parse_gauges

@@ -14,7 +14,7 @@ import pytest
 
 from meltcore.measure.documents.comparison import COMPARISON_FILE, ComparedMetric, ComparisonResult
 from meltcore.measure.documents.weights import WEIGHTS
-from meltcore.measure.experiments.servers.process import read_command
+from meltcore.measure.experiments.servers import read_command
 
 TENSOR = {1: 700.0, 2: 1_000.0, 4: 1_600.0, 8: 2_400.0, 16: 3_500.0, 32: 5_000.0, 64: 7_000.0}
 DATA = {1: 500.0, 2: 990.0, 4: 1_500.0, 8: 2_500.0, 16: 4_000.0, 32: 6_000.0, 64: 9_000.0}

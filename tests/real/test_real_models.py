@@ -20,7 +20,7 @@ from real_models import FORMATS, SAFETENSORS, store
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from meltcore import LLM, SamplingParams
-from meltcore.measure.experiments.servers.process import MeltcoreServer
+from meltcore.measure.experiments.servers import MeltcoreServer
 from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 from places import ROOT
 from waiting import WAIT_S, wait_until
 
-from meltcore.measure.experiments.servers.api import Api, ApiError
+from meltcore.measure.experiments.servers import Api, ApiError
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 
 SCRIPT = ROOT / "scripts" / "start_server.sh"

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.documents.schema import RunResult
-    from meltcore.measure.experiments.evals.config import ThroughputConfig
 
 HELP = """\
 Evaluate a server's answers (arithmetic problems, GSM8K), API conformance and throughput, and score it: throughput at
@@ -96,12 +95,9 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.measure.report.render import save_run
 
     console = Console()
-    measure = {"throughput": _run_throughput, "all": _run_full, "baseline": _run_full, "gsm8k": _run_gsm8k}.get(
-        args.what, _run_unloaded
-    )
     # Ended by `timeout`, a job's end or a hang-up, it must leave no server and no harness behind.
     with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "eval") as folder:
-        result = measure(args, console, folder)
+        result = _measure(args, console, folder)
         try:
             save_run(folder, result)
         finally:  # if the disk is full, the terminal still shows the result
@@ -111,77 +107,55 @@ def run(args: argparse.Namespace) -> int:
     return 1 if result.verdict == "NO_TEXT" else result.exit_code
 
 
-def _run_unloaded(args: argparse.Namespace, console: "Console", _folder: "RunFolder") -> "RunResult":
-    """Run an evaluation without load on the server."""
-    from meltcore.measure.documents.values.progress import answer_progress, print_check
-    from meltcore.measure.experiments.evals.config import CONCURRENCY
-    from meltcore.measure.experiments.evals.evaluation import score_runs
-    from meltcore.measure.experiments.evals.run import run_eval
-
-    if args.what == "score":
-        return score_runs(args.runs)
-    with answer_progress(console, args.what == "problems") as on_answer:
-        return run_eval(
-            args.url,
-            args.what,
-            model=args.model,
-            api_key=args.api_key,
-            min_accuracy=getattr(args, "min_accuracy", None),
-            concurrency=getattr(args, "concurrency", CONCURRENCY),
-            arguments=sys.argv[1:],
-            on_answer=on_answer,
-            on_check=lambda check: print_check(console, check),
-        )
-
-
-def _run_gsm8k(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
-    from meltcore.common.options import from_options
-    from meltcore.measure.documents.values.progress import answer_progress
-    from meltcore.measure.experiments.evals.config import Gsm8kConfig
-    from meltcore.measure.experiments.evals.gsm8k import run_gsm8k
-
-    with answer_progress(console, description="GSM8K") as on_answer:
-        return run_gsm8k(
-            args.url,
-            from_options(Gsm8kConfig, args),
-            harness=args.harness,
-            model=args.model,
-            api_key=args.api_key,
-            arguments=sys.argv[1:],
-            on_answer=on_answer,
-            folder=folder.path,
-        )
-
-
-def _run_throughput(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
-    from meltcore.measure.documents.values.progress import dim_printer
-    from meltcore.measure.experiments.evals.throughput import load_config, run_throughput
-    from meltcore.measure.load.run.run import level_bars
-
-    config = _throughput_config(args)
-    with level_bars(load_config(config, "", folder.path).levels, console) as on_progress:
-        return run_throughput(config, folder.path, sys.argv[1:], on_progress, report=dim_printer(console))
-
-
-def _throughput_config(args: argparse.Namespace) -> "ThroughputConfig":
+def _measure(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
+    """Run the chosen evaluation, and show its progress."""
     import secrets
 
     from meltcore.common.options import from_options
-    from meltcore.measure.experiments.evals.config import ThroughputConfig
+    from meltcore.measure.documents.values.progress import answer_progress, print_check
+    from meltcore.measure.experiments.evals.config import CONCURRENCY, EvaluationConfig, Gsm8kConfig, ThroughputConfig
+    from meltcore.measure.experiments.evals.evaluation import check_config, run_baseline, run_evaluation, score_runs
+    from meltcore.measure.experiments.evals.gsm8k import run_gsm8k
+    from meltcore.measure.experiments.evals.run import run_eval
+    from meltcore.measure.experiments.evals.throughput import run_throughput
 
-    return from_options(ThroughputConfig, args, seed=secrets.randbits(32) if args.seed is None else args.seed)
-
-
-def _run_full(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
-    from meltcore.common.options import from_options
-    from meltcore.measure.experiments.evals.config import EvaluationConfig
-    from meltcore.measure.experiments.evals.evaluation import check_config, run_baseline, run_evaluation
-
-    config = from_options(EvaluationConfig, args, throughput=_throughput_config(args))
+    arguments = sys.argv[1:]
+    if args.what == "score":
+        return score_runs(args.runs)
+    if args.what in ("conformance", "problems"):
+        with answer_progress(console, args.what == "problems") as on_answer:
+            return run_eval(
+                args.url,
+                args.what,
+                model=args.model,
+                api_key=args.api_key,
+                min_accuracy=getattr(args, "min_accuracy", None),
+                concurrency=getattr(args, "concurrency", CONCURRENCY),
+                arguments=arguments,
+                on_answer=on_answer,
+                on_check=lambda check: print_check(console, check),
+            )
+    if args.what == "gsm8k":
+        with answer_progress(console, description="GSM8K") as on_answer:
+            return run_gsm8k(
+                args.url,
+                from_options(Gsm8kConfig, args),
+                harness=args.harness,
+                model=args.model,
+                api_key=args.api_key,
+                arguments=arguments,
+                on_answer=on_answer,
+                folder=folder.path,
+            )
+    seed = secrets.randbits(32) if args.seed is None else args.seed
+    throughput = from_options(ThroughputConfig, args, seed=seed)
+    if args.what == "throughput":
+        return run_throughput(throughput, folder.path, arguments, console)
+    config = from_options(EvaluationConfig, args, throughput=throughput)
     check_config(config)
     if args.what == "all":
-        return run_evaluation(config, folder.path, console, sys.argv[1:])
-    return run_baseline(config, args.command, folder.path, console, sys.argv[1:], args.start_timeout)
+        return run_evaluation(config, folder.path, console, arguments)
+    return run_baseline(config, args.command, folder.path, console, arguments, args.start_timeout)
 
 
 def _print_result(console: "Console", result: "RunResult") -> None:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from meltcore.measure.experiments.servers.api import ApiResponse
+    from meltcore.measure.experiments.servers import ApiResponse
 
 HELP = (
     "Read a trace of the torch profiler or an SQLite export of Nsight Systems and report when the GPU did not compute, "
@@ -133,8 +133,7 @@ def _record_nsys(args: argparse.Namespace) -> "Path":
     from meltcore.common.errors import ConfigError
     from meltcore.common.process import LoggedProcess
     from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.experiments.servers.api import ApiError
-    from meltcore.measure.experiments.servers.process import is_healthy
+    from meltcore.measure.experiments.servers import ApiError, is_healthy
     from meltcore.measure.trace.nsys import find_nsys, record
 
     command = [*([args.trace] if args.trace else []), *args.command]
@@ -178,7 +177,7 @@ def _poster(args: argparse.Namespace, option: str) -> "Callable[[str], ApiRespon
     The function raises ConfigError if the server does not accept the request.
     """
     from meltcore.common.errors import ConfigError
-    from meltcore.measure.experiments.servers.api import Api, ApiResponse
+    from meltcore.measure.experiments.servers import Api, ApiResponse
 
     api = Api(args.url, api_key=args.api_key)
 

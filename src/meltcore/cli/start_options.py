@@ -1,6 +1,7 @@
 """Options of commands that start servers: starts in the background, the load of each start, and its time limit."""
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def add_start_options(parser: argparse.ArgumentParser, concurrency: str = "1,32"
     )
 
 
-def start_options(args: argparse.Namespace, arguments: tuple[str, ...]) -> "StartOptions":
+def start_options(args: argparse.Namespace) -> "StartOptions":
     """Read the options of `add_start_options`. Raises ConfigError if a value is malformed or out of range."""
     from meltcore.common.options import from_options
     from meltcore.measure.experiments.compare.starts import StartOptions
@@ -82,7 +83,7 @@ def start_options(args: argparse.Namespace, arguments: tuple[str, ...]) -> "Star
 
     load = from_options(LoadConfig, args, url="", workload=args.workload or LoadConfig.workload)
     check_workload(load)
-    return StartOptions(load=load, arguments=arguments, start_limit_s=args.start_timeout)
+    return StartOptions(load=load, arguments=tuple(sys.argv[1:]), start_limit_s=args.start_timeout)
 
 
 def start_printers(console: "Console", totals: Mapping[str, int]) -> "tuple[Callable[[str], None], OnStart]":
@@ -91,16 +92,12 @@ def start_printers(console: "Console", totals: Mapping[str, int]) -> "tuple[Call
     `report` prints a message of a server, and `on_start` prints a line for each start. `totals` has the number of
     starts of each set.
     """
-    from rich.markup import escape
-
+    from meltcore.measure.documents.values.progress import warning_printer
     from meltcore.measure.load.tasks.task import throughput_text
-
-    def report(text: str) -> None:
-        console.print(escape(text), style="yellow", highlight=False)
 
     def on_start(start: "PlannedStart", result: "RunResult") -> None:
         rates = "; ".join(map(throughput_text, result.levels))
         label = f"{start.set_name} {start.number} of {totals[start.set_name]}"
         console.print(f"{label}: ready after {result.settings['ready_s']:.1f} s, {rates}", highlight=False)
 
-    return report, on_start
+    return warning_printer(console), on_start

@@ -13,8 +13,7 @@ import meltcore
 from meltcore.common.process import LoggedProcess
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.experiments.evals.conformance import run_checks
-from meltcore.measure.experiments.servers.api import Api
-from meltcore.measure.experiments.servers.process import accepts_connections
+from meltcore.measure.experiments.servers import Api, accepts_connections
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels
 

@@ -19,7 +19,7 @@ from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import free_port, start_ticks
 from meltcore.measure.documents.gaps import GpuProfile
-from meltcore.measure.experiments.servers.process import is_healthy
+from meltcore.measure.experiments.servers import is_healthy
 from meltcore.measure.trace.nsys import nsys_command, record
 
 # Runs the command, as nsys does, and then leaves what SCRIPT says. `export` copies the report, a database here.

@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _save_baseline(args: argparse.Namespace) -> int:
-    import sys
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
@@ -81,7 +80,7 @@ def _save_baseline(args: argparse.Namespace) -> int:
         run_starts,
         save_baseline,
     )
-    from meltcore.measure.experiments.servers.process import read_command
+    from meltcore.measure.experiments.servers import read_command
     from meltcore.measure.report.comparisons.baseline import print_start_set
 
     if args.run is None:
@@ -89,7 +88,7 @@ def _save_baseline(args: argparse.Namespace) -> int:
     if args.starts < MIN_BASELINE_STARTS:
         raise ConfigError(f"a baseline is of at least {MIN_BASELINE_STARTS} starts; got {args.starts}")
     folder = baseline_folder(Path(args.baselines), args.name, replace=args.replace)
-    command, plan = read_command(args.run), start_options(args, tuple(sys.argv[1:]))
+    command, plan = read_command(args.run), start_options(args)
     console = Console()
     report, on_start = start_printers(console, {args.name: args.starts})
     with TemporaryDirectory() as logs:

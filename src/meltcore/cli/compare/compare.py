@@ -117,7 +117,6 @@ def run(args: argparse.Namespace) -> int:
 def _compare_fresh(args: argparse.Namespace) -> int:
     """Start the new server afresh, and the old one too unless a stored set is given for it."""
     import dataclasses
-    import sys
 
     from rich.console import Console
 
@@ -132,7 +131,7 @@ def _compare_fresh(args: argparse.Namespace) -> int:
         run_comparison,
         stored_load,
     )
-    from meltcore.measure.experiments.servers.process import read_command
+    from meltcore.measure.experiments.servers import read_command
     from meltcore.measure.load.tasks.task import check_workload
 
     stored = read_side(args.stored[0], args.baselines) if args.stored else None
@@ -146,7 +145,7 @@ def _compare_fresh(args: argparse.Namespace) -> int:
         limits=_limits(args),
         force=args.force,
     )
-    plan = start_options(args, tuple(sys.argv[1:]))
+    plan = start_options(args)
     if stored is not None:
         plan = dataclasses.replace(plan, load=stored_load(stored.load, workload=args.workload))
         check_workload(plan.load)

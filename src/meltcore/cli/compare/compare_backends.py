@@ -1,12 +1,11 @@
 """`meltcore compare-backends`: measure the same load on several servers, in the user's environments."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meltcore.measure.documents.backends import BackendRun
-    from meltcore.measure.experiments.compare.backend_plan import BackendOptions, BackendsPlan
-    from meltcore.measure.experiments.compare.backend_runs import BackendsLoad
+    from meltcore.measure.experiments.compare.backend_plan import BackendsPlan
+    from meltcore.measure.experiments.compare.starts import StartOptions
 
 HELP = (
     "Measure the same work on ours, vLLM, SGLang, llama.cpp and TensorRT-LLM, one after another: several sessions, "
@@ -26,15 +25,14 @@ exit status: 0 something was measured, 1 nothing was, 2 could not run, 130 inter
 METRICS = ("output_tokens_per_s", "ttft_ms", "itl_ms")
 LEVELS, WORKLOAD = "1,16,64,256", "random:in=128-1024,out=128"
 EXIT_NOTHING = 1
-_PAIRS = {  # by field of BackendOptions: flag, metavar, help
-    "checkpoint": ("--checkpoint", "NAME=PATH", "The model's file for one backend, such as a GGUF file for llama.cpp."),
-    "python": ("--python", "NAME=PATH", "Python interpreter of the environment that has the backend."),
-    "command": (
-        "--command",
+_PAIRS = {  # by flag: metavar, help
+    "--checkpoint": ("NAME=PATH", "The model's file for one backend, such as a GGUF file for llama.cpp."),
+    "--python": ("NAME=PATH", "Python interpreter of the environment that has the backend."),
+    "--command": (
         "NAME=TEXT",
         "Command line in place of the template's, with {checkpoint}, {port} and {name}; {args} stands for its flags.",
     ),
-    "arguments": ("--args", "NAME=TEXT", "Arguments added to a backend's command."),
+    "--args": ("NAME=TEXT", "Arguments added to a backend's command."),
 }
 
 
@@ -55,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--add", action="append", default=[], metavar="NAME=URL", help="Measure a server that runs already, too."
     )
-    for flag, metavar, text in _PAIRS.values():
+    for flag, (metavar, text) in _PAIRS.items():
         group.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
     group.add_argument(
         "--env", action="append", default=[], metavar="NAME=VAR=VALUE", help="Environment variable of a backend."
@@ -113,7 +111,6 @@ def run(args: argparse.Namespace) -> int:
 
     import msgspec
     from rich.console import Console
-    from rich.markup import escape
 
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.measure.documents.runfolder import RunFolder
@@ -121,17 +118,11 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.measure.report.comparisons.backends import backends_page
     from meltcore.measure.report.page.console import print_page
 
-    plan, options = _plan(args), _load(args)
+    plan, options = _plan(args)
     console = Console(stderr=True)
 
-    def on_run(made: "BackendRun") -> None:
-        console.print(escape(_run_line(made)), highlight=False, soft_wrap=True)
-
-    def report(text: str) -> None:
-        console.print(escape(text), style="yellow", highlight=False)
-
     with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "compare-backends") as folder:
-        comparison = run_backends(plan, options, folder, report=report, on_run=on_run)
+        comparison = run_backends(plan, options, folder, console)
     if args.json:
         sys.stdout.write(msgspec.json.encode(comparison).decode() + "\n")
     else:
@@ -140,30 +131,24 @@ def run(args: argparse.Namespace) -> int:
     return 0 if any(made.levels for made in comparison.runs) else EXIT_NOTHING
 
 
-def _run_line(made: "BackendRun") -> str:
-    from meltcore.measure.load.tasks.task import throughput_text
+def _plan(args: argparse.Namespace) -> "tuple[BackendsPlan, StartOptions]":
+    """Return the plan that the command line describes, and the load of each run.
 
-    rates = "; ".join(
-        f"{level.concurrency} concurrent {failure}"
-        if (failure := made.failure(level.concurrency))
-        else throughput_text(level)
-        for level in made.levels
-    )
-    ready = "" if made.ready_s is None else f"ready after {made.ready_s:.1f} s"
-    reason = f"not measured: {made.reason}" if made.reason else ""
-    return f"{made.backend}, {made.start}: {', '.join(part for part in (ready, rates, reason) if part)}"
-
-
-def _plan(args: argparse.Namespace) -> "BackendsPlan":
-    """Return the plan that the command line describes. Raises ConfigError for invalid names and values."""
+    Raises ConfigError for invalid names and values, and if a workload cannot be opened.
+    """
     import os
+    import sys
     from typing import get_args
 
     from meltcore.common.errors import ConfigError
+    from meltcore.common.gpus.machine import visible_gpus
+    from meltcore.common.options import from_options
     from meltcore.measure.documents.backends import SetUp
     from meltcore.measure.documents.fingerprint import take_fingerprint
-    from meltcore.measure.experiments.compare.backend_plan import BackendsPlan, EqualSettings
-    from meltcore.measure.experiments.compare.backend_runs import visible_gpus
+    from meltcore.measure.experiments.compare.backend_plan import BackendsPlan, EqualSettings, parse_pair, read_options
+    from meltcore.measure.experiments.compare.starts import StartOptions
+    from meltcore.measure.load.config import LoadConfig
+    from meltcore.measure.load.tasks.task import check_workload
 
     known = get_args(SetUp)
     set_ups = tuple(args.set_ups.split(",")) if args.set_ups is not None else known
@@ -176,11 +161,14 @@ def _plan(args: argparse.Namespace) -> "BackendsPlan":
     common = [text for text in args.quantized if text.partition("=")[0] not in backends]
     if len(common) > 1:
         raise ConfigError(f"--quantized is given twice for all backends: {common[0]} and {common[1]}")
-    return BackendsPlan(
+    # Of each backend, which the text names, as in vllm=VALUE.
+    given = {flag: getattr(args, flag.removeprefix("--")) for flag in (*_PAIRS, "--quantized", "--env", "--skip")}
+    given["--quantized"] = [text for text in args.quantized if text not in common]
+    plan = BackendsPlan(
         model=args.model,
         quantized=common[0] if common else None,
         backends=backends,
-        running=dict(_pair(text, "--add") for text in args.add),
+        running=dict(parse_pair(text, "--add") for text in args.add),
         set_ups=set_ups,
         settings=EqualSettings(
             max_model_len=args.max_model_len or 2048,
@@ -189,70 +177,14 @@ def _plan(args: argparse.Namespace) -> "BackendsPlan":
             api_server_count=args.api_server_count or min(4, max(1, cores // 4)),
             load_format=args.load_format,
         ),
-        options=_options(args, backends, known),
-        gpus=visible_gpus(len(gpus)),
+        options=read_options(given, backends),
+        gpus=tuple(visible_gpus()),
+        most_sessions=args.sessions,
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None),
     )
-
-
-def _options(
-    args: argparse.Namespace, backends: tuple[str, ...], known: tuple[str, ...]
-) -> "dict[str, BackendOptions]":
-    """Return the options of each backend. Raises ConfigError for a name that is not in `backends`."""
-    from meltcore.common.errors import ConfigError
-    from meltcore.measure.experiments.compare.backend_plan import BackendOptions
-
-    fields: dict[str, dict[str, Any]] = {}
-
-    def of(name: str, flag: str) -> dict[str, Any]:
-        if name not in backends:
-            raise ConfigError(f"{flag}: {name!r} is not among --backends {','.join(backends)}")
-        return fields.setdefault(name, {"environment": {}, "skip": set()})
-
-    for field, (flag, _, _) in _PAIRS.items():
-        for text in getattr(args, flag.removeprefix("--")):
-            name, value = _pair(text, flag)
-            of(name, flag)[field] = value
-    for text in args.quantized:
-        if text.partition("=")[0] in backends:
-            name, value = _pair(text, "--quantized")
-            of(name, "--quantized")["quantized"] = value
-    for text in args.env:
-        name, assignment = _pair(text, "--env")
-        of(name, "--env")["environment"].update([_pair(assignment, f"--env {name}")])
-    for text in args.skip:
-        name, set_up = _pair(text, "--skip")
-        if set_up not in known:
-            raise ConfigError(f"--skip: {set_up!r} is unknown; there are {', '.join(known)}")
-        of(name, "--skip")["skip"].add(set_up)
-    return {name: BackendOptions(**given | {"skip": frozenset(given["skip"])}) for name, given in fields.items()}
-
-
-def _pair(text: str, flag: str) -> tuple[str, str]:
-    """Split NAME=VALUE. Raises ConfigError if the name or the value is empty."""
-    from meltcore.common.errors import ConfigError
-
-    name, _, value = text.partition("=")
-    if not name or not value:
-        raise ConfigError(f"{flag}: {text!r} is not of the form NAME=VALUE")
-    return name, value
-
-
-def _load(args: argparse.Namespace) -> "BackendsLoad":
-    """Return the load of each run. Raises ConfigError if a workload cannot be opened."""
-    import sys
-
-    from meltcore.common.errors import ConfigError
-    from meltcore.common.options import from_options
-    from meltcore.measure.experiments.compare.backend_runs import BackendsLoad
-    from meltcore.measure.load.config import LoadConfig
-    from meltcore.measure.load.tasks.task import check_workload
-
     if len(set(args.concurrency)) != len(args.concurrency):
         raise ConfigError(f"--concurrency: each level once; got {','.join(map(str, args.concurrency))}")
     # Token counts come once, at the end of an answer: with every event they would cost some servers more than others.
     load = from_options(LoadConfig, args, url="", model=None, continuous_usage=False)
     check_workload(load)
-    return BackendsLoad(
-        load=load, most_sessions=args.sessions, start_limit_s=args.start_timeout, arguments=tuple(sys.argv[1:])
-    )
+    return plan, StartOptions(load=load, start_limit_s=args.start_timeout, arguments=tuple(sys.argv[1:]))

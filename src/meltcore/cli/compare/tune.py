@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.documents.tuning import TuningPoint
     from meltcore.measure.experiments.tune.run import Tuner
     from meltcore.measure.load.config import LoadConfig
 
@@ -95,7 +94,7 @@ def _load(args: argparse.Namespace) -> "LoadConfig":
     from meltcore.measure.load.config import parse_slo
     from meltcore.measure.load.tasks.task import check_workload, default_task, workload_task
 
-    load = start_options(args, ()).load
+    load = start_options(args).load
     if workload_task(load.workload) is not default_task():
         raise ConfigError(f"tune tunes the engine of generation; the workload {load.workload} is of another task")
     if len(load.levels) != 1:
@@ -109,11 +108,8 @@ def _tuner(args: argparse.Namespace, console: "Console", folder: "RunFolder") ->
     import shlex
     import sys
 
-    from rich.markup import escape
-
     from meltcore.common.errors import ConfigError
-    from meltcore.measure.documents.values.formatting import format_number
-    from meltcore.measure.experiments.servers.process import parse_command, read_command
+    from meltcore.measure.experiments.servers import parse_command, read_command
     from meltcore.measure.experiments.tune.run import Tuner, parse_flags
 
     if (args.checkpoint is None) == (args.run is None):
@@ -124,15 +120,10 @@ def _tuner(args: argparse.Namespace, console: "Console", folder: "RunFolder") ->
         serve_command = shlex.join([sys.executable, "-m", "meltcore.cli.main", "serve", args.checkpoint])
         command = parse_command(f"{serve_command} --port {{port}} {args.serve_args} {{args}}", "--serve-args")
 
-    def on_point(point: "TuningPoint") -> None:
-        outcome = f"{format_number(point.output_tokens_per_s)} tok/s" if point.ok else point.reason
-        console.print(f"{escape(point.label)}: {escape(outcome)}", highlight=False)
-
     return Tuner(
         command=command,
         folder=folder.path,
-        report=lambda text: console.print(escape(text), style="yellow", highlight=False),
-        on_point=on_point,
+        console=console,
         flags=parse_flags(args.flag),
         checkpoint=args.checkpoint,
         arguments=tuple(sys.argv[1:]),

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from places import ROOT
+from rich.console import Console
 from scripted_server import COMMAND_LINE
 from waiting import WAIT_S
 
@@ -24,9 +26,10 @@ from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.documents import find_documents
 from meltcore.measure.experiments.compare.backend_plan import BackendOptions, BackendsPlan, EqualSettings, PlannedRun
-from meltcore.measure.experiments.compare.backend_runs import BackendsLoad, published_reason, run_backends
+from meltcore.measure.experiments.compare.backend_runs import published_reason, run_backends
 from meltcore.measure.experiments.compare.backend_verdicts import best_backends, find_aspects
-from meltcore.measure.experiments.servers.process import PORT
+from meltcore.measure.experiments.compare.starts import StartOptions
+from meltcore.measure.experiments.servers import PORT
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.report.render import render
 
@@ -50,14 +53,15 @@ def program(folder: Path, name: str, text: str = "#!/bin/sh\n") -> Path:
     return folder / name
 
 
-def small_load(**fields: Any) -> BackendsLoad:
+def small_load(**fields: Any) -> StartOptions:
     defaults = {"concurrency": (1, 4), "num_prompts": (6, 12), "workload": "random:in=8,out=16", "num_warmups": 1}
     load = LoadConfig(url="", continuous_usage=False, seed=3, **(defaults | fields))  # type: ignore[arg-type]
-    return BackendsLoad(load=load, most_sessions=1, start_limit_s=20.0)
+    return StartOptions(load=load, start_limit_s=20.0)
 
 
-def compare(plan: BackendsPlan, folder: Path, load: BackendsLoad | None = None) -> BackendComparison:
-    return run_backends(plan, load or small_load(), RunFolder.create(folder, "compare-backends"), report=print)
+def compare(plan: BackendsPlan, folder: Path, load: StartOptions | None = None) -> BackendComparison:
+    plan = replace(plan, most_sessions=1)
+    return run_backends(plan, load or small_load(), RunFolder.create(folder, "compare-backends"), Console(quiet=True))
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -223,12 +227,18 @@ def test_fastest_is_named_and_what_was_not_measured_says_why(tmp_path: Path) -> 
     folder = RunFolder.create(tmp_path, "compare-backends")
     seen: list[int] = []
 
-    def on_run(run: BackendRun) -> None:
-        seen.append(len(json.loads(folder.result_path.read_text())["runs"]) if folder.result_path.exists() else 0)
-        assert left_behind(tmp_path) == [], run.backend
+    class Watched(Console):
+        """Looks at the folder where a line says how a run went."""
 
-    plan = BackendsPlan(model="/w/m", backends=tuple(options), options=options, set_ups=ONE_SERVER)
-    found = run_backends(plan, small_load(), folder, report=print, on_run=on_run)
+        def print(self, *objects: Any, **options: Any) -> None:
+            [line] = objects
+            assert line.partition(",")[0] == backends[len(seen)]
+            seen.append(len(json.loads(folder.result_path.read_text())["runs"]) if folder.result_path.exists() else 0)
+            assert left_behind(tmp_path) == [], line
+
+    backends = tuple(options)
+    plan = BackendsPlan(model="/w/m", backends=backends, options=options, set_ups=ONE_SERVER, most_sessions=1)
+    found = run_backends(plan, small_load(), folder, Watched())
     assert seen == [0, 1, 2, 3, 4], "written after each run"
     assert [(best.set_up, best.levels, best.backend) for best in found.best] == [
         ("sessions", [1], "quick"),

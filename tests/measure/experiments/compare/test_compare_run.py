@@ -25,7 +25,7 @@ from meltcore.measure.experiments.compare.starts import (
     run_starts,
     stored_load,
 )
-from meltcore.measure.experiments.servers.process import parse_command
+from meltcore.measure.experiments.servers import parse_command
 from meltcore.measure.load.config import LoadConfig
 
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 5"

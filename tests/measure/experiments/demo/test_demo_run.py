@@ -18,12 +18,11 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.process import ProcessError
 from meltcore.measure import problems
 from meltcore.measure.documents.runfolder import read_result
+from meltcore.measure.experiments import servers
 from meltcore.measure.experiments.demo import clients
 from meltcore.measure.experiments.demo.clients import open_routes
 from meltcore.measure.experiments.demo.config import DemoConfig
-from meltcore.measure.experiments.demo.fleet import fleet_server, write_fleet
-from meltcore.measure.experiments.demo.run import print_outcome, run_demo
-from meltcore.measure.experiments.servers import process as server_process
+from meltcore.measure.experiments.demo.run import fleet_server, print_outcome, run_demo, write_fleet
 from meltcore.measure.load.fleet.fleet_streams import NUM_PROBLEMS
 from meltcore.settings.fleet_file import load_fleet
 
@@ -42,13 +41,13 @@ def answers_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _restore_server_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_process, "SERVER_COMMAND", server_process.SERVER_COMMAND)
+    monkeypatch.setattr(servers, "SERVER_COMMAND", servers.SERVER_COMMAND)
 
 
 def fake_server(*options: str) -> tuple[str, ...]:
     """Replace our server by the fake one; return its command."""
-    server_process.SERVER_COMMAND = (sys.executable, str(FAKE), *options)
-    return server_process.SERVER_COMMAND
+    servers.SERVER_COMMAND = (sys.executable, str(FAKE), *options)
+    return servers.SERVER_COMMAND
 
 
 def demo_config(out: Path, answers: Path, fault: str = "none") -> DemoConfig:
@@ -131,8 +130,8 @@ def test_interrupted_demo_ends_its_server_and_leaves_a_partial_run(
 ) -> None:
     command = fake_server("--fault", "slow", "--answers", str(answers_file))
     script = (
-        "import sys; from meltcore.cli import main; from meltcore.measure.experiments.servers import process\n"
-        f"process.SERVER_COMMAND = {command!r}\n"
+        "import sys; from meltcore.cli import main; from meltcore.measure.experiments import servers\n"
+        f"servers.SERVER_COMMAND = {command!r}\n"
         f"options = ['--levels', '{LEVEL}', '--out', {str(tmp_path)!r}, '--no-clients', '--tasks', 'generation']\n"
         "sys.exit(main.main(['demo', *options]))\n"
     )
@@ -177,7 +176,7 @@ def _target(link: Path) -> str:
 
 
 def _answers(address: str) -> bool:
-    from meltcore.measure.experiments.servers.api import Api, ApiError
+    from meltcore.measure.experiments.servers import Api, ApiError
 
     try:
         Api(address, timeout_s=2.0).get("/health")

@@ -23,7 +23,7 @@ from meltcore.measure import problems
 from meltcore.measure.documents.runfolder import read_result
 from meltcore.measure.experiments.evals.conformance import run_checks
 from meltcore.measure.experiments.evals.run import evaluate, run_eval
-from meltcore.measure.experiments.servers.api import Api, ApiError, ApiResponse, ApiTimeoutError
+from meltcore.measure.experiments.servers import Api, ApiError, ApiResponse, ApiTimeoutError
 
 UNREACHABLE = "http://127.0.0.1:9"
 TOKENIZER = Path(meltcore.__file__).parent / "bundled" / "sums"

@@ -25,7 +25,7 @@ from meltcore.measure.documents.schema import CheckResult, LevelResult, RunResul
 from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.evaluation import score
-from meltcore.measure.experiments.servers.process import accepts_connections
+from meltcore.measure.experiments.servers import accepts_connections
 
 SERVER = Path(__file__).parent / "fake_openai.py"
 QUICK = ["--num-prompts", "8", "--input-len", "8", "--output-len", "20", "--tokenizer", TOKENIZER, "--seed", "1"]
@@ -295,7 +295,7 @@ sys.exit(0)
 IMPORTS = """
 import os, runpy, signal, subprocess, sys, time
 from pathlib import Path
-from meltcore.measure.experiments.servers.process import accepts_connections
+from meltcore.measure.experiments.servers import accepts_connections
 """
 SERVE = """
 sys.argv = sys.argv[1:]

@@ -10,7 +10,7 @@ from meltcore.cli.main import main
 from meltcore.measure.documents.runfolder import read_result
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.experiments.evals.gsm8k_data import BUNDLED_SOURCE
-from meltcore.measure.experiments.servers.process import MeltcoreServer
+from meltcore.measure.experiments.servers import MeltcoreServer
 
 pytestmark = pytest.mark.slow
 QUICK = ["--num-prompts", "16", "--input-len", "16", "--output-len", "12", "--tokenizer", TOKENIZER]

@@ -19,7 +19,14 @@ from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.runfolder import read_result
 from meltcore.measure.experiments.evals.config import Gsm8kConfig
-from meltcore.measure.experiments.evals.gsm8k import run_gsm8k
+from meltcore.measure.experiments.evals.gsm8k import (
+    HarnessError,
+    HarnessItem,
+    compare,
+    find_package,
+    run_gsm8k,
+    run_harness,
+)
 from meltcore.measure.experiments.evals.gsm8k_data import (
     BUNDLED_SHOTS,
     BUNDLED_SOURCE,
@@ -29,9 +36,7 @@ from meltcore.measure.experiments.evals.gsm8k_data import (
     grade,
     read_items,
 )
-from meltcore.measure.experiments.evals.harness import HarnessError, HarnessItem, compare, find_package, run_harness
-from meltcore.measure.experiments.servers.api import Answer, Api
-from meltcore.measure.experiments.servers.process import MeltcoreServer
+from meltcore.measure.experiments.servers import Answer, Api, MeltcoreServer
 
 # A Python that has lm-eval need not be the one that runs the tests: its packages are many.
 HARNESS = os.environ.get("LM_EVAL_PYTHON") or (sys.executable if importlib.util.find_spec("lm_eval") else None)
@@ -180,7 +185,7 @@ def test_harness_is_ended_at_its_time_limit(python: Callable[[str], str], tmp_pa
     child = tmp_path / "child"
     harness = python(f"sleep 60 & echo $! > {child}; wait")
     with pytest.raises(HarnessError, match="did not end within 1 s"):
-        run_harness(harness, "http://127.0.0.1:9", "m", [ITEM], SHOTS, timeout_s=1.0)
+        run_harness(harness, find_package(harness), "http://127.0.0.1:9", "m", [ITEM], SHOTS, timeout_s=1.0)
     assert not runs(int(child.read_text()))
 
 
@@ -199,7 +204,7 @@ def test_answer_may_contain_unicode_line_separators(python: Callable[[str], str]
     samples = tmp_path / "samples"
     samples.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     harness = python(f'mkdir -p "$OUT"/m && cp {samples} "$OUT"/m/samples_meltcore_gsm8k_2026.jsonl')
-    [found] = run_harness(harness, "http://127.0.0.1:9", "m", [ITEM], SHOTS)
+    [found] = run_harness(harness, find_package(harness), "http://127.0.0.1:9", "m", [ITEM], SHOTS)
     assert found == HarnessItem(messages, f"First.{end}The answer is 18.", {"strict": True, "flexible": True})
 
 

@@ -26,7 +26,7 @@ from meltcore.measure.documents.schema import CheckResult, Evaluation, Fingerpri
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.gsm8k_data import BUNDLED_SOURCE
 from meltcore.measure.experiments.evals.submission_files import decision_items, find_section
-from meltcore.measure.experiments.servers.process import MeltcoreServer
+from meltcore.measure.experiments.servers import MeltcoreServer
 
 # A checkout of the public harness, whose own programs then read our files and check our server.
 HARNESS = os.environ.get("MELTCORE_PUBLIC_HARNESS")

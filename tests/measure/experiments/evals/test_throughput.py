@@ -19,14 +19,14 @@ from meltcore.measure.documents.runfolder import read_result
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.config import ThroughputConfig
-from meltcore.measure.experiments.evals.throughput import run_throughput, weighted_throughput
-from meltcore.measure.experiments.evals.throughput_prompts import (
+from meltcore.measure.experiments.evals.throughput import (
     PlannedRequest,
     SpotCheck,
     TextGenerator,
     draw_spot_check,
     make_plan,
-    random_ids,
+    run_throughput,
+    weighted_throughput,
 )
 from meltcore.measure.load.token_counter import TokenCounter
 
@@ -94,7 +94,7 @@ def test_qwen_texts_are_exact_too() -> None:
 
 def test_text_length_that_the_tokenizer_cannot_make_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     maker = TextGenerator(TOKENIZER)
-    monkeypatch.setattr("meltcore.measure.experiments.evals.throughput_prompts._MAX_ROUNDS", 0)
+    monkeypatch.setattr("meltcore.measure.experiments.evals.throughput._MAX_ROUNDS", 0)
     with pytest.raises(ConfigError, match="40 tokens"):
         maker.text(random.Random(0), 40)
 
@@ -137,7 +137,7 @@ def test_speed_only_sends_ids_and_no_text() -> None:
     lines = [each.line for level in plan.levels for each in level]
     assert all(len(line["prompt_token_ids"]) == 40 and line["ignore_eos"] for line in lines)
     assert not any(line["skip_special_tokens"] for line in lines)  # an answer of nothing else would have no text
-    assert all(100 <= token < 30_000 for token in random_ids(random.Random(0), 2000))
+    assert all(100 <= token < 30_000 for line in lines for token in line["prompt_token_ids"])
 
 
 def test_speed_only_with_a_tokenizer_sends_ids_of_its_vocabulary() -> None:

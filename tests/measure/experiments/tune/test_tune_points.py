@@ -7,8 +7,8 @@ import pytest
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.tuning import TuningPoint
+from meltcore.measure.experiments.servers import Answer
 from meltcore.measure.experiments.tune.precision import (
-    EvalAnswer,
     EvalItem,
     bundled_items,
     compare_answers,
@@ -80,8 +80,8 @@ def test_flags_of_other_servers() -> None:
 
 def test_tokens_are_compared_up_to_the_first_difference() -> None:
     items = [EvalItem({}, lambda text: text == "ab"), EvalItem({}, lambda text: text == "x")]
-    first = [EvalAnswer("ab", [("a", -0.1), ("b", -0.2)]), EvalAnswer("x", [("x", -1.0)])]
-    second = [EvalAnswer("ac", [("a", -0.3), ("c", -9.0)]), EvalAnswer("x", [("x", -1.1)])]
+    first = [Answer("ab", tokens=[("a", -0.1), ("b", -0.2)]), Answer("x", tokens=[("x", -1.0)])]
+    second = [Answer("ac", tokens=[("a", -0.3), ("c", -9.0)]), Answer("x", tokens=[("x", -1.1)])]
     found = compare_answers(items, first, second)
     assert (found.asked, found.correct, found.failed, found.identical) == (2, 1, 0, 1)
     assert found.tokens_compared == 2
@@ -90,7 +90,7 @@ def test_tokens_are_compared_up_to_the_first_difference() -> None:
 
 
 def test_failed_answer_is_neither_correct_nor_identical() -> None:
-    found = compare_answers([EvalItem({}, lambda text: True)], [EvalAnswer(failed=True)], [EvalAnswer(failed=True)])
+    found = compare_answers([EvalItem({}, lambda text: True)], [Answer("", failed=True)], [Answer("", failed=True)])
     assert (found.correct, found.failed, found.identical, found.logprob_diff_mean) == (0, 1, 0, None)
 
 

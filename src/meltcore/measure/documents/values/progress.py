@@ -65,6 +65,11 @@ def dim_printer(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, style="dim", markup=False, highlight=False)
 
 
+def warning_printer(console: Console) -> Callable[[str], None]:
+    """Return a function that prints what a server reports while it is started and ended."""
+    return lambda text: console.print(text, style="yellow", markup=False, highlight=False)
+
+
 def print_check(console: Console, check: CheckResult) -> None:
     """Print one check or gate with its status in color."""
     style = STYLE_COLORS[style_of(check.status)]

@@ -6,14 +6,14 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import is_gguf
 from meltcore.measure.documents.backends import START_OF, SetUp, StartKind
 from meltcore.measure.documents.served_model import public_name
-from meltcore.measure.experiments.servers.process import ARGS, PORT, ServerCommand
+from meltcore.measure.experiments.servers import ARGS, PORT, ServerCommand
 from meltcore.settings.server_templates import TEMPLATES, fill_command, find_program, server_environment
 
 OURS = "meltcore"
@@ -39,6 +39,37 @@ class BackendOptions:
     skip: frozenset[SetUp] = frozenset()
 
 
+def parse_pair(text: str, flag: str) -> tuple[str, str]:
+    """Split NAME=VALUE. Raises ConfigError if the name or the value is empty."""
+    name, _, value = text.partition("=")
+    if not name or not value:
+        raise ConfigError(f"{flag}: {text!r} is not of the form NAME=VALUE")
+    return name, value
+
+
+def read_options(given: Mapping[str, Sequence[str]], backends: Sequence[str]) -> dict[str, BackendOptions]:
+    """Return the options of each backend from texts such as "vllm=/opt/vllm/bin/python", by command-line flag.
+
+    Raises ConfigError for a malformed text, and for a name that is not in `backends`.
+    """
+    fields: dict[str, dict[str, Any]] = {}
+    for flag, texts in given.items():
+        for text in texts:
+            name, value = parse_pair(text, flag)
+            if name not in backends:
+                raise ConfigError(f"{flag}: {name!r} is not among --backends {','.join(backends)}")
+            options = fields.setdefault(name, {"environment": {}, "skip": set()})
+            if flag == "--env":
+                options["environment"].update([parse_pair(value, f"{flag} {name}")])
+            elif flag == "--skip" and value not in get_args(SetUp):
+                raise ConfigError(f"{flag}: {value!r} is unknown; there are {', '.join(get_args(SetUp))}")
+            elif flag == "--skip":
+                options["skip"].add(value)
+            else:
+                options["arguments" if flag == "--args" else flag.removeprefix("--")] = value
+    return {name: BackendOptions(**options | {"skip": frozenset(options["skip"])}) for name, options in fields.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class EqualSettings:
     """Settings that every backend gets. None leaves a setting to the backend."""
@@ -49,19 +80,11 @@ class EqualSettings:
     api_server_count: int | None = None
     load_format: Literal["auto", "dummy"] = "auto"
 
-    def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "api_server_count"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1; got {value}")
-
     @property
     def given(self) -> dict[str, Any]:
         """The settings as values of a template. Prefix caching is always off."""
-        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "api_server_count")
-        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        values |= {"load_format": self.load_format} if self.load_format != "auto" else {}
-        return values | {"no_prefix_cache": True}
+        given = {name: value for name, value in asdict(self).items() if value not in (None, "auto")}
+        return given | {"no_prefix_cache": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +92,7 @@ class BackendsPlan:
     """Plans to compare `model` on `backends` in `set_ups`, on the GPUs that CUDA_VISIBLE_DEVICES would name.
 
     `running` has the addresses of servers that run already, by name. These servers are measured in the set-ups of one
-    server.
+    server. Levels of load up to `most_sessions` measure several sessions, levels above it batching.
     """
 
     model: str
@@ -81,6 +104,7 @@ class BackendsPlan:
     options: dict[str, BackendOptions] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
     gpu_memory_bytes: int | None = None  # of the smallest GPU
+    most_sessions: int = 16
 
     def __post_init__(self) -> None:
         names = [*self.backends, *self.running]
@@ -147,8 +171,7 @@ class BackendsPlan:
 
     def _obstacle(self, name: str, kind: StartKind, checkpoint: str, options: BackendOptions) -> str:
         """Return why a start cannot run, or "" if it can."""
-        skipped = [set_up for set_up in options.skip if START_OF[set_up] == kind]
-        if skipped and all(set_up in options.skip for set_up in self.set_ups if START_OF[set_up] == kind):
+        if all(set_up in options.skip for set_up in self.set_ups if START_OF[set_up] == kind):
             return "left out (--skip)"
         if not checkpoint:
             return "no quantized checkpoint was given (--quantized)"
@@ -238,13 +261,14 @@ class PlannedRun:
         """Return the fleet.yaml of several such servers behind `port`. Its plan places the servers by memory."""
         assert self.command is not None
         words = [_escaped(word).replace("{{port}}", PORT) for word in self.command.template]
-        model: dict[str, Any] = {"command": shlex.join(words), "replicas": self.replicas}
-        model["environment"] = self.variables
-        if self.memory_bytes is not None:
-            model["memory"] = self.memory_bytes
-        server = {"port": port, **({} if api_server_count is None else {"api_server_count": api_server_count})}
-        timeouts = {"start_s": start_limit_s, "request_s": 1800.0}
-        return {"version": 1, "server": server, "models": {MODEL_NAME: model}, "timeouts": timeouts}
+        command, memory_bytes = shlex.join(words), self.memory_bytes
+        model = {"command": command, "replicas": self.replicas, "environment": self.variables}
+        return {
+            "version": 1,
+            "server": {"port": port, **({} if api_server_count is None else {"api_server_count": api_server_count})},
+            "models": {MODEL_NAME: {**model, **({} if memory_bytes is None else {"memory": memory_bytes})}},
+            "timeouts": {"start_s": start_limit_s, "request_s": 1800.0},
+        }
 
 
 def _escaped(text: str) -> str:

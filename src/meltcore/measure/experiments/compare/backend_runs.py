@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+
+from rich.console import Console
 
 from meltcore import __version__
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.files import write_document
 from meltcore.common.gpus.driver import NoDriverError
-from meltcore.common.gpus.machine import VISIBLE, named_gpus
 from meltcore.common.process import ProcessError, free_port, stat_fields
 from meltcore.common.process_output import last_error
 from meltcore.measure.documents.backends import BackendComparison, BackendRun
@@ -25,19 +25,21 @@ from meltcore.measure.documents.fingerprint import clean_arguments, take_fingerp
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.served_model import public_name
+from meltcore.measure.documents.values.progress import warning_printer
 from meltcore.measure.documents.verdicts import CUT_SHORT
 from meltcore.measure.experiments.compare.backend_plan import OURS, BackendsPlan, PlannedRun
 from meltcore.measure.experiments.compare.backend_verdicts import best_backends, find_aspects
-from meltcore.measure.experiments.servers.api import Api, ApiError
-from meltcore.measure.experiments.servers.process import (
-    START_LIMIT_S,
+from meltcore.measure.experiments.compare.starts import StartOptions
+from meltcore.measure.experiments.servers import (
+    Api,
+    ApiError,
     ServerCommand,
     ServerProcess,
     run_server,
     server_version,
 )
-from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.run import measure
+from meltcore.measure.load.tasks.task import throughput_text
 from meltcore.measure.node.monitor.recording import read_recording
 from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
 from meltcore.measure.node.monitor.timeline import attach_gpu_timelines
@@ -48,30 +50,15 @@ _VERSION_ROUTES = {"/version": "version", "/get_server_info": "version", "/props
 _PROBE = {"prompt": "1", "max_tokens": 1}
 
 
-@dataclass(frozen=True, kw_only=True)
-class BackendsLoad:
-    """The load of every run, without the server's address. Levels up to `most_sessions` measure several sessions.
-
-    `arguments` is the command line that results store.
-    """
-
-    load: LoadConfig
-    most_sessions: int = 16
-    start_limit_s: float = START_LIMIT_S
-    arguments: tuple[str, ...] = ()
-
-
 def run_backends(
     plan: BackendsPlan,
-    options: BackendsLoad,
+    options: StartOptions,
     folder: RunFolder,
-    *,
-    report: Callable[[str], None],
-    on_run: Callable[[BackendRun], None] | None = None,
+    console: Console,
 ) -> BackendComparison:
     """Run the plan, and write result and page after each run. The result holds failed runs with their reasons.
 
-    `report` receives lines for the user. After Ctrl-C the runs made so far are written, and KeyboardInterrupt is raised
+    `console` shows a line per run. After Ctrl-C the runs made so far are written, and KeyboardInterrupt is raised
     again.
     """
     start_s = time.monotonic()
@@ -82,7 +69,7 @@ def run_backends(
         model=public_name(plan.model),
         backends=[*plan.backends, *plan.running],
         set_ups=list(plan.set_ups),
-        most_sessions=options.most_sessions,
+        most_sessions=plan.most_sessions,
         settings=plan.settings.given | {"gpus": len(plan.gpus)},
         load=options.load.settings,
     )
@@ -91,14 +78,13 @@ def run_backends(
             alone = comparison.run(planned.backend, "single")
             if planned.start == "load-balanced" and alone is not None and alone.command and alone.ready_s is None:
                 planned = replace(planned, reason="it did not start alone")
-            run = _run(planned, plan, options, folder.path, report=report)
+            run = _run(planned, plan, options, folder.path, report=warning_printer(console))
         except KeyboardInterrupt:
             comparison.notes.append("It was interrupted: later runs were not made.")
             raise
         else:
             comparison.runs.append(run)
-            if on_run is not None:
-                on_run(run)
+            console.print(_run_line(run), markup=False, highlight=False, soft_wrap=True)
         finally:
             comparison.duration_s = time.monotonic() - start_s
             comparison.best, comparison.aspects = best_backends(comparison), find_aspects(comparison)
@@ -107,8 +93,20 @@ def run_backends(
     return comparison
 
 
+def _run_line(run: BackendRun) -> str:
+    rates = "; ".join(
+        f"{level.concurrency} concurrent {failure}"
+        if (failure := run.failure(level.concurrency))
+        else throughput_text(level)
+        for level in run.levels
+    )
+    ready = "" if run.ready_s is None else f"ready after {run.ready_s:.1f} s"
+    reason = f"not measured: {run.reason}" if run.reason else ""
+    return f"{run.backend}, {run.start}: {', '.join(part for part in (ready, rates, reason) if part)}"
+
+
 def _run(
-    planned: PlannedRun, plan: BackendsPlan, options: BackendsLoad, folder: Path, *, report: Callable[[str], None]
+    planned: PlannedRun, plan: BackendsPlan, options: StartOptions, folder: Path, *, report: Callable[[str], None]
 ) -> BackendRun:
     """Start, load and end one backend. The `reason` of the returned run says what failed."""
     run = BackendRun(
@@ -149,7 +147,7 @@ def _run(
 def _server(
     planned: PlannedRun,
     plan: BackendsPlan,
-    options: BackendsLoad,
+    options: StartOptions,
     folder: Path,
     log_path: Path,
     *,
@@ -234,12 +232,11 @@ def _host_memory_bytes(root: int) -> int | None:
 
     Returns None if the memory cannot be read.
     """
-    parents = {int(path.name): stat_fields(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
-    family, added = {root}, True
-    while added:
-        members = {pid for pid, fields in parents.items() if fields is not None and int(fields[1]) in family}
-        added = not members <= family
-        family |= members
+    found = {int(path.name): stat_fields(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    parents = {pid: int(fields[1]) for pid, fields in found.items() if fields is not None}
+    family = {root}
+    while children := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= children
     total = 0
     for pid in family:
         try:
@@ -250,12 +247,3 @@ def _host_memory_bytes(root: int) -> int | None:
             continue
         total += sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
     return total
-
-
-def visible_gpus(num_gpus: int) -> tuple[str, ...]:
-    """Return the GPUs that may be used, in the form of CUDA_VISIBLE_DEVICES. The machine has `num_gpus`.
-
-    Raises ConfigError if the variable contains a word that names no GPU.
-    """
-    value = os.environ.get(VISIBLE)
-    return tuple(map(str, range(num_gpus)) if value is None else named_gpus(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import geometric_mean
 
 from meltcore.common.sizes import GIB, size_text
@@ -16,6 +17,7 @@ from meltcore.measure.documents.backends import (
     SetUp,
     StartKind,
 )
+from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.formatting import format_number
 
 LEAST_LEAD = 0.05  # each level is one run: a smaller lead is no lead
@@ -95,25 +97,57 @@ def _failed_shares(runs: Sequence[BackendRun], levels: Sequence[int]) -> str:
 
 
 def find_aspects(comparison: BackendComparison) -> list[Aspect]:
-    """Return the nine aspects, each with the findings of the runs by backend."""
-    finders: list[tuple[str, str, Callable[[BackendComparison, str], str]]] = [
-        ("Performance", "output tok/s at the highest and the lowest concurrency, TTFT p50 at the highest", _speed),
-        ("Concurrency", f"highest level at which at most {100 * MOST_FAILED:.0f} % of requests fail", _concurrency),
-        ("Multi-GPU support", "output tok/s of data parallel and split model, against one GPU", _multi_gpu),
-        ("Quantization support", "output tok/s of the quantized model, against the other", _quantization),
-        ("Hardware requirements", "peak memory of GPUs under load, memory of its processes after it", _hardware),
-        ("Ease of use and deployment", "start to first answer, arguments, settings that it lacks", _ease),
+    """Return the nine aspects, each with the findings of the runs by backend.
+
+    A finding is made from the run of one server on one GPU and all planned levels, or from several runs.
+    """
+    levels = sorted(int(level) for level in comparison.load["concurrency"])
+
+    def of_single(find: Callable[[BackendRun | None, Sequence[int]], str]) -> Callable[[str], str]:
+        return lambda backend: find(comparison.run(backend, "single"), levels)
+
+    finders: list[tuple[str, str, Callable[[str], str]]] = [
+        (
+            "Performance",
+            "output tok/s at the highest and the lowest concurrency, TTFT p50 at the highest",
+            of_single(_speed),
+        ),
+        (
+            "Concurrency",
+            f"highest level at which at most {100 * MOST_FAILED:.0f} % of requests fail",
+            of_single(_concurrency),
+        ),
+        (
+            "Multi-GPU support",
+            "output tok/s of data parallel and split model, against one GPU",
+            partial(_multi_gpu, comparison),
+        ),
+        (
+            "Quantization support",
+            "output tok/s of the quantized model, against the other",
+            partial(_quantization, comparison),
+        ),
+        (
+            "Hardware requirements",
+            "peak memory of GPUs under load, memory of its processes after it",
+            of_single(_hardware),
+        ),
+        ("Ease of use and deployment", "start to first answer, arguments, settings that it lacks", of_single(_ease)),
         (
             "Use case fit",
             f"highest level for interactive use: TTFT p95 up to {MOST_TTFT_MS:,.0f} ms, ITL p95 up to "
             f"{MOST_ITL_MS:.0f} ms",
-            _fit,
+            of_single(_fit),
         ),
-        ("Memory efficiency", "output tok/s at the highest level per GiB of GPU memory, reserved memory too", _memory),
-        ("Community and ecosystem", "no run shows it", lambda *_: UNMEASURED),
+        (
+            "Memory efficiency",
+            "output tok/s at the highest level per GiB of GPU memory, reserved memory too",
+            of_single(_memory),
+        ),
+        ("Community and ecosystem", "no run shows it", lambda _: UNMEASURED),
     ]
     return [
-        Aspect(name=name, measured_as=how, findings={each: find(comparison, each) for each in comparison.backends})
+        Aspect(name=name, measured_as=how, findings={each: find(each) for each in comparison.backends})
         for name, how, find in finders
     ]
 
@@ -135,18 +169,13 @@ def unmeasured(run: BackendRun | None, levels: Sequence[int] = ()) -> str:
     return f"{UNMEASURED}: {run.reason or 'it was not loaded so far'}"
 
 
-def _ends(comparison: BackendComparison) -> tuple[int, int]:
-    levels = [int(level) for level in comparison.load["concurrency"]]
-    return min(levels), max(levels)
+def _measured(run: BackendRun | None, levels: Sequence[int]) -> list[LevelResult]:
+    """Return the levels of a run that were measured, by rising concurrency."""
+    return [] if run is None else [level for each in levels if (level := run.level(each)) is not None]
 
 
-def _measured_levels(comparison: BackendComparison, run: BackendRun) -> list[int]:
-    return sorted(int(level) for level in comparison.load["concurrency"] if run.level(int(level)) is not None)
-
-
-def _speed(comparison: BackendComparison, backend: str) -> str:
-    run = comparison.run(backend, "single")
-    low, high = _ends(comparison)
+def _speed(run: BackendRun | None, levels: Sequence[int]) -> str:
+    low, high = levels[0], levels[-1]
     if run is None or (most := run.level(high)) is None or (least := run.level(low)) is None:
         return unmeasured(run, (high, low))
     ttft = format_number(most.ttft_ms.p50) if most.ttft_ms.p50 is not None else UNMEASURED
@@ -156,26 +185,23 @@ def _speed(comparison: BackendComparison, backend: str) -> str:
     )
 
 
-def _concurrency(comparison: BackendComparison, backend: str) -> str:
-    run = comparison.run(backend, "single")
-    levels = _measured_levels(comparison, run) if run is not None else []
-    if run is None or not levels:
-        return unmeasured(run, sorted(comparison.load["concurrency"]))
-    first, last = run.level(levels[0]), run.level(levels[-1])
-    assert first is not None
-    assert last is not None
-    if len(levels) == 1 or not first.output_tokens_per_s:
-        return f"{levels[-1]} concurrent"
+def _concurrency(run: BackendRun | None, levels: Sequence[int]) -> str:
+    measured = _measured(run, levels)
+    if not measured:
+        return unmeasured(run, levels)
+    first, last = measured[0], measured[-1]
+    if len(measured) == 1 or not first.output_tokens_per_s:
+        return f"{last.concurrency} concurrent"
     gain = last.output_tokens_per_s / first.output_tokens_per_s
-    return f"{levels[-1]} concurrent, {gain:.1f} times the rate of {levels[0]}"
+    return f"{last.concurrency} concurrent, {gain:.1f} times the rate of {first.concurrency}"
 
 
 def _ratio(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
     """Return as text the rate of one kind of start at the highest concurrency, relative to one server on one GPU."""
     run, single = comparison.run(backend, kind), comparison.run(backend, "single")
-    high = _ends(comparison)[1]
+    high = max(int(level) for level in comparison.load["concurrency"])
     level = run.level(high) if run is not None else None
-    if run is None or level is None:
+    if level is None:
         return unmeasured(run, (high,))
     base = single.level(high) if single is not None else None
     rate = f"{format_number(level.output_tokens_per_s)} tok/s at {high}"
@@ -198,8 +224,7 @@ def _quantization(comparison: BackendComparison, backend: str) -> str:
     return text if run is None or not run.levels else f"{run.model}: {text}"
 
 
-def _hardware(comparison: BackendComparison, backend: str) -> str:
-    run = comparison.run(backend, "single")
+def _hardware(run: BackendRun | None, _levels: Sequence[int]) -> str:
     if run is None or not run.levels:
         return unmeasured(run)
     sizes = {"GPUs": run.gpu_memory_bytes, "host": run.host_memory_bytes}
@@ -208,41 +233,29 @@ def _hardware(comparison: BackendComparison, backend: str) -> str:
     )
 
 
-def _ease(comparison: BackendComparison, backend: str) -> str:
-    run = comparison.run(backend, "single")
+def _ease(run: BackendRun | None, _levels: Sequence[int]) -> str:
     if run is None or run.ready_s is None:
         return unmeasured(run) if run is None or run.reason else f"{UNMEASURED}: it ran already"
     lacks = f"; lacks {', '.join(run.lacks)}" if run.lacks else ""
     return f"{run.ready_s:.0f} s, {len(run.command.split()) - 1} arguments{lacks}"
 
 
-def _fit(comparison: BackendComparison, backend: str) -> str:
-    run = comparison.run(backend, "single")
-    levels = _measured_levels(comparison, run) if run is not None else []
-    if run is None or not levels:
-        return unmeasured(run, sorted(comparison.load["concurrency"]))
-    judged = False
-    highest = 0
-    for each in levels:
-        level = run.level(each)
-        assert level is not None
-        ttft, itl = level.ttft_ms.p95, level.itl_ms.p95
-        if ttft is None or itl is None:
-            continue
-        judged = True
-        if ttft <= MOST_TTFT_MS and itl <= MOST_ITL_MS:
-            highest = each
+def _fit(run: BackendRun | None, levels: Sequence[int]) -> str:
+    measured = _measured(run, levels)
+    if not measured:
+        return unmeasured(run, levels)
+    latencies = [(level.concurrency, level.ttft_ms.p95, level.itl_ms.p95) for level in measured]
+    judged = [(at, ttft, itl) for at, ttft, itl in latencies if ttft is not None and itl is not None]
     if not judged:
         return f"{UNMEASURED}: too few requests for a 95th percentile"
-    return f"interactive up to {highest}" if highest else "interactive at no measured level"
+    highest = max((at for at, ttft, itl in judged if ttft <= MOST_TTFT_MS and itl <= MOST_ITL_MS), default=None)
+    return "interactive at no measured level" if highest is None else f"interactive up to {highest}"
 
 
-def _memory(comparison: BackendComparison, backend: str) -> str:
-    run = comparison.run(backend, "single")
-    high = _ends(comparison)[1]
-    level = run.level(high) if run is not None else None
+def _memory(run: BackendRun | None, levels: Sequence[int]) -> str:
+    level = run.level(levels[-1]) if run is not None else None
     if run is None or level is None:
-        return unmeasured(run, (high,))
+        return unmeasured(run, levels[-1:])
     if not run.gpu_memory_bytes:
         return f"{UNMEASURED}: no reading of a GPU's memory"
     return f"{format_number(level.output_tokens_per_s / (run.gpu_memory_bytes / GIB))} tok/s per GiB"

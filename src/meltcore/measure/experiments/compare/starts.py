@@ -21,7 +21,7 @@ from meltcore.measure.documents.runfolder import RunFolder, read_result
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.starts import StartSet, is_start_set, read_start_set, write_start_set
 from meltcore.measure.documents.verdicts import SCORED
-from meltcore.measure.experiments.servers.process import START_LIMIT_S, ServerCommand, run_server, server_version
+from meltcore.measure.experiments.servers import START_LIMIT_S, ServerCommand, run_server, server_version
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.run import measure
 from meltcore.measure.report.comparisons.compare_starts import compare_starts, find_metric
@@ -109,8 +109,7 @@ def run_start(start: PlannedStart, options: StartOptions, folder: Path, *, repor
         with run_server(start.command, log_path, report=report, limit_s=options.start_limit_s) as server:
             result = measure(replace(options.load, url=server.url), options.arguments)
             result.settings["ready_s"] = round(server.ready_s, 3)
-            version = server_version(server.url)
-            if version is not None:
+            if (version := server_version(server.url)) is not None:
                 result.settings["server_version"] = version
     except ProcessError as error:
         raise ProcessError(f"{label}: {str(error).rstrip()}") from error

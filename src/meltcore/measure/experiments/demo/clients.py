@@ -29,6 +29,7 @@ LIMIT_S = 120.0  # of one request
 _CHAT, _TRANSLATE = "/v1/chat/completions", "/v1/translate"
 _SPEECH, _TRANSCRIPTIONS = "/v1/audio/speech", "/v1/audio/transcriptions"
 _QUESTION, _ANSWER = "What is 7 * 8?", "56"
+_MESSAGES = [{"role": "user", "content": _QUESTION}]
 _TEXT = "go at seven"
 _NUM_STEPS = 8  # of synthesis: a quarter of the usual number
 _MAX_DETAIL_CHARS = 200
@@ -57,11 +58,6 @@ class _Fleet:
         response = self.http.request(method, f"{self.url}{path}", timeout=LIMIT_S, **fields)
         _expect(response.status_code == status, f"status {response.status_code}: {response.text[:120]}")
         return response
-
-    @property
-    def upload(self) -> dict[str, Any]:
-        """The clip as a file of a multipart form."""
-        return {"file": ("clip.wav", self.clip.audio_wav)}
 
 
 _Run = Callable[[_Fleet], str]
@@ -130,46 +126,40 @@ def open_routes(
     ):
         by_path = {tasks()[task].path: model for task, model in models.items()}
         fleet = _Fleet(url, by_path, client, dwani.DwaniClient("none", url), session, clip, clip_path, phrase)
-        checks, opened = [], set[str]()
+        checks = []
         for check in _CHECKS:
-            if not set(check.needs) <= by_path.keys():
-                continue
-            result = _result(check.name, lambda run=check.run: run(fleet))  # type: ignore[misc]
-            checks.append(result)
-            opened |= set(check.paths)
-            on_check(result)
-        last = _result("every route of /openapi.json was opened", lambda: _all_opened(fleet, opened))
-        on_check(last)
-        return [*checks, last]
+            if set(check.needs) <= by_path.keys():
+                checks.append(_run_check(check, fleet))
+                on_check(checks[-1])
+        return checks
 
 
-def _result(name: str, run: Callable[[], str]) -> CheckResult:
+def _run_check(check: _Check, fleet: _Fleet) -> CheckResult:
     started_s = time.monotonic()
     try:
-        detail = run()
+        finding = check.run(fleet)[:_MAX_DETAIL_CHARS]
     except Exception as error:  # whatever a client raises is the finding
-        return CheckResult(name=name, status="FAIL", detail=f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS])
-    return CheckResult(
-        name=name, status="PASS", detail=f"{detail[:_MAX_DETAIL_CHARS]} ({time.monotonic() - started_s:.2f} s)"
-    )
+        detail = f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS]
+        return CheckResult(name=check.name, status="FAIL", detail=detail)
+    return CheckResult(name=check.name, status="PASS", detail=f"{finding} ({time.monotonic() - started_s:.2f} s)")
 
 
-def _all_opened(fleet: _Fleet, opened: Collection[str]) -> str:
-    """Check that every route in the server's own list was opened, except routes of tasks that the fleet lacks."""
-    skipped = {path for check in _CHECKS if not set(check.needs) <= fleet.models.keys() for path in check.paths}
-    listed = set(fleet.send("/openapi.json", "GET").json()["paths"])
-    left = sorted(listed - set(opened) - skipped)
-    _expect(not left, f"not opened: {', '.join(left)}")
-    return f"{len(listed)} routes"
-
-
-def _expect(condition: object, finding: str) -> None:
+def _expect(condition: object, finding: str) -> str:
+    """Return the finding of a check whose condition holds. Raises _WrongError with it otherwise."""
     if not condition:
         raise _WrongError(finding)
+    return finding
 
 
-def _question() -> list[dict[str, str]]:
-    return [{"role": "user", "content": _QUESTION}]
+def _refusal(fleet: _Fleet, model: str, error_name: str) -> str:
+    """Return what the client says of a chat that the server must refuse with the client's error `error_name`."""
+    import openai
+
+    try:
+        fleet.openai.chat.completions.create(model=model, messages=_MESSAGES)
+    except getattr(openai, error_name) as error:
+        return str(error)
+    raise _WrongError("it was answered")
 
 
 # --- openai ---------------------------------------------------------------------------------------------------------
@@ -186,17 +176,16 @@ def _models(fleet: _Fleet) -> str:
 
 @_opens("openai: chat.completions.create", _CHAT)
 def _chat(fleet: _Fleet) -> str:
-    answer = fleet.openai.chat.completions.create(model=fleet.models[_CHAT], messages=_question(), temperature=0)
+    answer = fleet.openai.chat.completions.create(model=fleet.models[_CHAT], messages=_MESSAGES, temperature=0)
     text = answer.choices[0].message.content
-    _expect(_ANSWER in text and answer.usage.completion_tokens > 0, repr(text))
-    return repr(text)
+    return _expect(_ANSWER in text and answer.usage.completion_tokens > 0, repr(text))
 
 
 @_opens("openai: chat.completions.create, streamed", _CHAT)
 def _chat_stream(fleet: _Fleet) -> str:
     stream = fleet.openai.chat.completions.create(
         model=fleet.models[_CHAT],
-        messages=_question(),
+        messages=_MESSAGES,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -254,25 +243,13 @@ def _transcription(fleet: _Fleet) -> str:
 
 @_opens("openai: an unknown model is a 404 that lists the models", _CHAT)
 def _unknown_model(fleet: _Fleet) -> str:
-    import openai
-
-    try:
-        fleet.openai.chat.completions.create(model="no-such-model", messages=_question())
-    except openai.NotFoundError as error:
-        _expect(fleet.models[_CHAT] in str(error), str(error))
-        return str(error)
-    raise _WrongError("it was answered")
+    error = _refusal(fleet, "no-such-model", "NotFoundError")
+    return _expect(fleet.models[_CHAT] in error, error)
 
 
 @_opens("openai: a model of another task is a 400", _CHAT, needs=(_CHAT, _SPEECH))
 def _wrong_task(fleet: _Fleet) -> str:
-    import openai
-
-    try:
-        fleet.openai.chat.completions.create(model=fleet.models[_SPEECH], messages=_question())
-    except openai.BadRequestError as error:
-        return str(error)
-    raise _WrongError("it was answered")
+    return _refusal(fleet, fleet.models[_SPEECH], "BadRequestError")
 
 
 # --- dwani ----------------------------------------------------------------------------------------------------------
@@ -288,8 +265,7 @@ def _indic_chat(fleet: _Fleet) -> str:
 @_opens("dwani: chat.direct", "/v1/chat_direct")
 def _chat_direct(fleet: _Fleet) -> str:
     answer = fleet.dwani.chat_direct(_QUESTION, model="qwen3")["response"]
-    _expect(_ANSWER in answer, repr(answer))
-    return repr(answer)
+    return _expect(_ANSWER in answer, repr(answer))
 
 
 @_opens("dwani: translate.run_translate", _TRANSLATE)
@@ -338,15 +314,16 @@ def _vision(fleet: _Fleet) -> str:
 @_opens("HTTP: /v1/chat", "/v1/chat")
 def _talk(fleet: _Fleet) -> str:
     reply = fleet.send("/v1/chat", json={"text": _QUESTION}).json()["reply"]
-    _expect(_ANSWER in reply, repr(reply))
-    return repr(reply)
+    return _expect(_ANSWER in reply, repr(reply))
 
 
 @_opens("HTTP: /v1/speech_to_speech, streamed as events", "/v1/speech_to_speech",
         needs=(_CHAT, _SPEECH, _TRANSCRIPTIONS))  # fmt: skip
 def _speech_to_speech(fleet: _Fleet) -> str:
     form = {"language": "english", "stream_format": "sse", "num_steps": str(_NUM_STEPS)}
-    response = fleet.send("/v1/speech_to_speech", data=form, files=fleet.upload, stream=True)
+    response = fleet.send(
+        "/v1/speech_to_speech", data=form, files={"file": ("clip.wav", fleet.clip.audio_wav)}, stream=True
+    )
     lines = [line.removeprefix(b"data: ") for line in response.iter_lines() if line.startswith(b"data: ")]
     events = [json.loads(line) for line in lines]
     _expect(not any("error" in event for event in events), lines[-1].decode(errors="replace"))
@@ -415,3 +392,12 @@ def _pages(fleet: _Fleet) -> str:
     names = {model["name"] for model in models}  # the chat model's too, beside the first one of each task
     _expect(names >= set(fleet.models.values()), f"/v1/status: {sorted(names)}")
     return f"{len(models)} models"
+
+
+@_opens("every route of /openapi.json was opened")
+def _all_opened(fleet: _Fleet) -> str:
+    """Compare the server's own list with the checks. A fleet that lacks a task has its routes without a check."""
+    listed = set(fleet.send("/openapi.json", "GET").json()["paths"])
+    left = sorted(listed.difference(*(check.paths for check in _CHECKS)))
+    _expect(not left, f"not opened: {', '.join(left)}")
+    return f"{len(listed)} routes"

@@ -1,50 +1,38 @@
-"""Run the demo: start the fleet, open its routes, ask problems of each task, load it at each level, stop it, report."""
+"""Run the demo: start the fleet, open its routes, ask problems of each task, load it at each level, stop it, report.
+
+The fleet is started with `meltcore up`, from the file that `meltcore fleet init --tiny` writes.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.markup import escape
 
 from meltcore.common.errors import MeltcoreError
+from meltcore.common.process import ProcessError, run
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.runfolder import RunFolder
-from meltcore.measure.documents.schema import (
-    CheckResult,
-    DemoSample,
-    Evaluation,
-    Fingerprint,
-    FleetLevel,
-    LevelResult,
-    RunResult,
-)
+from meltcore.measure.documents.schema import CheckResult, FleetLevel, LevelResult, RunResult
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.values.formatting import evaluation_line, format_duration, format_percent
-from meltcore.measure.documents.values.progress import answer_progress, print_check
-from meltcore.measure.documents.verdicts import Verdict
+from meltcore.measure.documents.values.progress import answer_progress, print_check, warning_printer
 from meltcore.measure.experiments.demo.clients import check_installed, open_routes
-from meltcore.measure.experiments.demo.config import CHAT, MIX, DemoConfig
-from meltcore.measure.experiments.demo.fleet import (
-    FILE_NAME,
-    LOG_NAME,
-    chat_model_name,
-    fleet_server,
-    models_by_task,
-    write_fleet,
-)
+from meltcore.measure.experiments.demo.config import CHAT, MIX, TASKS, DemoConfig
 from meltcore.measure.experiments.demo.steps import converse, run_step, speak
 from meltcore.measure.experiments.demo.verdict import judge, passed
 from meltcore.measure.experiments.evals.conformance import run_checks
 from meltcore.measure.experiments.evals.run import evaluate
-from meltcore.measure.experiments.servers.api import Api
-from meltcore.measure.experiments.servers.process import MeltcoreServer
+from meltcore.measure.experiments.servers import COMMAND, Api, ApiError, MeltcoreServer
 from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import level_line, level_status
@@ -55,22 +43,123 @@ from meltcore.measure.report.load.run import all_levels
 from meltcore.measure.report.page.console import print_table
 from meltcore.measure.report.render import save_run
 
+FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
+INIT_LIMIT_S = 60.0
+# A context of 2,048 tokens holds the longest of the demo's conversations.
+_CHAT_MODEL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 2048, "memory": "2GiB", "device": "cpu"}
 _EXIT_WAIT_S = 2.0
 
 
 @dataclass
-class _Measurements:
-    """The measurements so far. All of them go into the result, even if the run fails."""
+class _Demo:
+    """A demo that runs. Each step adds what it measured to `result` immediately, in case a later step fails."""
 
-    fingerprint: Fingerprint
+    config: DemoConfig
+    console: Console
+    folder: RunFolder
+    server: MeltcoreServer
+    result: RunResult
     models: dict[str, str] = field(default_factory=dict)  # by task
-    facts: dict[str, Any] = field(default_factory=dict)
-    checks: list[CheckResult] = field(default_factory=list)
-    evaluation: Evaluation | None = None
-    levels: list[LevelResult] = field(default_factory=list)
-    samples: list[DemoSample] = field(default_factory=list)
-    mixed: list[FleetLevel] = field(default_factory=list)
     read_back: LevelResult | None = None
+
+    def measure(self, api: Api) -> None:
+        """Run the checks, the problems of each task and the levels.
+
+        Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server ends by itself.
+        """
+        config, console, result = self.config, self.console, self.result
+        model = self.models[CHAT]
+        result.settings = model_facts(api.get("/v1/models").json(), model)
+        result.checks = run_checks(api, model)
+        with TemporaryDirectory(prefix="meltcore-demo-") as uploads, console.status("opening the routes") as status:
+            if config.clients:
+                result.checks += open_routes(
+                    api.address, self.models, Path(uploads), lambda check: status.update(escape(check.name))
+                )
+        _print_checks(console, result.checks, "API checks passed")
+        if config.chat_model is not None:
+            self._converse(api, chat_model_name(config.chat_model))
+        with answer_progress(console) as on_answer:
+            result.evaluation = evaluate(api, model, on_progress=on_answer)
+        result.accuracy = result.evaluation.accuracy
+        console.print(evaluation_line(result.evaluation), highlight=False)
+        for task in tasks().values():
+            if task.name in config.tasks:
+                self._measure_task(task, api.address)
+        self._run_ladder(api.address)
+        result.verdict, result.reasons = judge(
+            result.checks, result.evaluation, result.levels, result.mixed, config.levels, self.read_back
+        )
+        result.status = "complete"
+
+    def _converse(self, api: Api, model: str) -> None:
+        """Hold the conversations with the language model and print its first answer."""
+        with self.console.status(f"talking with {model}"):
+            checks, samples = converse(api, model)
+        self.result.checks += checks
+        self.result.samples += samples
+        _print_checks(self.console, checks, f"conversations with {model} passed")
+        for sample in samples[:1]:
+            self.console.print(f"{sample.given} {sample.answer}", markup=False, highlight=False, soft_wrap=True)
+
+    def _measure_task(self, task: MeasuredTask, address: str) -> None:
+        """Run a task's step. Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server has ended."""
+        if task.step is not None:
+            self._load_step(task, task.step.make_problems(self.config.seed), address)
+        readers = [each for each in tasks().values() if task.read_back and each.path == task.read_back.reader]
+        if task.read_back is not None and readers and readers[0].name in self.config.tasks:
+            with self.console.status("speaking texts, which the transcriber reads back"):
+                texts = task.read_back.make_problems(self.config.seed)
+                spoken = speak(address, self.models[task.name], task, texts)
+            self._load_step(readers[0], spoken, address)
+            self.read_back = self.result.levels[-1]
+
+    def _load_step(self, task: MeasuredTask, problems: Sequence[Problem], address: str) -> None:
+        records_path = self.folder.requests_path
+        with TemporaryDirectory(prefix="meltcore-demo-") as inputs:
+            level, samples = run_step(
+                task, problems, address, self.models[task.name], Path(inputs), records_path, self.console
+            )
+        self.result.levels.append(level)
+        self.result.samples += samples
+        if level.verdict == "PARTIAL":
+            raise KeyboardInterrupt
+        if level.failed and self.server.ended_within(_EXIT_WAIT_S):
+            raise MeltcoreError(f"the server ended at {task.name}; its last lines:\n{self.server.log_tail()}")
+
+    def _run_ladder(self, address: str) -> None:
+        """Load all models together at each level. A refused request is sent again after the time in Retry-After.
+
+        Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server has ended.
+        """
+        mixed = self.result.mixed
+        load = FleetLoadConfig(
+            url=address,
+            parts=("mixed",),
+            levels=self.config.levels,
+            mix=MIX,
+            models=tuple(self.models.values()),
+            level_s=self.config.level_s,
+            seed=self.config.seed,
+        )
+
+        def on_level(level: FleetLevel) -> None:
+            mixed.append(level)
+            self.console.print(level_line(level), markup=False, highlight=False, soft_wrap=True)
+
+        with level_status(self.console) as on_progress:
+            result = measure_fleet(
+                load,
+                self.config.arguments,
+                records_path=self.folder.requests_path,
+                on_progress=on_progress,
+                on_level=on_level,
+            )
+        if result.status == "partial" and not self.server.ended_within(_EXIT_WAIT_S):
+            raise KeyboardInterrupt  # the load generator handled it to end the level in order
+        if result.status == "partial":
+            label = mixed[-1].label if mixed else "the first level"
+            raise MeltcoreError(f"the server ended at {label}; its last lines:\n{self.server.log_tail()}")
 
 
 def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult]:
@@ -81,34 +170,55 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     """
     if config.clients:
         check_installed()
-    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     folder = RunFolder.create(config.out, "demo")
-    measurements = _Measurements(take_fingerprint(config.arguments, config.seed))
+    fingerprint = take_fingerprint(config.arguments, config.seed)
+    result = RunResult(command="demo", status="partial", started=started, duration_s=0.0, fingerprint=fingerprint)
     fleet = folder.path / FILE_NAME
     write_fleet(fleet, config.tasks, config.chat_model)
-    ended_by: tuple[Verdict, str] | None = None
 
-    def report(text: str) -> None:
-        console.print(text, style="yellow", highlight=False)
-
-    with fleet_server(fleet, folder.path / LOG_NAME, report=report) as server:
+    with fleet_server(fleet, folder.path / LOG_NAME, report=warning_printer(console)) as server:
+        demo = _Demo(config, console, folder, server, result)
         try:
             with console.status("starting the fleet"):
-                address = server.wait_ready()
-            measurements.models = models_by_task(Api(address))
-            console.print(f"serving {', '.join(measurements.models.values())} at {address}", highlight=False)
-            _measure(config, console, server, Api(address), folder, measurements)
+                api = Api(server.wait_ready())
+            demo.models = models_by_task(api)
+            console.print(f"serving {', '.join(demo.models.values())} at {api.address}", highlight=False)
+            demo.measure(api)
         except KeyboardInterrupt:
-            ended_by = "PARTIAL", "interrupted"
+            result.verdict, result.reasons = "PARTIAL", ["interrupted"]
         except MeltcoreError as error:
-            if not measurements.checks:
+            if not result.checks:
                 raise  # nothing was measured, so the error is all there is to report
-            ended_by = ("SERVER_DIED" if server.ended_within(_EXIT_WAIT_S) else "FAILED"), str(error)
+            result.verdict = "SERVER_DIED" if server.ended_within(_EXIT_WAIT_S) else "FAILED"
+            result.reasons = [str(error)]
         with console.status("stopping the fleet"):
             server.stop()
-    result = _result(config, measurements, ended_by, started, time.monotonic() - clock)
+    result.duration_s = time.monotonic() - start_s
+    _describe(result, config, demo.models)
     save_run(folder, result)
     return folder, result
+
+
+def _describe(result: RunResult, config: DemoConfig, models: Mapping[str, str]) -> None:
+    """Add the notes, and the settings beside the facts that the server reported."""
+    result.notes = model_notes(result.settings)
+    result.notes.append(
+        f"Server and load generator shared the {result.fingerprint.cores} cores of one machine and slowed each other."
+    )
+    if config.chat_model is None:
+        result.notes.append(
+            "No language model with real weights was served: `make demo` fetches one, and --chat-model names one."
+        )
+    result.settings = {
+        "model": ", ".join(models.values()),
+        **result.settings,
+        "models": models,
+        "levels": list(config.levels),
+        "level_s": config.level_s,
+        "mix": {task: share for task, share in MIX.items() if task in models},
+        "sampling": "greedy, streamed",
+    }
 
 
 def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int:
@@ -131,54 +241,6 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
     return result.exit_code
 
 
-def _measure(
-    config: DemoConfig,
-    console: Console,
-    server: MeltcoreServer,
-    api: Api,
-    folder: RunFolder,
-    measurements: _Measurements,
-) -> None:
-    """Run the checks, the problems of each task and the levels, and record each result in `measurements` immediately.
-
-    Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server ends by itself.
-    """
-    model = measurements.models[CHAT]
-    measurements.facts = model_facts(api.get("/v1/models").json(), model)
-    _check(config, console, api, measurements)
-    if config.chat_model is not None:
-        _converse(console, api, chat_model_name(config.chat_model), measurements)
-    with answer_progress(console) as on_answer:
-        measurements.evaluation = evaluate(api, model, on_progress=on_answer)
-    console.print(evaluation_line(measurements.evaluation), highlight=False)
-    for task in tasks().values():
-        if task.name in config.tasks:
-            _measure_step(config, console, folder, measurements, task, server, api.address)
-    _run_ladder(config, console, folder, measurements, server, api.address)
-
-
-def _check(config: DemoConfig, console: Console, api: Api, measurements: _Measurements) -> None:
-    """Check the API with Meltcore's own requests, then open every route with the clients that users have."""
-    checks = measurements.checks = run_checks(api, measurements.models[CHAT])
-    with TemporaryDirectory(prefix="meltcore-demo-") as uploads, console.status("opening the routes") as status:
-        if config.clients:
-            checks += open_routes(
-                api.address, measurements.models, Path(uploads), lambda check: status.update(escape(check.name))
-            )
-    _print_checks(console, checks, "API checks passed")
-
-
-def _converse(console: Console, api: Api, model: str, measurements: _Measurements) -> None:
-    """Hold the conversations with the language model and print its first answer."""
-    with console.status(f"talking with {model}"):
-        checks, samples = converse(api, model)
-    measurements.checks += checks
-    measurements.samples += samples
-    _print_checks(console, checks, f"conversations with {model} passed")
-    for sample in samples[:1]:
-        console.print(f"{sample.given} {sample.answer}", markup=False, highlight=False, soft_wrap=True)
-
-
 def _print_checks(console: Console, checks: Sequence[CheckResult], what: str) -> None:
     """Print how many checks passed, and each that failed."""
     num_passed = sum(check.status == "PASS" for check in checks)
@@ -188,135 +250,55 @@ def _print_checks(console: Console, checks: Sequence[CheckResult], what: str) ->
             print_check(console, check)
 
 
-def _measure_step(
-    config: DemoConfig,
-    console: Console,
-    folder: RunFolder,
-    measurements: _Measurements,
-    task: MeasuredTask,
-    server: MeltcoreServer,
-    address: str,
-) -> None:
-    """Run a task's step. Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server has ended."""
-    if task.step is not None:
-        _load_step(task, task.step.make_problems(config.seed), console, folder, measurements, server, address)
-    readers = [each for each in tasks().values() if task.read_back is not None and each.path == task.read_back.reader]
-    if task.read_back is not None and readers and readers[0].name in config.tasks:
-        with console.status("speaking texts, which the transcriber reads back"):
-            texts = task.read_back.make_problems(config.seed)
-            spoken = speak(address, measurements.models[task.name], task, texts)
-        _load_step(readers[0], spoken, console, folder, measurements, server, address)
-        measurements.read_back = measurements.levels[-1]
+# --- the fleet
 
 
-def _load_step(
-    task: MeasuredTask,
-    problems: Sequence[Problem],
-    console: Console,
-    folder: RunFolder,
-    measurements: _Measurements,
-    server: MeltcoreServer,
-    address: str,
-) -> None:
-    model = measurements.models[task.name]
-    with TemporaryDirectory(prefix="meltcore-demo-") as inputs:
-        level, samples = run_step(task, problems, address, model, Path(inputs), folder.requests_path, console)
-    measurements.levels.append(level)
-    measurements.samples += samples
-    if level.verdict == "PARTIAL":
-        raise KeyboardInterrupt
-    if level.failed and server.ended_within(_EXIT_WAIT_S):
-        raise MeltcoreError(f"the server ended at {task.name}; its last lines:\n{server.log_tail()}")
+def chat_model_name(chat_model: str) -> str:
+    """Return the name under which the demo serves the language model at this path."""
+    return Path(chat_model).stem.lower()
 
 
-def _run_ladder(
-    config: DemoConfig,
-    console: Console,
-    folder: RunFolder,
-    measurements: _Measurements,
-    server: MeltcoreServer,
-    address: str,
-) -> None:
-    """Load all models together at each level. A refused request is sent again after the time in Retry-After.
+def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = None) -> None:
+    """Write a fleet.yaml with the bundled models of `tasks` and with `chat_model`, on a port that the system chooses.
 
-    Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server has ended.
+    Raises ProcessError if `meltcore fleet init` fails.
     """
-    load = FleetLoadConfig(
-        url=address,
-        parts=("mixed",),
-        levels=config.levels,
-        mix=MIX,
-        models=tuple(measurements.models.values()),
-        level_s=config.level_s,
-        seed=config.seed,
-    )
-
-    def on_level(level: FleetLevel) -> None:
-        measurements.mixed.append(level)
-        console.print(level_line(level), markup=False, highlight=False, soft_wrap=True)
-
-    with level_status(console) as on_progress:
-        result = measure_fleet(
-            load, config.arguments, records_path=folder.requests_path, on_progress=on_progress, on_level=on_level
-        )
-    if result.status == "partial" and not server.ended_within(_EXIT_WAIT_S):
-        raise KeyboardInterrupt  # the load generator handled it to end the level in order
-    if result.status == "partial":
-        label = measurements.mixed[-1].label if measurements.mixed else "the first level"
-        raise MeltcoreError(f"the server ended at {label}; its last lines:\n{server.log_tail()}")
+    done = run([*COMMAND, "fleet", "init", "--tiny", str(path)], limit_s=INIT_LIMIT_S)
+    if done.returncode != 0:
+        raise ProcessError(f"meltcore fleet init ended with {done.returncode}: {done.stderr.decode().strip()}")
+    fleet = yaml.safe_load(path.read_text(encoding="utf-8"))
+    fleet["server"]["port"] = 0
+    models = fleet["models"]
+    fleet["models"] = {name: each for name, each in models.items() if each.get("task", CHAT) in tasks}
+    if chat_model is not None:
+        fleet["models"][chat_model_name(chat_model)] = _CHAT_MODEL | {"checkpoint": str(Path(chat_model).resolve())}
+    languages = fleet["languages"]  # some by task, for models that may be left out
+    fleet["languages"] = {name: languages[name] for name in languages if name in tasks or name not in TASKS}
+    path.write_text(yaml.safe_dump(fleet, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _result(
-    config: DemoConfig,
-    measurements: _Measurements,
-    ended_by: tuple[Verdict, str] | None,
-    started: str,
-    duration_s: float,
-) -> RunResult:
-    if ended_by is not None:
-        verdict, reasons = ended_by[0], [ended_by[1]]
-    elif measurements.evaluation is None:
-        raise AssertionError("a complete run has asked the held-out problems")
-    else:
-        verdict, reasons = judge(
-            measurements.checks,
-            measurements.evaluation,
-            measurements.levels,
-            measurements.mixed,
-            config.levels,
-            measurements.read_back,
-        )
-    settings = {
-        "model": ", ".join(measurements.models.values()),
-        **measurements.facts,
-        "models": measurements.models,
-        "levels": list(config.levels),
-        "level_s": config.level_s,
-        "mix": {task: share for task, share in MIX.items() if task in measurements.models},
-        "sampling": "greedy, streamed",
-    }
-    notes = [
-        f"Server and load generator shared the {measurements.fingerprint.cores} cores of one machine "
-        "and slowed each other."
-    ]
-    if config.chat_model is None:
-        notes.append(
-            "No language model with real weights was served: `make demo` fetches one, and --chat-model names one."
-        )
-    return RunResult(
-        command="demo",
-        status="complete" if ended_by is None else "partial",
-        started=started,
-        duration_s=duration_s,
-        fingerprint=measurements.fingerprint,
-        settings=settings,
-        accuracy=measurements.evaluation.accuracy if measurements.evaluation else None,
-        evaluation=measurements.evaluation,
-        checks=measurements.checks,
-        levels=measurements.levels,
-        mixed=measurements.mixed,
-        samples=measurements.samples,
-        verdict=verdict,
-        reasons=reasons,
-        notes=model_notes(measurements.facts) + notes,
-    )
+def fleet_server(fleet: Path, log_path: Path, *, report: Callable[[str], None]) -> MeltcoreServer:
+    """Return a `meltcore up` for a fleet.yaml. It is ready once all models are ready, and fails if a model fails."""
+    return MeltcoreServer(["up", str(fleet)], log_path, report=report, is_ready=_all_ready)
+
+
+def models_by_task(api: Api) -> dict[str, str]:
+    """Return the name of the first model of each task. Raises ApiError."""
+    found: dict[str, str] = {}
+    for card in api.get("/v1/models").json()["data"]:
+        found.setdefault(card.get("task") or CHAT, card["id"])
+    return found
+
+
+def _all_ready(address: str) -> bool:
+    """Return whether all models are ready. Raises MeltcoreError if one has failed."""
+    api = Api(address)
+    try:
+        models: list[Mapping[str, Any]] = api.get("/v1/status").json()["models"]
+    except ApiError:
+        return False  # the caller looks at the process
+    failed = [model["name"] for model in models if model["status"] == "failed"]
+    if failed:
+        reasons = api.get("/health").body.decode(errors="replace")
+        raise MeltcoreError(f"{', '.join(failed)} did not start: {json.dumps(reasons)}")
+    return all(model["status"] == "ready" for model in models)

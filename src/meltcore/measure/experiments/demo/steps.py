@@ -14,7 +14,7 @@ from rich.console import Console
 
 from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.schema import CheckResult, DemoSample, LevelResult
-from meltcore.measure.experiments.servers.api import Api
+from meltcore.measure.experiments.servers import Api
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.run.run import level_bars
@@ -115,8 +115,7 @@ def run_step(
         records_path=records_path,
     )
 
-    def on_level(level: LevelResult, records: list[RequestRecord]) -> None:
-        del level
+    def on_level(_level: LevelResult, records: list[RequestRecord]) -> None:
         answered = sorted((record for record in records if record.failure is None), key=lambda record: record.index)
         for record in answered[:NUM_SAMPLES]:
             problem = problems[(concurrency + record.index) % len(problems)]  # warm-ups have sent the first

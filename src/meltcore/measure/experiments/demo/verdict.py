@@ -30,7 +30,13 @@ def judge(
     levels. In the level `read_back` the transcriber reads the speech of the synthesizer.
     """
     reasons = [f"API check failed: {check.name}: {check.detail}" for check in checks if check.status == "FAIL"]
-    reasons += _unloaded_reasons(evaluation)
+    if evaluation.failed:
+        reasons.append(f"unloaded: {evaluation.failed} of {evaluation.total} requests failed")
+    if evaluation.accuracy < MIN_UNLOADED_ACCURACY:
+        reasons.append(
+            f"unloaded accuracy is {format_percent(evaluation.accuracy)}; "
+            f"the limit is {format_percent(MIN_UNLOADED_ACCURACY)}"
+        )
     for level in levels:
         limit = MIN_READ_BACK_ACCURACY if level is read_back else MIN_UNLOADED_ACCURACY
         reasons += _task_reasons(level, limit)
@@ -45,18 +51,6 @@ def judge(
 def passed(verdict: Verdict) -> bool:
     """Return whether a verdict passes. A client-bound run distorts latencies, not answers; the report states it."""
     return verdict in SCORED
-
-
-def _unloaded_reasons(evaluation: Evaluation) -> list[str]:
-    reasons = []
-    if evaluation.failed:
-        reasons.append(f"unloaded: {evaluation.failed} of {evaluation.total} requests failed")
-    if evaluation.accuracy < MIN_UNLOADED_ACCURACY:
-        reasons.append(
-            f"unloaded accuracy is {format_percent(evaluation.accuracy)}; "
-            f"the limit is {format_percent(MIN_UNLOADED_ACCURACY)}"
-        )
-    return reasons
 
 
 def _task_reasons(level: LevelResult, min_accuracy: float) -> list[str]:

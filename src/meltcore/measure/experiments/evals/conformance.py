@@ -10,16 +10,17 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.schema import CheckResult
-from meltcore.measure.experiments.servers.api import Api, ApiResponse, ApiTimeoutError
+from meltcore.measure.experiments.servers import Api, ApiResponse, ApiTimeoutError
 from meltcore.measure.load.tasks.generation import CHAT_PATH, COMPLETIONS_PATH
 
 _QUESTION = "What is 12 + 7?"
-_LONG_QUESTION = "Count from 1 to 20."  # where the answer must be long enough to be cut: a number may be one token
+# Of a question whose answer is long enough to be cut: a number may be one token.
+_LONG = {"messages": [{"role": "user", "content": "Count from 1 to 20."}]}
 _MAX_TOKENS = 48
 # Consecutive timeouts after which a check is skipped: one that needs an answer of the model, and one that a server can
 # refuse without it, which gets one more attempt. All timeouts together would take half an hour.
@@ -32,22 +33,21 @@ class MismatchError(MeltcoreError):
 
 @dataclass(frozen=True)
 class Check:
-    """Describes one check. `run` returns a short description of what it observed, or raises."""
+    """Describes one check. `run` returns a short description of what it observed, or None, or it raises."""
 
     name: str
-    run: Callable[[Server], str]
+    run: Callable[[Server], str | None]
     max_timeouts: float  # consecutive ones, after which it is skipped
 
 
 CHECKS: list[Check] = []
+_Run = TypeVar("_Run", bound=Callable[["Server"], str | None])
 
 
-def register_check(
-    name: str, max_timeouts: float = math.inf
-) -> Callable[[Callable[[Server], str]], Callable[[Server], str]]:
+def register_check(name: str, max_timeouts: float = math.inf) -> Callable[[_Run], _Run]:
     """Return a decorator that registers a function as the check called `name`."""
 
-    def register(function: Callable[[Server], str]) -> Callable[[Server], str]:
+    def register(function: _Run) -> _Run:
         CHECKS.append(Check(name, function, max_timeouts))
         return function
 
@@ -70,14 +70,6 @@ class Server:
         """Ask the short question and return the response's JSON object."""
         return _parse_answer(self.api.post(CHAT_PATH, self.chat_body(**fields)))
 
-    def long_body(self, **fields: Any) -> dict[str, Any]:
-        """Return the request body of a question with a longer answer."""
-        return self.chat_body(messages=[{"role": "user", "content": _LONG_QUESTION}], **fields)
-
-    def long_chat(self, **fields: Any) -> dict[str, Any]:
-        """Ask the question with a longer answer and return the response's JSON object."""
-        return _parse_answer(self.api.post(CHAT_PATH, self.long_body(**fields)))
-
     @cached_property
     def plain_answer(self) -> dict[str, Any]:
         """Return the answer to the short question, which is asked only once."""
@@ -89,7 +81,9 @@ class Server:
         return _answer_text(self.plain_answer)
 
 
-def run_checks(api: Api, model: str, on_progress: Callable[[CheckResult], None] | None = None) -> list[CheckResult]:
+def run_checks(
+    api: Api, model: str, on_progress: Callable[[CheckResult], None] = lambda _check: None
+) -> list[CheckResult]:
     """Run every check in order and return the results. `on_progress` receives each result as it arrives."""
     server = Server(api, model)
     results: list[CheckResult] = []
@@ -102,15 +96,14 @@ def run_checks(api: Api, model: str, on_progress: Callable[[CheckResult], None] 
             result, timed_out = _run_check(check, server)
             num_timeouts = num_timeouts + 1 if timed_out else 0
         results.append(result)
-        if on_progress is not None:
-            on_progress(result)
+        on_progress(result)
     return results
 
 
 def _run_check(check: Check, server: Server) -> tuple[CheckResult, bool]:
     """Return the result of one check, and whether it was a timeout."""
     try:
-        return CheckResult(name=check.name, status="PASS", detail=check.run(server)), False
+        return CheckResult(name=check.name, status="PASS", detail=check.run(server) or ""), False
     except MeltcoreError as error:
         detail, timed_out = str(error), isinstance(error, ApiTimeoutError)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -119,9 +112,8 @@ def _run_check(check: Check, server: Server) -> tuple[CheckResult, bool]:
 
 
 @register_check("GET /health answers 200")
-def _check_health(server: Server) -> str:
+def _check_health(server: Server) -> None:
     _expect(server.api.get("/health").status, 200, "status")
-    return ""
 
 
 @register_check("GET /v1/models lists the model")
@@ -129,8 +121,7 @@ def _check_models(server: Server) -> str:
     answer = _parse_answer(server.api.get("/v1/models"))
     _expect(answer["object"], "list", "object")
     model_names = [entry["id"] for entry in answer["data"] if entry["object"] == "model"]
-    if server.model not in model_names:
-        raise MismatchError(f"{server.model!r} is not among {model_names}")
+    _require(server.model in model_names, f"{server.model!r} is not among {model_names}")
     return f"{len(model_names)} listed"
 
 
@@ -141,19 +132,15 @@ def _check_chat_fields(server: Server) -> str:
     _expect(choice["index"], 0, "choices[0].index")
     _expect(choice["message"]["role"], "assistant", "role")
     for field, expected_type in (("id", str), ("model", str), ("created", int)):
-        if not isinstance(answer[field], expected_type):
-            raise MismatchError(f"{field} is {answer[field]!r}")
-    if not server.plain_text:
-        raise MismatchError("the answer is empty")
+        _require(isinstance(answer[field], expected_type), f"{field} is {answer[field]!r}")
+    _require(server.plain_text, "the answer is empty")
     return repr(server.plain_text[:60])
 
 
 @register_check("reasoning stays out of the answer's content", MAX_ANSWER_TIMEOUTS)
-def _check_no_reasoning(server: Server) -> str:
+def _check_no_reasoning(server: Server) -> None:
     text = server.plain_text
-    if "<think>" in text or "</think>" in text:
-        raise MismatchError(f"the answer holds reasoning tags: {text[:60]!r}")
-    return ""
+    _require("<think>" not in text and "</think>" not in text, f"the answer holds reasoning tags: {text[:60]!r}")
 
 
 @register_check("usage adds up", MAX_ANSWER_TIMEOUTS)
@@ -161,40 +148,37 @@ def _check_usage(server: Server) -> str:
     usage = server.plain_answer["usage"]
     prompt_tokens, completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     _expect(usage["total_tokens"], prompt_tokens + completion_tokens, "total_tokens")
-    if prompt_tokens < 1 or completion_tokens < 1:
-        raise MismatchError(f"{prompt_tokens} prompt and {completion_tokens} completion tokens")
+    _require(
+        min(prompt_tokens, completion_tokens) >= 1, f"{prompt_tokens} prompt and {completion_tokens} completion tokens"
+    )
     return f"{prompt_tokens} + {completion_tokens} tokens"
 
 
 @register_check("finish_reason is length when max_tokens ends the answer", MAX_ANSWER_TIMEOUTS)
-def _check_finish_length(server: Server) -> str:
-    answer = server.long_chat(max_tokens=2)
+def _check_finish_length(server: Server) -> None:
+    answer = server.chat(**_LONG, max_tokens=2)
     _expect(answer["choices"][0]["finish_reason"], "length", "finish_reason")
     _expect(answer["usage"]["completion_tokens"], 2, "completion_tokens")
-    return ""
 
 
 @register_check("max_completion_tokens means the same as max_tokens", MAX_ANSWER_TIMEOUTS)
-def _check_max_completion_tokens(server: Server) -> str:
-    body = server.long_body(max_completion_tokens=2)
+def _check_max_completion_tokens(server: Server) -> None:
+    body = server.chat_body(**_LONG, max_completion_tokens=2)
     del body["max_tokens"]
     _expect(_parse_answer(server.api.post(CHAT_PATH, body))["usage"]["completion_tokens"], 2, "completion_tokens")
-    return ""
 
 
 @register_check("the same greedy request gives the same text", MAX_ANSWER_TIMEOUTS)
-def _check_repeatable(server: Server) -> str:
+def _check_repeatable(server: Server) -> None:
     _expect(_answer_text(server.chat()), server.plain_text, "text")
-    return ""
 
 
 @register_check("a stop string ends the answer and stays out of it", MAX_ANSWER_TIMEOUTS)
 def _check_stop_string(server: Server) -> str:
-    text = _answer_text(server.long_chat())
-    if not text:
-        raise MismatchError("the answer is empty: there is nothing to stop")
+    text = _answer_text(server.chat(**_LONG))
+    _require(text, "the answer is empty: there is nothing to stop")
     stop = text[len(text) // 2 : len(text) // 2 + 2] if len(text) >= 4 else text[-1]
-    answer = server.long_chat(stop=[stop])
+    answer = server.chat(**_LONG, stop=[stop])
     content = answer["choices"][0]["message"]["content"] or ""  # null means an empty text too
     _expect(content, text[: text.index(stop)], f"text with stop {stop!r}")
     _expect(answer["choices"][0]["finish_reason"], "stop", "finish_reason")
@@ -204,10 +188,10 @@ def _check_stop_string(server: Server) -> str:
 @register_check("a streamed chat gives the same text in chunks, then [DONE]", MAX_ANSWER_TIMEOUTS)
 def _check_stream(server: Server) -> str:
     chunks = _request_chunks(server, stream=True)
-    if {chunk["object"] for chunk in chunks} != {"chat.completion.chunk"} or len(
-        {chunk["id"] for chunk in chunks}
-    ) != 1:
-        raise MismatchError("chunks are not all chat.completion.chunk with one id")
+    kinds, ids = {chunk["object"] for chunk in chunks}, {chunk["id"] for chunk in chunks}
+    _require(
+        kinds == {"chat.completion.chunk"} and len(ids) == 1, "chunks are not all chat.completion.chunk with one id"
+    )
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     _expect(choices[0]["delta"].get("role"), "assistant", "role of the first chunk")
     _expect("".join(choice["delta"].get("content") or "" for choice in choices), server.plain_text, "streamed text")
@@ -217,12 +201,11 @@ def _check_stream(server: Server) -> str:
 
 
 @register_check("stream_options.include_usage adds a last chunk with the usage", MAX_ANSWER_TIMEOUTS)
-def _check_stream_usage(server: Server) -> str:
+def _check_stream_usage(server: Server) -> None:
     last = _request_chunks(server, stream=True, stream_options={"include_usage": True})[-1]
     _expect(last["choices"], [], "choices of the last chunk")
     for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
         _expect(last["usage"][field], server.plain_answer["usage"][field], field)
-    return ""
 
 
 @register_check("POST /v1/completions answers text", MAX_ANSWER_TIMEOUTS)
@@ -231,58 +214,44 @@ def _check_completions(server: Server) -> str:
     answer = _parse_answer(server.api.post(COMPLETIONS_PATH, body))
     _expect(answer["object"], "text_completion", "object")
     text = answer["choices"][0]["text"]
-    if not isinstance(text, str):
-        raise MismatchError(f"text is {text!r}")
+    _require(isinstance(text, str), f"text is {text!r}")
     return repr(text)
 
 
-@register_check("an unknown model is a 404 error object", MAX_REFUSAL_TIMEOUTS)
-def _check_unknown_model(server: Server) -> str:
-    return _expect_error(server.api.post(CHAT_PATH, server.chat_body(model="no-such-model")), 404)
+# What a server must refuse: the status of its error, and the fields of the short question, or the bytes of a body.
+_REFUSALS: dict[str, tuple[int, dict[str, Any] | bytes]] = {
+    "an unknown model is a 404 error object": (404, {"model": "no-such-model"}),
+    "broken JSON is a 400 error object": (400, b'{"model": '),
+    "empty messages are a 400 error object": (400, {"messages": []}),
+    "an unknown role is a 400 error object": (400, {"messages": [{"role": "wizard", "content": "x"}]}),
+    "max_tokens of a wrong type is a 400 error object": (400, {"max_tokens": "ten"}),
+    "max_tokens 0 is a 400 error object": (400, {"max_tokens": 0}),
+    "a temperature of NaN is a 400 error object": (400, {"temperature": math.nan}),
+}
 
 
-@register_check("broken JSON is a 400 error object", MAX_REFUSAL_TIMEOUTS)
-def _check_broken_json(server: Server) -> str:
-    return _expect_error(server.api.post(CHAT_PATH, b'{"model": '), 400)
+def _check_refusal(server: Server, status: int, body: dict[str, Any] | bytes) -> str:
+    response = server.api.post(CHAT_PATH, body if isinstance(body, bytes) else server.chat_body(**body))
+    _expect(response.status, status, "status")
+    error = response.json()["error"]
+    has_texts = isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
+    _require(has_texts, f"error is {error!r}")
+    for field in ("param", "code"):
+        _require(field in error, f"error has no {field!r}")
+    return str(error["message"])[:120]
 
 
-@register_check("empty messages are a 400 error object", MAX_REFUSAL_TIMEOUTS)
-def _check_empty_messages(server: Server) -> str:
-    return _expect_error(server.api.post(CHAT_PATH, server.chat_body(messages=[])), 400)
-
-
-@register_check("an unknown role is a 400 error object", MAX_REFUSAL_TIMEOUTS)
-def _check_unknown_role(server: Server) -> str:
-    return _expect_error(
-        server.api.post(CHAT_PATH, server.chat_body(messages=[{"role": "wizard", "content": "x"}])), 400
-    )
-
-
-@register_check("max_tokens of a wrong type is a 400 error object", MAX_REFUSAL_TIMEOUTS)
-def _check_wrong_type(server: Server) -> str:
-    return _expect_error(server.api.post(CHAT_PATH, server.chat_body(max_tokens="ten")), 400)
-
-
-@register_check("max_tokens 0 is a 400 error object", MAX_REFUSAL_TIMEOUTS)
-def _check_zero_tokens(server: Server) -> str:
-    return _expect_error(server.api.post(CHAT_PATH, server.chat_body(max_tokens=0)), 400)
-
-
-@register_check("a temperature of NaN is a 400 error object", MAX_REFUSAL_TIMEOUTS)
-def _check_nan_temperature(server: Server) -> str:
-    body = json.dumps(server.chat_body(temperature=float("nan"))).encode()
-    return _expect_error(server.api.post(CHAT_PATH, body), 400)
+for _name, (_status, _body) in _REFUSALS.items():
+    register_check(_name, MAX_REFUSAL_TIMEOUTS)(partial(_check_refusal, status=_status, body=_body))
 
 
 @register_check("a path that does not exist is a 404")
-def _check_unknown_path(server: Server) -> str:
+def _check_unknown_path(server: Server) -> None:
     _expect(server.api.get("/v1/no-such-path").status, 404, "status")
-    return ""
 
 
 def _parse_answer(response: ApiResponse) -> dict[str, Any]:
-    if response.status != 200:
-        raise MismatchError(f"status {response.status}: {response.body[:120].decode(errors='replace')}")
+    _require(response.status == 200, f"status {response.status}: {response.body[:120].decode(errors='replace')}")
     answer = response.json()
     if not isinstance(answer, dict):
         raise MismatchError(f"the body is not a JSON object: {str(answer)[:80]}")
@@ -305,16 +274,9 @@ def _request_chunks(server: Server, **fields: Any) -> list[dict[str, Any]]:
 
 
 def _expect(actual: object, expected: object, subject: str) -> None:
-    if actual != expected:
-        raise MismatchError(f"{subject} is {actual!r}, not {expected!r}")
+    _require(actual == expected, f"{subject} is {actual!r}, not {expected!r}")
 
 
-def _expect_error(response: ApiResponse, status: int) -> str:
-    _expect(response.status, status, "status")
-    error = response.json()["error"]
-    if not isinstance(error["message"], str) or not error["message"] or not isinstance(error["type"], str):
-        raise MismatchError(f"error is {error!r}")
-    for field in ("param", "code"):
-        if field not in error:
-            raise MismatchError(f"error has no {field!r}")
-    return str(error["message"])[:120]
+def _require(condition: object, finding: str) -> None:
+    if not condition:
+        raise MismatchError(finding)

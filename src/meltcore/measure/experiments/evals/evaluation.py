@@ -20,18 +20,15 @@ from meltcore.measure.documents.fingerprint import clean_arguments
 from meltcore.measure.documents.runfolder import RunFolder, read_result
 from meltcore.measure.documents.schema import CheckResult, EvalScore, LevelResult, RunResult
 from meltcore.measure.documents.values.formatting import format_load
-from meltcore.measure.documents.values.progress import answer_progress, dim_printer, print_check
+from meltcore.measure.documents.values.progress import answer_progress, print_check, warning_printer
 from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, Verdict, worst_verdict
 from meltcore.measure.documents.weights import missing_concurrencies, weighted_sum
 from meltcore.measure.experiments.evals import gsm8k
 from meltcore.measure.experiments.evals.config import GSM8K_LIMIT, LEVELS, EvaluationConfig
 from meltcore.measure.experiments.evals.gsm8k_data import read_items, read_shots
 from meltcore.measure.experiments.evals.run import run_eval
-from meltcore.measure.experiments.evals.throughput import load_config, run_throughput
-from meltcore.measure.experiments.evals.throughput_prompts import TextGenerator
-from meltcore.measure.experiments.servers.api import Api
-from meltcore.measure.experiments.servers.process import START_LIMIT_S, ServerProcess, accepts_connections
-from meltcore.measure.load.run.run import level_bars
+from meltcore.measure.experiments.evals.throughput import TextGenerator, run_throughput
+from meltcore.measure.experiments.servers import START_LIMIT_S, Api, ServerProcess, accepts_connections
 
 EvaluationMode = Literal["all", "baseline", "score"]
 # Settings of published scores; a score with another value is not comparable with them.
@@ -79,14 +76,10 @@ def run_evaluation(
     try:
         for part in _run_parts(config, folder, console, arguments):
             parts = [*parts, part]
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, MeltcoreError) as error:
         if not parts:
             raise
-        early_end = ("PARTIAL", "interrupted")
-    except MeltcoreError as error:
-        if not parts:
-            raise
-        early_end = ("FAILED", str(error))
+        early_end = ("FAILED", str(error)) if isinstance(error, MeltcoreError) else ("PARTIAL", "interrupted")
     result = combine(mode, parts)
     speed_only = config.throughput.speed_only
     if speed_only:
@@ -194,8 +187,7 @@ def _run_parts(
                 on_answer=on_answer,
                 folder=folder,
             )
-    with level_bars(load_config(throughput_config, "", folder).levels, console) as on_progress:
-        yield run_throughput(throughput_config, folder, arguments, on_progress, dim_printer(console))
+    yield run_throughput(throughput_config, folder, arguments, console)
 
 
 def _difference_notes(settings: dict[str, Any]) -> list[str]:
@@ -238,9 +230,7 @@ def run_baseline(
     if accepts_connections(url):
         raise ConfigError(f"a server answers at {url} already: it would be measured instead of the baseline's")
 
-    def report(text: str) -> None:
-        console.print(text, style="yellow", highlight=False, markup=False)
-
+    report = warning_printer(console)
     environment = {name: value for name, value in os.environ.items() if name not in _PYTHON_VARIABLES}
     command_text = shlex.join(clean_arguments(argv))
     result: RunResult | None = None

@@ -1,21 +1,32 @@
-"""Runs GSM8K with chain of thought: eight worked examples as a conversation, greedy answers, graded in two ways."""
+"""Runs GSM8K with chain of thought: eight worked examples as a conversation, greedy answers, graded in two ways.
+
+lm-evaluation-harness can run the same problems against the same server, and its items are compared with ours. It runs
+as a separate program, from any Python that has it, so none of its packages is needed here. It runs its own task
+`gsm8k_cot`; only the problems and the worked examples are replaced by ours.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
+from meltcore.common import process
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import CheckResult, Evaluation, RunResult
 from meltcore.measure.documents.served_model import model_notes
 from meltcore.measure.experiments.evals.config import CONCURRENCY, GSM8K_DATASET, GSM8K_LIMIT, Gsm8kConfig
 from meltcore.measure.experiments.evals.gsm8k_data import (
+    TASK_FILE,
     GradedAnswer,
     Item,
     Shots,
@@ -24,9 +35,8 @@ from meltcore.measure.experiments.evals.gsm8k_data import (
     read_items,
     read_shots,
 )
-from meltcore.measure.experiments.evals.harness import compare, failed_comparison, find_package, run_harness
 from meltcore.measure.experiments.evals.run import OnAnswer, ask_and_grade, make_evaluation
-from meltcore.measure.experiments.servers.api import Answer, Api, death_reason, failure_reasons
+from meltcore.measure.experiments.servers import Answer, Api, death_reason, failure_reasons
 
 MAX_TOKENS = 256  # that of lm-evaluation-harness for an API model
 STOP_STRINGS = ("Q:", "</s>", "<|im_end|>")  # of the task gsm8k_cot
@@ -35,6 +45,11 @@ GATE_NUMERATOR, GATE_DENOMINATOR = 7, 8
 ANSWERS_FILE = "gsm8k.jsonl"
 # Of the first GSM8K_LIMIT problems of the data set's test split, as computed by `_digest`.
 _PUBLISHED_SHA256 = "7c16294687f5eeaeb0cb5c225df9cf25455497ede5912a000a9597f492c19a0a"
+_TASK = "meltcore_gsm8k"
+_PRINT_PACKAGE_FOLDER = "import lm_eval, os; print(os.path.dirname(lm_eval.__file__))"
+_FIND_PACKAGE_TIMEOUT_S = 120.0
+_TERMINATE_LIMIT_S = 5.0  # the harness has nothing to save
+_GRADE_BY_FILTER = {"strict-match": "strict", "flexible-extract": "flexible"}
 
 
 def run_gsm8k(
@@ -62,23 +77,36 @@ def run_gsm8k(
     api = Api(url, api_key=api_key)
     model, facts = api.resolve_model(model)
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    on_graded = None if folder is None else answer_writer(folder / ANSWERS_FILE)
     graded_answers = ask_items(
-        api, model, items, shots, concurrency=config.concurrency, on_progress=on_answer, on_graded=on_graded
+        api,
+        model,
+        items,
+        shots,
+        concurrency=config.concurrency,
+        on_progress=on_answer,
+        answers_path=None if folder is None else folder / ANSWERS_FILE,
     )
-    evaluation = summarize(graded_answers)
+    evaluation = make_evaluation(graded_answers)
     server_death = death_reason(api, evaluation)
     gates = [gate(evaluation)]
     if server_death is not None:
         gates = [gate_not_run(len(items), server_death)]
-    elif harness is not None:
+    elif harness is not None and harness_package is not None:
         try:
             harness_items = run_harness(
-                harness, api.chat_url, model, items, shots, api_key=api_key, concurrency=config.concurrency
+                harness,
+                harness_package,
+                api.chat_url,
+                model,
+                items,
+                shots,
+                api_key=api_key,
+                concurrency=config.concurrency,
             )
             gates += compare(graded_answers, harness_items, shots)
         except MeltcoreError as error:  # our own answers are kept
-            gates.append(failed_comparison(error))
+            name = "compared with lm-evaluation-harness"
+            gates.append(CheckResult(name=name, status="FAIL", detail=str(error)))
     reasons = [f"gate failed: {gate.name}: {gate.detail}" for gate in gates if gate.status == "FAIL"]
     reasons += failure_reasons(evaluation) if server_death is None else [server_death]
     data_name = config.data if config.data == GSM8K_DATASET else Path(config.data).resolve().name
@@ -103,7 +131,7 @@ def run_gsm8k(
         gates=gates,
         verdict="SERVER_DIED" if server_death else "FAILED" if reasons else "OK",
         reasons=reasons,
-        notes=[*_items_notes(items), *_shots_notes(shots), *model_notes(facts)],
+        notes=[*_comparability_notes(items, shots), *model_notes(facts)],
     )
 
 
@@ -115,11 +143,12 @@ def ask_items(
     *,
     concurrency: int = CONCURRENCY,
     on_progress: OnAnswer | None = None,
-    on_graded: Callable[[int, GradedAnswer], None] | None = None,
+    answers_path: Path | None = None,
 ) -> list[GradedAnswer]:
     """Ask every item once, greedily and unstreamed, and return the graded answers in the order of `items`.
 
-    `on_graded` receives each item's index and graded answer as it arrives.
+    Each answer is appended as a line of JSON to `answers_path` as it arrives, so that an interrupted run keeps its
+    answers. Raises ConfigError if a line cannot be written.
     """
     common_fields = {
         "model": model,
@@ -129,41 +158,30 @@ def ask_items(
         "stop": list(STOP_STRINGS),
     }
     bodies = [{**common_fields, "messages": conversation(shots.examples, item)} for item in items]
-    graded_by_index: dict[int, GradedAnswer] = {}
 
-    def grade_item(index: int, answer: Answer) -> bool:
-        graded_by_index[index] = grade(items[index], answer)
-        if on_graded is not None:
-            on_graded(index, graded_by_index[index])
-        return graded_by_index[index].flexible_correct
+    def grade_and_keep(index: int, answer: Answer) -> GradedAnswer:
+        graded = grade(items[index], answer)
+        if answers_path is not None:
+            _append_answer(answers_path, index, graded)
+        return graded
 
-    ask_and_grade(api, bodies, concurrency, grade_item, on_progress)
-    return [graded_by_index[index] for index in range(len(items))]
+    return ask_and_grade(api, bodies, concurrency, grade_and_keep, on_progress)
 
 
-def answer_writer(path: Path) -> Callable[[int, GradedAnswer], None]:
-    """Return an `on_graded` callback that appends one JSON line per answer to `path`.
-
-    An interrupted run thus keeps its answers. The callback raises ConfigError if a line cannot be written.
-    """
-    encoder = msgspec.json.Encoder()
-
-    def write_line(index: int, graded_answer: GradedAnswer) -> None:
-        line = {
-            "item": index,
-            "question": graded_answer.item.question,
-            "reference": graded_answer.item.reference,
-            "answer": graded_answer.answer.text,
-            "failed": graded_answer.answer.failed,
-            **graded_answer.grades,
-        }
-        try:
-            with path.open("ab") as file:
-                file.write(encoder.encode(line) + b"\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-    return write_line
+def _append_answer(path: Path, index: int, graded: GradedAnswer) -> None:
+    line = {
+        "item": index,
+        "question": graded.item.question,
+        "reference": graded.item.reference,
+        "answer": graded.answer.text,
+        "failed": graded.answer.failed,
+        **graded.grades,
+    }
+    try:
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def is_published(items: Sequence[Item]) -> bool:
@@ -178,17 +196,6 @@ def _digest(items: Sequence[Item]) -> str:
         for text in (item.question, item.reference):
             digest.update(" ".join(text.split()).encode() + b"\n")
     return digest.hexdigest()
-
-
-def summarize(graded_answers: Sequence[GradedAnswer]) -> Evaluation:
-    """Count the graded answers. `correct` is the number of correct answers by flexible extraction, as in the gate."""
-    evaluation = make_evaluation(
-        [(graded.item.question, graded.item.reference) for graded in graded_answers],
-        [graded.answer for graded in graded_answers],
-        [graded.flexible_correct for graded in graded_answers],
-    )
-    evaluation.strict_correct = sum(graded.strict_correct for graded in graded_answers)
-    return evaluation
 
 
 def gate(evaluation: Evaluation) -> CheckResult:
@@ -215,18 +222,166 @@ def min_correct(total: int) -> int:
     return -(-total * GATE_NUMERATOR // GATE_DENOMINATOR)
 
 
-def _items_notes(items: Sequence[Item]) -> list[str]:
-    if is_published(items):
-        return []
-    return [f"Not the first {GSM8K_LIMIT} problems of GSM8K's test split: it compares with no published result."]
+def _comparability_notes(items: Sequence[Item], shots: Shots) -> list[str]:
+    """Return why the accuracy does not compare with published results, or an empty list if it does."""
+    notes = []
+    if not is_published(items):
+        notes.append(
+            f"Not the first {GSM8K_LIMIT} problems of GSM8K's test split: it compares with no published result."
+        )
+    if not shots.is_comparable:
+        notes.append(
+            "Asked with eight examples of our own: not comparable with published GSM8K results. Install lm-eval or "
+            "give --shots FILE."
+            if shots.examples
+            else "Asked without examples: not comparable with published GSM8K results, which have eight."
+        )
+    return notes
 
 
-def _shots_notes(shots: Shots) -> list[str]:
-    if shots.is_comparable:
-        return []
-    if not shots.examples:
-        return ["Asked without examples: not comparable with published GSM8K results, which have eight."]
+class HarnessError(MeltcoreError):
+    """Reports that the harness ended without its results."""
+
+
+class HarnessItem(NamedTuple):
+    """Holds the harness's messages, answer and grades of one item."""
+
+    messages: list[dict[str, str]]
+    text: str
+    grades: dict[str, bool]  # strict, flexible
+
+
+def find_package(python: str) -> Path:
+    """Return the folder of lm_eval in the environment of `python`. Raises ConfigError if it has none."""
+    try:
+        completed_run = process.run(
+            [python, "-c", _PRINT_PACKAGE_FOLDER], limit_s=_FIND_PACKAGE_TIMEOUT_S, terminate_limit_s=_TERMINATE_LIMIT_S
+        )
+    except process.ProcessError as error:
+        raise ConfigError(f"--harness {python} cannot be run: {error}") from error
+    if completed_run.returncode is None:
+        raise ConfigError(f"--harness {python} cannot be run: it did not end within {_FIND_PACKAGE_TIMEOUT_S:.0f} s")
+    if completed_run.returncode:
+        error_text = completed_run.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigError(f"--harness {python} has no lm-eval: {error_text} (pip install 'lm_eval[api]')")
+    return Path(completed_run.stdout.decode(errors="replace").strip().rpartition("\n")[2])
+
+
+def run_harness(
+    python: str,
+    package: Path,
+    chat_url: str,
+    model: str,
+    items: Sequence[Item],
+    shots: Shots,
+    *,
+    api_key: str | None = None,
+    concurrency: int = 8,
+    timeout_s: float = 3600.0,
+) -> list[HarnessItem]:
+    """Run `items` through the harness in `package` and return its items in the same order.
+
+    Raises HarnessError if the harness fails or exceeds `timeout_s`.
+    """
+    with tempfile.TemporaryDirectory(prefix="meltcore-lm-eval-") as folder_name:
+        folder = Path(folder_name)
+        arguments = f"model={model},base_url={chat_url},num_concurrent={concurrency},eos_string=<|im_end|>"
+        command = [python, "-m", "lm_eval", "run", "--model", "local-chat-completions", "--model_args", arguments,
+                   "--tasks", _TASK, "--include_path", folder_name, "--apply_chat_template", "--log_samples",
+                   "--output_path", str(folder / "out")]  # fmt: skip
+        offline_variables = {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        environment = {**os.environ, **offline_variables, "OPENAI_API_KEY": api_key or "none"}
+        try:
+            _write_task(folder, package, items, shots)
+            completed_run = process.run(
+                command, limit_s=timeout_s, environment=environment, terminate_limit_s=_TERMINATE_LIMIT_S
+            )
+            if completed_run.returncode is None:
+                raise HarnessError(f"lm-eval did not end within {timeout_s:.0f} s")
+            if completed_run.returncode:
+                error_text = completed_run.stderr.decode(errors="replace").strip()[-500:]
+                raise HarnessError(f"lm-eval ended with {completed_run.returncode}: {error_text}")
+            return _read_samples(folder / "out", len(items))
+        except (OSError, process.ProcessError) as error:  # for one a full disk: our own answers are kept
+            raise HarnessError(f"lm-eval cannot be run: {error}") from error
+
+
+def compare(graded: Sequence[GradedAnswer], harness_items: Sequence[HarnessItem], shots: Shots) -> list[CheckResult]:
+    """Return gates that compare our prompts and grades with the harness's.
+
+    Our grading rules are applied to the harness's own answers. A server may answer a repeated question differently,
+    because another batch has another order of summation. So items that differ between the two runs are reported but
+    fail no gate.
+    """
+    pairs = list(zip(graded, harness_items, strict=True))
+    num_items = len(pairs)
+    num_same_prompts = sum(
+        harness_item.messages == conversation(shots.examples, graded_answer.item)
+        for graded_answer, harness_item in pairs
+    )
+    num_same_grades = sum(
+        grade(graded_answer.item, Answer(harness_item.text)).grades == harness_item.grades
+        for graded_answer, harness_item in pairs
+    )
+    num_stable_grades = sum(graded_answer.grades == harness_item.grades for graded_answer, harness_item in pairs)
+    num_correct = {
+        name: sum(harness_item.grades[name] for harness_item in harness_items) for name in ("flexible", "strict")
+    }
     return [
-        "Asked with eight examples of our own: not comparable with published GSM8K results. Install lm-eval or give "
-        "--shots FILE."
+        CheckResult(
+            name="same prompts as lm-evaluation-harness",
+            status="PASS" if num_same_prompts == num_items else "FAIL",
+            detail=f"{num_same_prompts} of {num_items} conversations are the same",
+        ),
+        CheckResult(
+            name="same grades as lm-evaluation-harness",
+            status="PASS" if num_same_grades == num_items else "FAIL",
+            detail=f"{num_same_grades} of {num_items} of its answers; equal in both runs: {num_stable_grades}; "
+            f"it found {num_correct['flexible']} correct by flexible extraction, {num_correct['strict']} by strict",
+        ),
     ]
+
+
+def _write_task(folder: Path, package: Path, items: Sequence[Item], shots: Shots) -> None:
+    """Write a task file (JSON is YAML) that includes the harness's own task and replaces problems and examples."""
+    items_path = folder / "items.jsonl"
+    items_path.write_text(
+        "".join(json.dumps({"question": item.question, "answer": item.answer}) + "\n" for item in items)
+    )
+    task: dict[str, Any] = {
+        "include": str(package / TASK_FILE),
+        "task": _TASK,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"test": str(items_path)}},
+        "num_fewshot": len(shots.examples),
+    }
+    if shots.examples:
+        samples = [{"question": item.question, "target": item.answer} for item in shots.examples]
+        task["fewshot_config"] = {"sampler": "first_n", "samples": samples}
+    else:
+        task["doc_to_text"] = "{{question}}"
+    (folder / "task.yaml").write_text(json.dumps(task))
+
+
+def _read_samples(folder: Path, num_items: int) -> list[HarnessItem]:
+    paths = list(folder.rglob(f"samples_{_TASK}_*.jsonl"))
+    if len(paths) != 1:
+        raise HarnessError(f"lm-eval wrote {len(paths)} files of samples, not 1")
+    items_by_id: dict[int, HarnessItem] = {}
+    try:
+        # JSON strings may hold U+0085, U+2028 and U+2029, where splitlines() would split.
+        for line in paths[0].read_text(encoding="utf-8").rstrip("\n").split("\n"):
+            sample = json.loads(line)
+            messages = json.loads(sample["arguments"]["gen_args_0"]["arg_0"][0])
+            # Some versions of the harness add a type to each message.
+            messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+            item = items_by_id.setdefault(sample["doc_id"], HarnessItem(messages, sample["resps"][0][0], {}))
+            item.grades[_GRADE_BY_FILTER[sample["filter"]]] = bool(sample["exact_match"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise HarnessError(f"lm-eval's samples are not in the form of version 0.4: {error!r}") from error
+    if sorted(items_by_id) != list(range(num_items)) or any(
+        len(item.grades) != len(_GRADE_BY_FILTER) for item in items_by_id.values()
+    ):
+        raise HarnessError(f"lm-eval graded {len(items_by_id)} of {num_items} items")
+    return [items_by_id[i] for i in range(num_items)]

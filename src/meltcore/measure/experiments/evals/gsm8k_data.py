@@ -14,11 +14,14 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from meltcore.common.errors import ConfigError
-from meltcore.measure.experiments.servers.api import Answer
+from meltcore.measure.experiments.servers import Answer
 from meltcore.measure.problems import evaluation_set
 
 BUNDLED_SOURCE = "meltcore/problems"
@@ -146,10 +149,8 @@ def conversation(shots: Sequence[Item], item: Item) -> list[dict[str, str]]:
     """Return the chat messages of `item`: the examples as turns, then the question."""
     if not shots:
         return [{"role": "user", "content": item.question}]
-    messages = []
-    for shot in shots:
-        messages += [_user_message(shot), {"role": "assistant", "content": shot.answer}]
-    return [*messages, _user_message(item)]
+    turns = [(_user_message(shot), {"role": "assistant", "content": shot.answer}) for shot in shots]
+    return [*chain.from_iterable(turns), _user_message(item)]
 
 
 def _user_message(item: Item) -> dict[str, str]:
@@ -204,10 +205,6 @@ def _installed_harness() -> Path | None:
 def _harness_shots(package: Path) -> tuple[Item, ...]:
     """Read the worked examples from the task file of an installed lm-eval."""
     try:
-        import yaml  # a dependency of lm-eval, and of huggingface_hub
-    except ImportError as error:
-        raise ConfigError("reading lm-eval's examples needs the package pyyaml; or give --shots FILE") from error
-    try:
         task: dict[str, Any] = yaml.safe_load((package / TASK_FILE).read_text(encoding="utf-8"))
         examples = tuple(Item(sample["question"], sample["target"]) for sample in task["fewshot_config"]["samples"])
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
@@ -220,25 +217,29 @@ def _harness_shots(package: Path) -> tuple[Item, ...]:
 
 
 class GradedAnswer(NamedTuple):
-    """Holds one item's answer and its two grades. A failed request is incorrect by both."""
+    """Holds one item's answer and its two grades. A failed request is incorrect by both.
+
+    `strict_correct` is None for an evaluation that grades in one way.
+    """
 
     item: Item
     answer: Answer
-    strict_correct: bool
     flexible_correct: bool
+    strict_correct: bool | None = None
 
     @property
     def grades(self) -> dict[str, bool]:
         """Return both grades by the name of their extraction."""
-        return {"strict": self.strict_correct, "flexible": self.flexible_correct}
+        return {"strict": bool(self.strict_correct), "flexible": self.flexible_correct}
 
 
 def grade(item: Item, answer: Answer) -> GradedAnswer:
     """Grade one answer by strict and by flexible extraction."""
-    if answer.failed:
-        return GradedAnswer(item, answer, strict_correct=False, flexible_correct=False)
-    extracted_numbers = (extract_strict(answer.text), extract_flexible(answer.text))
-    return GradedAnswer(item, answer, *(exact_match(extracted, item.reference) for extracted in extracted_numbers))
+    strict, flexible = (
+        not answer.failed and exact_match(extract(answer.text), item.reference)
+        for extract in (extract_strict, extract_flexible)
+    )
+    return GradedAnswer(item, answer, flexible, strict)
 
 
 def extract_strict(text: str) -> str:

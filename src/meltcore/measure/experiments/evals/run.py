@@ -14,7 +14,8 @@ from meltcore.measure.documents.values.formatting import format_percent
 from meltcore.measure.documents.values.intervals import wilson_interval
 from meltcore.measure.experiments.evals.config import CONCURRENCY
 from meltcore.measure.experiments.evals.conformance import run_checks
-from meltcore.measure.experiments.servers.api import Answer, Api, ask_all, death_reason, failure_reasons
+from meltcore.measure.experiments.evals.gsm8k_data import GradedAnswer, Item
+from meltcore.measure.experiments.servers import Answer, Api, ask_all, death_reason, failure_reasons
 from meltcore.measure.problems import Problem, evaluation_set, is_correct
 
 MAX_TOKENS = 512
@@ -47,60 +48,57 @@ def evaluate(
         }
         for problem in problem_list
     ]
-    correct: dict[int, bool] = {}  # by index of the problem
 
-    def grade(index: int, answer: Answer) -> bool:
-        correct[index] = not answer.failed and is_correct(problem_list[index], answer.text)
-        return correct[index]
+    def grade(index: int, answer: Answer) -> GradedAnswer:
+        problem = problem_list[index]
+        is_right = not answer.failed and is_correct(problem, answer.text)
+        return GradedAnswer(Item(problem.question, str(problem.value)), answer, is_right)
 
-    answers = ask_and_grade(api, bodies, concurrency, grade, on_progress)
-    questions = [(problem.question, str(problem.value)) for problem in problem_list]
-    return make_evaluation(questions, answers, [correct[index] for index in range(len(answers))])
+    return make_evaluation(ask_and_grade(api, bodies, concurrency, grade, on_progress))
 
 
 def ask_and_grade(
     api: Api,
     bodies: Sequence[dict[str, Any]],
     concurrency: int,
-    grade: Callable[[int, Answer], bool],
+    grade: Callable[[int, Answer], GradedAnswer],
     on_progress: OnAnswer | None,
-) -> list[Answer]:
-    """Send every chat body once, and return the answers in order.
+) -> list[GradedAnswer]:
+    """Send every chat body once, and return the graded answers in order.
 
-    `grade` receives the index and the answer of each body, and returns whether the answer is correct.
+    `grade` receives the index and the answer of each body as it arrives.
     """
-    answers: dict[int, Answer] = {}
-    num_correct = 0
-    if on_progress is not None:
-        on_progress(0, 0, len(bodies))
+    graded: dict[int, GradedAnswer] = {}
+    report = on_progress or (lambda _done, _correct, _total: None)
+    report(0, 0, len(bodies))
     for index, answer in ask_all(api, bodies, concurrency):
-        answers[index] = answer
-        num_correct += grade(index, answer)
-        if on_progress is not None:
-            on_progress(len(answers), num_correct, len(bodies))
-    return [answers[index] for index in range(len(bodies))]
+        graded[index] = grade(index, answer)
+        report(len(graded), sum(each.flexible_correct for each in graded.values()), len(bodies))
+    return [graded[index] for index in range(len(bodies))]
 
 
-def make_evaluation(
-    questions: Sequence[tuple[str, str]], answers: Sequence[Answer], correct: Sequence[bool]
-) -> Evaluation:
-    """Count the correct answers, and keep the first incorrect ones.
-
-    `questions` holds (question, expected answer) pairs.
-    """
-    ci_low, ci_high = wilson_interval(sum(correct), len(answers))
+def make_evaluation(graded: Sequence[GradedAnswer]) -> Evaluation:
+    """Count the answers that are correct by flexible extraction, and keep the first incorrect ones."""
+    num_correct = sum(each.flexible_correct for each in graded)
+    ci_low, ci_high = wilson_interval(num_correct, len(graded))
+    has_strict_grades = all(each.strict_correct is not None for each in graded)
     incorrect = [
-        IncorrectAnswer(question=question[-MAX_TEXT_CHARS:], expected=expected, actual=answer.text[-MAX_TEXT_CHARS:])
-        for (question, expected), answer, is_right in zip(questions, answers, correct, strict=True)
+        IncorrectAnswer(
+            question=item.question[-MAX_TEXT_CHARS:],
+            expected=item.reference,
+            actual=answer.text[-MAX_TEXT_CHARS:],
+        )
+        for item, answer, is_right, _ in graded
         if not is_right
     ]
     return Evaluation(
-        total=len(answers),
-        correct=sum(correct),
-        failed=sum(answer.failed for answer in answers),
+        total=len(graded),
+        correct=num_correct,
+        failed=sum(each.answer.failed for each in graded),
         ci_low=ci_low,
         ci_high=ci_high,
-        first_failure=next((answer.failure for answer in answers if answer.failed), None),
+        strict_correct=sum(bool(each.strict_correct) for each in graded) if has_strict_grades else None,
+        first_failure=next((each.answer.failure for each in graded if each.answer.failed), None),
         incorrect=incorrect[:MAX_KEPT_INCORRECT],
     )
 
@@ -115,7 +113,7 @@ def run_eval(
     concurrency: int = CONCURRENCY,
     arguments: Sequence[str] = (),
     on_answer: OnAnswer | None = None,
-    on_check: Callable[[CheckResult], None] | None = None,
+    on_check: Callable[[CheckResult], None] = lambda _check: None,
 ) -> RunResult:
     """Run the evaluation `mode` on the server at `url` and return the result.
 

@@ -25,7 +25,7 @@ from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.experiments.evals.config import SubmissionConfig
 from meltcore.measure.experiments.evals.evaluation import PUBLISHED_SETTINGS, score_runs
 from meltcore.measure.experiments.evals.gsm8k import ANSWERS_FILE
-from meltcore.measure.experiments.evals.submission_files import as_json, correctness, public_score, throughput, write_up
+from meltcore.measure.experiments.evals.submission_files import correctness, public_score, throughput, write_up
 
 # The inference track of GPU MODE and PyTorch in Paris, April 2026.
 HACKATHON_MODEL = "Qwen/Qwen3.5-35B-A3B"
@@ -81,11 +81,6 @@ def hackathon_gates(runs: Sequence[SubmittedRun]) -> list[CheckResult]:
         _workload_gate(runs),
         _problems_gate(runs),
     ]
-
-
-def broken_rules(gates: Sequence[CheckResult]) -> list[str]:
-    """Return one line per rule that does not hold or was not checked."""
-    return [f"{gate.name}: {gate.status}: {gate.detail}" for gate in gates if gate.status != "PASS"]
 
 
 def _setting_gate(runs: Sequence[SubmittedRun], name: str, key: str, is_allowed: Callable[[Any], bool]) -> CheckResult:
@@ -209,8 +204,7 @@ def _newest_runs(gsm8k_runs: Sequence[SubmittedRun], throughput_runs: Sequence[S
         newest_pair = [max(gsm8k_runs, key=started), max(throughput_runs, key=started)]
         if full_run is None or started(full_run) < min(map(started, newest_pair)):
             return newest_pair
-    if full_run is None:
-        raise AssertionError("there is a run of each kind, so either one has both or each kind has one of its own")
+    assert full_run is not None, "there is a run of each kind: one has both, or each kind has one of its own"
     return [full_run]
 
 
@@ -221,23 +215,17 @@ def _usable_runs(paths: Sequence[str]) -> tuple[list[SubmittedRun], list[str]]:
         result = read_result(path)
         if result.command != "eval" or result.settings.get("what") not in ("gsm8k", "throughput", "all", "baseline"):
             continue
-        run = SubmittedRun(path, result)
-        reason = _unusable_reason(result)
+        obstacles = {
+            "another server's, as a baseline": result.settings["what"] == "baseline",
+            "partial": result.status != "complete",
+            "--speed-only: no answer was checked": result.settings.get("speed_only"),
+        }
+        reason = next((reason for reason, holds in obstacles.items() if holds), None)
         if reason is None:
-            usable_runs.append(run)
+            usable_runs.append(SubmittedRun(path, result))
         else:
             skipped_runs.append(f"{path.name} ({reason})")
     return usable_runs, skipped_runs
-
-
-def _unusable_reason(result: RunResult) -> str | None:
-    if result.settings.get("what") == "baseline":
-        return "another server's, as a baseline"
-    if result.status != "complete":
-        return "partial"
-    if result.settings.get("speed_only"):
-        return "--speed-only: no answer was checked"
-    return None
 
 
 def _result_paths(paths: Sequence[str]) -> Iterable[Path]:
@@ -257,16 +245,15 @@ def collect(folder: Path, evidence: SubmissionEvidence, config: SubmissionConfig
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; give a new folder, so that no file of another submission stays")
     gates = hackathon_gates(evidence.runs) if config.rules == "hackathon" else []
-    if broken_rules(gates):
+    if any(gate.status != "PASS" for gate in gates):
         return _write_record(folder, evidence, config, gates, "REFUSED")
     source = find_source(config.source)
     correctness_result, throughput_result = correctness(evidence.result), throughput(evidence.result)
     evidence.result.gates += gates
     score = public_score(correctness_result, throughput_result)
     write_up_text = write_up(source, evidence.result, gates, throughput_result, score)
-    (folder / "results").mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / CORRECTNESS_FILE, as_json(correctness_result))
-    write_atomic(folder / THROUGHPUT_FILE, as_json(throughput_result))
+    write_document(folder / CORRECTNESS_FILE, correctness_result)
+    write_document(folder / THROUGHPUT_FILE, throughput_result)
     write_atomic(folder / WRITE_UP_FILE, write_up_text.encode())
     shutil.copy(source / "scripts" / START_SCRIPT, folder / START_SCRIPT)  # keeps its mode: it can be run
     verdict: Verdict = "ACCEPTED" if gates else "NOT CHECKED"

@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,7 +23,7 @@ from meltcore.measure.documents.values.formatting import evaluation_line, format
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.config import NUM_SPOT_CHECKS
 from meltcore.measure.experiments.evals.gsm8k import min_correct
-from meltcore.measure.experiments.evals.throughput_prompts import NUM_REUSED_PROMPTS, NUM_WARMUPS
+from meltcore.measure.experiments.evals.throughput import NUM_REUSED_PROMPTS, NUM_WARMUPS
 
 TASK = "gsm8k_cot"
 _FLEXIBLE, _STRICT = "exact_match,flexible-extract", "exact_match,strict-match"
@@ -155,30 +154,22 @@ def _to_public_level(level: LevelResult) -> PublicLevel:
             "again: meltcore eval throughput URL --tokenizer MODEL_FOLDER"
         )
     num_prompt_tokens, num_completion_tokens = checks.counted_prompt_tokens, checks.counted_content_tokens
+    num_tokens, duration_s = num_prompt_tokens + num_completion_tokens, level.duration_s
     return PublicLevel(
         concurrency=level.concurrency,
-        throughput_tok_per_sec=_tokens_per_s(num_prompt_tokens + num_completion_tokens, level.duration_s),
-        total_tokens=num_prompt_tokens + num_completion_tokens,
+        throughput_tok_per_sec=round(num_tokens / duration_s, _RATE_DIGITS) if duration_s > 0 else 0.0,
+        total_tokens=num_tokens,
         total_prompt_tokens=num_prompt_tokens,
         total_completion_tokens=num_completion_tokens,
         reported_prompt_tokens=level.prompt_tokens,
         reported_completion_tokens=level.output_tokens,
         successful_requests=level.succeeded,
         failed_requests=level.failed,
-        wall_time_sec=round(level.duration_s, _RATE_DIGITS),
+        wall_time_sec=round(duration_s, _RATE_DIGITS),
         token_discrepancy=not checks.counts_agree,
         spot_checks_passed=checks.spot_checks_correct,
         spot_checks_total=checks.spot_checks,
     )
-
-
-def _tokens_per_s(num_tokens: int, duration_s: float) -> float:
-    return round(num_tokens / duration_s, _RATE_DIGITS) if duration_s > 0 else 0.0
-
-
-def as_json(content: Any) -> bytes:
-    """Encode a result file as the harness does, with an indentation of two spaces."""
-    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
 def write_up(

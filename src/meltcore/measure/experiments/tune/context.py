@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable
@@ -11,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.files import parse_json
 from meltcore.common.sizes import size_text
 from meltcore.measure.documents.tuning import Fact, Tuning, TuningPoint
-from meltcore.measure.experiments.servers.api import Api, ApiError
-from meltcore.measure.experiments.servers.process import ServerProcess
+from meltcore.measure.experiments.servers import Api, ApiError, ServerProcess
 from meltcore.measure.experiments.tune.config import ANSWER_TOKENS, ContextOptions
 from meltcore.measure.experiments.tune.run import Tuner, make_tuning
 from meltcore.measure.load.config import LoadConfig
@@ -59,10 +58,7 @@ def kv_bytes_per_token(config: dict[str, Any], element_size: int) -> int:
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config.json, or the config.json of a folder. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
+    config = parse_json(file)
     if not isinstance(config, dict):
         raise ConfigError(f"{file} is not a JSON object")
     return config

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,7 @@ from meltcore.measure.experiments.evals.gsm8k_data import (
     read_shots,
 )
 from meltcore.measure.experiments.evals.run import MAX_TOKENS
-from meltcore.measure.experiments.servers.api import Api, ApiError
-from meltcore.measure.experiments.servers.process import ServerProcess
+from meltcore.measure.experiments.servers import Answer, Api, ApiError, ServerProcess
 from meltcore.measure.experiments.tune.config import PrecisionOptions
 from meltcore.measure.experiments.tune.run import Tuner, make_tuning
 from meltcore.measure.load.config import LoadConfig
@@ -44,18 +43,6 @@ class EvalItem:
 
     body: dict[str, Any]
     is_correct: Callable[[str], bool]
-
-
-@dataclass(frozen=True)
-class EvalAnswer:
-    """An answer, or a failure: its text, and its tokens with log probabilities.
-
-    The tokens are empty if the server returned no log probabilities.
-    """
-
-    text: str = ""
-    tokens: list[tuple[str, float]] = field(default_factory=list)
-    failed: bool = False
 
 
 def tune_precision(tuner: Tuner, options: PrecisionOptions, load: LoadConfig) -> Tuning:
@@ -112,10 +99,10 @@ def try_variants(
     """
     if not variants:
         raise ConfigError("there is no precision to try")
-    reference: list[EvalAnswer] = []
+    reference: list[Answer] = []
     points = []
     for name, args in [(None, ()), *variants.items()]:
-        answers: list[EvalAnswer] = []
+        answers: list[Answer] = []
         inspect = partial(_ask_and_compare, items, load.model, reference, answers) if items else None
         point = tuner.measure({} if name is None else {"precision": name}, load, args=args, inspect=inspect)
         points.append(point)
@@ -124,16 +111,14 @@ def try_variants(
     return points
 
 
-def ask_items(api: Api, items: Sequence[EvalItem], model: str | None) -> list[EvalAnswer]:
+def ask_items(api: Api, items: Sequence[EvalItem], model: str | None) -> list[Answer]:
     """Send every item once with greedy decoding, a few concurrently. Returns the answers in order."""
     name = model or api.resolve_model()[0]
     with ThreadPoolExecutor(max_workers=CONCURRENCY, thread_name_prefix="ask") as pool:
         return list(pool.map(lambda item: _ask(api, {**item.body, "model": name}), items))
 
 
-def compare_answers(
-    items: Sequence[EvalItem], first: Sequence[EvalAnswer], second: Sequence[EvalAnswer]
-) -> AnswerComparison:
+def compare_answers(items: Sequence[EvalItem], first: Sequence[Answer], second: Sequence[Answer]) -> AnswerComparison:
     """Grade `second` and compare it with `first`, item by item."""
     differences: list[float] = []
     for first_answer, second_answer in zip(first, second, strict=True):
@@ -183,8 +168,8 @@ def _name(point: TuningPoint) -> str:
 def _ask_and_compare(
     items: Sequence[EvalItem],
     model: str | None,
-    reference: Sequence[EvalAnswer],
-    answers: list[EvalAnswer],
+    reference: Sequence[Answer],
+    answers: list[Answer],
     server: ServerProcess,
     point: TuningPoint,
 ) -> None:
@@ -198,7 +183,7 @@ def _ask_and_compare(
         point.ok, point.reason = False, f"{point.answers.failed} of {len(items)} questions got no answer"
 
 
-def _ask(api: Api, body: dict[str, Any]) -> EvalAnswer:
+def _ask(api: Api, body: dict[str, Any]) -> Answer:
     """Send a request for log probabilities; repeat it without them if the server rejects the field."""
     body = {**body, "temperature": 0.0}
     try:
@@ -208,6 +193,7 @@ def _ask(api: Api, body: dict[str, Any]) -> EvalAnswer:
         choice = reply.json()["choices"][0]
         text = choice["message"]["content"]
         entries = (choice.get("logprobs") or {}).get("content") or []
-        return EvalAnswer(str(text or ""), [(entry["token"], float(entry["logprob"])) for entry in entries])
+        tokens = tuple((entry["token"], float(entry["logprob"])) for entry in entries)
+        return Answer(str(text or ""), tokens=tokens)
     except (ApiError, KeyError, IndexError, TypeError):
-        return EvalAnswer(failed=True)
+        return Answer("", failed=True)

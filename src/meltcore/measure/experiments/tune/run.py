@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import write_document
@@ -33,8 +34,9 @@ from meltcore.measure.documents.tuning import (
     repeats_default,
 )
 from meltcore.measure.documents.values.formatting import format_change, format_number
+from meltcore.measure.documents.values.progress import warning_printer
 from meltcore.measure.documents.verdicts import SCORED
-from meltcore.measure.experiments.servers.process import START_LIMIT_S, ServerCommand, ServerProcess, run_server
+from meltcore.measure.experiments.servers import START_LIMIT_S, ServerCommand, ServerProcess, run_server
 from meltcore.measure.experiments.tune.config import BatchingOptions
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.run import measure
@@ -57,7 +59,7 @@ _BUDGETS = ("max_num_seqs", "max_num_batched_tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class Tuner:
-    """The server to tune, the folder for its logs, and callbacks for lines to the user and for measured points.
+    """The server to tune, the folder for its logs, and the console that shows each point.
 
     `flags` maps settings to options of the server. `checkpoint` is the model that Meltcore's engine serves. It is None
     for another server.
@@ -65,8 +67,7 @@ class Tuner:
 
     command: ServerCommand
     folder: Path
-    report: Callable[[str], None]
-    on_point: Callable[[TuningPoint], None]
+    console: Console
     flags: Mapping[str, str]
     checkpoint: str | None = None
     arguments: tuple[str, ...] = ()
@@ -78,7 +79,7 @@ class Tuner:
         load: LoadConfig | None,
         *,
         args: Sequence[str] | None = None,
-        on_ready: OnServer | None = None,
+        on_ready: OnServer = lambda _server: None,
         inspect: InspectServer | None = None,
     ) -> TuningPoint:
         """Start the server with `settings`, load it and end it. A failed start yields a point with `ok` False.
@@ -93,11 +94,10 @@ class Tuner:
         log_path = self.folder / f"server-{name}.log"
         try:
             with run_server(
-                self.command, log_path, report=self.report, args=args, limit_s=self.start_limit_s
+                self.command, log_path, report=warning_printer(self.console), args=args, limit_s=self.start_limit_s
             ) as server:
                 point.ready_s = server.ready_s
-                if on_ready is not None:
-                    on_ready(server)
+                on_ready(server)
                 if load is not None:
                     _record_load(point, measure(replace(load, url=server.url), self.arguments))
                 if inspect is not None:
@@ -106,7 +106,8 @@ class Tuner:
             point.ok, point.reason = False, _reason(error)
         with (self.folder / POINTS_FILE).open("ab") as points:  # an interruption must not lose an hour of starts
             points.write(msgspec.json.encode(point) + b"\n")
-        self.on_point(point)
+        outcome = f"{format_number(point.output_tokens_per_s)} tok/s" if point.ok else point.reason
+        self.console.print(f"{point.label}: {outcome}", markup=False, highlight=False)
         return point
 
 
@@ -201,21 +202,19 @@ def _reason(error: ProcessError) -> str:
 
 
 def tune_batching(tuner: Tuner, options: BatchingOptions, load: LoadConfig) -> Tuning:
-    """Measure every setting, and return the result with the best point and the knee."""
-    points = sweep(tuner, options, load)
-    best, knee = best_and_knee(points)
-    finding = batching_finding(points, best, knee)
-    return make_tuning("batching", tuner, load, points, finding, best_and_knee=(best, knee))
+    """Measure the default settings, then every pair of settings, ordered by token budget and then by sequences.
 
-
-def sweep(tuner: Tuner, options: BatchingOptions, load: LoadConfig) -> list[TuningPoint]:
-    """Measure the default settings, then every pair of settings, ordered by token budget and then by sequences."""
+    The result has the best point and the knee.
+    """
     settings: list[dict[str, int | str]] = [
         {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
         for tokens in options.max_num_batched_tokens
         for seqs in options.max_num_seqs
     ] or [{"max_num_seqs": seqs} for seqs in options.max_num_seqs]
-    return [tuner.measure(point_settings, load) for point_settings in ({}, *settings)]
+    points = [tuner.measure(point_settings, load) for point_settings in ({}, *settings)]
+    best, knee = best_and_knee(points)
+    finding = batching_finding(points, best, knee)
+    return make_tuning("batching", tuner, load, points, finding, best_and_knee=(best, knee))
 
 
 def best_and_knee(points: Sequence[TuningPoint]) -> tuple[int | None, int | None]:

@@ -9,7 +9,7 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import free_port
-from meltcore.measure.experiments.servers.process import parse_command, read_command, server_version
+from meltcore.measure.experiments.servers import parse_command, read_command, server_version
 
 
 def test_port_and_arguments_replace_the_placeholders() -> None:

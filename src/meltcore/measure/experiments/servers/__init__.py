@@ -1,1 +1,0 @@
-"""Starts and ends the servers of experiments, waits until they are ready, and sends requests to them."""
