@@ -120,7 +120,6 @@ def run(args: argparse.Namespace) -> int:
 
     plan, options = _plan(args)
     console = Console(stderr=True)
-
     with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "compare-backends") as folder:
         comparison = run_backends(plan, options, folder, console)
     if args.json:

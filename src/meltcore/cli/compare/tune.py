@@ -119,7 +119,6 @@ def _tuner(args: argparse.Namespace, console: "Console", folder: "RunFolder") ->
     else:
         serve_command = shlex.join([sys.executable, "-m", "meltcore.cli.main", "serve", args.checkpoint])
         command = parse_command(f"{serve_command} --port {{port}} {args.serve_args} {{args}}", "--serve-args")
-
     return Tuner(
         command=command,
         folder=folder.path,

@@ -13,8 +13,7 @@ from sample_results import sample_run
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.schema import DemoSample
 from meltcore.measure.experiments.demo.config import DemoConfig
-from meltcore.measure.experiments.demo.run import write_fleet
-from meltcore.measure.experiments.demo.steps import CONVERSATIONS, converse
+from meltcore.measure.experiments.demo.run import CONVERSATIONS, converse, write_fleet
 from meltcore.measure.experiments.servers import ApiResponse
 from meltcore.measure.report.render import render
 

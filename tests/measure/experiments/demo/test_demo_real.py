@@ -12,7 +12,7 @@ import pytest
 
 import meltcore
 from meltcore.cli.main import main
-from meltcore.measure.experiments.demo import run, steps
+from meltcore.measure.experiments.demo import run
 from meltcore.measure.load.tasks.task import MeasuredTask, tasks
 from meltcore.measure.problems import evaluation_set
 
@@ -36,8 +36,8 @@ def test_demo_serves_loads_and_reports(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(run, "evaluate", partial(run.evaluate, problems=evaluation_set()[:60]))
     monkeypatch.setattr(run, "tasks", lambda: {name: with_fewer_problems(task) for name, task in tasks().items()})
     problem = next(problem for problem in evaluation_set() if problem.kind == "short")
-    conversation = steps.Conversation((problem.question,), str(problem.value))
-    monkeypatch.setattr(steps, "CONVERSATIONS", (conversation,))
+    conversation = run.Conversation((problem.question,), str(problem.value))
+    monkeypatch.setattr(run, "CONVERSATIONS", (conversation,))
     levels = ["--levels", "10", "--level-duration", "1"]
     assert main(["demo", *levels, "--chat-model", str(SECOND_MODEL), "--out", str(tmp_path)]) == 0
     [folder] = tmp_path.iterdir()

@@ -18,7 +18,7 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.options import add_options, from_options
 from meltcore.measure.documents.schema import CheckResult, DemoSample, Evaluation, LevelResult
 from meltcore.measure.experiments.demo.config import DemoConfig, parse_tasks
-from meltcore.measure.experiments.demo.steps import run_step, speak
+from meltcore.measure.experiments.demo.run import run_step, speak
 from meltcore.measure.experiments.demo.verdict import judge
 from meltcore.measure.load.tasks.task import tasks
 from meltcore.measure.load.workloads.clips import encode_wav

@@ -47,7 +47,6 @@ from meltcore.measure.report.comparisons.backends import backends_page
 from meltcore.measure.report.page.html import write_page
 
 _VERSION_ROUTES = {"/version": "version", "/get_server_info": "version", "/props": "build_info"}
-_PROBE = {"prompt": "1", "max_tokens": 1}
 
 
 def run_backends(
@@ -176,7 +175,7 @@ def _answers(url: str, deadline_s: float) -> bool:
     api = Api(url, timeout_s=max(1.0, deadline_s - time.monotonic()))
     try:
         name, _ = api.resolve_model()
-        return api.post("/v1/completions", {"model": name, **_PROBE}).status == 200
+        return api.post("/v1/completions", {"model": name, "prompt": "1", "max_tokens": 1}).status == 200
     except (ApiError, ConfigError):
         return False
 

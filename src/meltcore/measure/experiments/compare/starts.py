@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -170,8 +170,7 @@ def stored_load(load: dict[str, Any], *, workload: str | None = None) -> LoadCon
 
     `workload` is the path of the workload file, since a set stores only the file's name.
     """
-    field_names = {each.name for each in fields(LoadConfig)}
-    stored_settings = {name: load[name] for name in _STORED_SETTINGS if name in load and name in field_names}
+    stored_settings = {name: load[name] for name in _STORED_SETTINGS if name in load}
     stored_settings |= {name: tuple(value) for name, value in stored_settings.items() if isinstance(value, list)}
     if workload is not None:
         stored_settings["workload"] = workload

@@ -9,7 +9,6 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.options import option
 from meltcore.measure.load.tasks.task import default_task, tasks
 
-DEFAULT_LEVELS = (10, 100, 400, 1_000, 10_000)
 CHAT = default_task().name
 MIX = {name: task.demo_share for name, task in tasks().items() if task.demo_share}
 TASKS = tuple(MIX)
@@ -28,7 +27,7 @@ def parse_tasks(text: str) -> tuple[str, ...]:
 class DemoConfig:
     """The models to serve and their load. `levels` holds the number of connections of each level."""
 
-    levels: tuple[int, ...] = option(DEFAULT_LEVELS, "Connections of each level.")
+    levels: tuple[int, ...] = option((10, 100, 400, 1_000, 10_000), "Connections of each level.")
     tasks: tuple[str, ...] = option(
         TASKS,
         f"Tasks whose bundled models are served, with {CHAT} (default: all: {', '.join(TASKS)}).",

@@ -14,7 +14,6 @@ GSM8K_LIMIT = 200
 GSM8K_DATASET = "openai/gsm8k"
 LEVELS = tuple(WEIGHTS)
 NUM_SPOT_CHECKS = 2  # per level
-RulesName = Literal["none", "hackathon"]
 
 _LOAD_GROUP = "Load"
 
@@ -112,7 +111,7 @@ class EvaluationConfig(Gsm8kConfig):
 class SubmissionConfig:
     """Holds the settings of a submission, which are also options of `meltcore submit`."""
 
-    rules: RulesName = option(
+    rules: Literal["none", "hackathon"] = option(
         "none", "hackathon: refuse FP8, 4-bit and speculative decoding in the served process.", group="Submission"
     )
     source: str | None = option(

@@ -40,7 +40,6 @@ PUBLISHED_SETTINGS: dict[str, Any] = {
     "output_len": 1024,
     "ignore_eos": False,
 }
-_PART_ONLY_SETTINGS = ("what", "min_accuracy")  # settings that do not describe the whole
 SERVER_LOG = "server.log"
 _SETTLE_S = 2.0  # a command that only starts its server in the background ends within this after that is ready
 # They point at our packages, which another environment's Python must not find.
@@ -141,8 +140,9 @@ def score_runs(folders: Sequence[Path | str]) -> RunResult:
 def combine(mode: EvaluationMode, parts: Sequence[RunResult]) -> RunResult:
     """Combine the results `parts` into one. The parts must have measured different things."""
     settings: dict[str, Any] = {"what": mode}
+    # "what" and "min_accuracy" do not describe the whole.
     for part in parts:
-        settings |= {name: value for name, value in part.settings.items() if name not in _PART_ONLY_SETTINGS}
+        settings |= {name: value for name, value in part.settings.items() if name not in ("what", "min_accuracy")}
     return RunResult(
         command="eval",
         status="complete" if all(part.status == "complete" for part in parts) else "partial",
@@ -229,7 +229,6 @@ def run_baseline(
     Api(url, api_key=api_key)  # raises now for a malformed address or key
     if accepts_connections(url):
         raise ConfigError(f"a server answers at {url} already: it would be measured instead of the baseline's")
-
     report = warning_printer(console)
     environment = {name: value for name, value in os.environ.items() if name not in _PYTHON_VARIABLES}
     command_text = shlex.join(clean_arguments(argv))

@@ -72,36 +72,24 @@ def run_gsm8k(
 
     Raises ConfigError if data or examples cannot be read, or if the server cannot be reached or names no model.
     """
-    harness_package = find_package(harness) if harness is not None else None
-    items, shots = read_items(config.data, config.limit), read_shots(config.shots, harness_package)
+    package = find_package(harness) if harness is not None else None
+    items, shots = read_items(config.data, config.limit), read_shots(config.shots, package)
     api = Api(url, api_key=api_key)
     model, facts = api.resolve_model(model)
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    path = None if folder is None else folder / ANSWERS_FILE
     graded_answers = ask_items(
-        api,
-        model,
-        items,
-        shots,
-        concurrency=config.concurrency,
-        on_progress=on_answer,
-        answers_path=None if folder is None else folder / ANSWERS_FILE,
+        api, model, items, shots, concurrency=config.concurrency, on_progress=on_answer, answers_path=path
     )
     evaluation = make_evaluation(graded_answers)
     server_death = death_reason(api, evaluation)
     gates = [gate(evaluation)]
     if server_death is not None:
         gates = [gate_not_run(len(items), server_death)]
-    elif harness is not None and harness_package is not None:
+    elif harness is not None and package is not None:
         try:
             harness_items = run_harness(
-                harness,
-                harness_package,
-                api.chat_url,
-                model,
-                items,
-                shots,
-                api_key=api_key,
-                concurrency=config.concurrency,
+                harness, package, api.chat_url, model, items, shots, api_key=api_key, concurrency=config.concurrency
             )
             gates += compare(graded_answers, harness_items, shots)
         except MeltcoreError as error:  # our own answers are kept

@@ -25,7 +25,6 @@ from meltcore.measure.experiments.servers import Answer
 from meltcore.measure.problems import evaluation_set
 
 BUNDLED_SOURCE = "meltcore/problems"
-NO_SHOTS = "none"
 NUM_SHOTS = 8
 TASK_FILE = Path("tasks", "gsm8k", "gsm8k-cot.yaml")
 TEST_FILE = "test.jsonl"  # in the data set's folder, as published
@@ -129,7 +128,7 @@ def read_shots(source: str | None, package: Path | None = None) -> Shots:
     The examples come from the JSONL file `source`, else from an installed lm-eval, else from this package. `package` is
     the folder of lm_eval in another environment. Raises ConfigError if the file does not hold eight examples.
     """
-    if source == NO_SHOTS:
+    if source == "none":
         return Shots((), "none", is_comparable=False)
     if source is not None:
         examples = _read_lines(Path(source))

@@ -261,12 +261,13 @@ def _reproduce_text(result: RunResult) -> str:
         if name in fingerprint.versions
     )
     replicas, device, dtype = (settings.get(name, "not stated") for name in ("replicas", "device", "dtype"))
-    lines = [
-        "- `./start_server.sh` starts the server, waits until /health answers 200 and leaves it running.",
-        f"- Served: replicas: {replicas}; device: {device}; computation: {dtype}.",
-        f"- Measured on {machine}; {versions}; source {fingerprint.git_revision or 'of the installed package'}.",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "- `./start_server.sh` starts the server, waits until /health answers 200 and leaves it running.",
+            f"- Served: replicas: {replicas}; device: {device}; computation: {dtype}.",
+            f"- Measured on {machine}; {versions}; source {fingerprint.git_revision or 'of the installed package'}.",
+        ]
+    )
 
 
 def _without_links(text: str) -> str:

@@ -264,9 +264,9 @@ def _load_config(config: ThroughputConfig, model: str, folder: Path) -> LoadConf
 
 
 def _settings(config: ThroughputConfig) -> dict[str, object]:
+    settings = {"what": "throughput", "levels": list(config.levels), "ignore_eos": config.fixed_output}
     names = ("num_prompts", "input_len", "output_len", "reuse_prompts", "stream", "speed_only", "seed")
-    settings = {name: getattr(config, name) for name in names}
-    return {"what": "throughput", "levels": list(config.levels), "ignore_eos": config.fixed_output, **settings}
+    return settings | {name: getattr(config, name) for name in names}
 
 
 def _notes(config: ThroughputConfig, levels: Sequence[LevelResult]) -> list[str]:

@@ -128,7 +128,6 @@ def compare_answers(items: Sequence[EvalItem], first: Sequence[Answer], second: 
             if token != other_token:
                 break
             differences.append(abs(logprob - other_logprob))
-    pairs = zip(first, second, strict=True)
     return AnswerComparison(
         asked=len(items),
         correct=sum(
@@ -137,7 +136,7 @@ def compare_answers(items: Sequence[EvalItem], first: Sequence[Answer], second: 
         failed=sum(answer.failed for answer in second),
         identical=sum(
             not first_answer.failed and not second_answer.failed and first_answer.text == second_answer.text
-            for first_answer, second_answer in pairs
+            for first_answer, second_answer in zip(first, second, strict=True)
         ),
         tokens_compared=len(differences),
         logprob_diff_mean=sum(differences) / len(differences) if differences else None,

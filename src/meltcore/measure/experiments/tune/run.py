@@ -51,8 +51,6 @@ MONOTONE = "The search assumes that a value below one that works also works."
 _REASON_LINES = 3
 _DEFAULT_SEQS = re.compile(r"\b(\d+) sequences per step")  # in the lines with which our server becomes ready
 
-OnServer = Callable[[ServerProcess], None]
-InspectServer = Callable[[ServerProcess, TuningPoint], None]
 KNEE_RATIO = 0.98  # of the best output rate
 _BUDGETS = ("max_num_seqs", "max_num_batched_tokens")
 
@@ -79,8 +77,8 @@ class Tuner:
         load: LoadConfig | None,
         *,
         args: Sequence[str] | None = None,
-        on_ready: OnServer = lambda _server: None,
-        inspect: InspectServer | None = None,
+        on_ready: Callable[[ServerProcess], None] = lambda _server: None,
+        inspect: Callable[[ServerProcess, TuningPoint], None] | None = None,
     ) -> TuningPoint:
         """Start the server with `settings`, load it and end it. A failed start yields a point with `ok` False.
 
