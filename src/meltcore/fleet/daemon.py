@@ -83,8 +83,8 @@ class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
     def options(self, log: Path) -> FleetOptions:
         """Return the options of the server, whose output goes to the file `log`. Raises ConfigError."""
         with loading_modules():
-            from meltcore.fleet.plan.planned import FleetPlanner, PlannedFrom
-        planner = FleetPlanner.of(msgspec.json.decode(self.planned, type=PlannedFrom))
+            from meltcore.fleet.plan.planned import FleetPlanner, PlannerSource
+        planner = FleetPlanner.of(msgspec.json.decode(self.planned, type=PlannerSource))
         return dataclasses.replace(fleet_options(planner), server_log=log)
 
 

@@ -46,7 +46,7 @@ from meltcore.fleet.run.replica import ReplicaState
 from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
-from meltcore.fleet.run.supervised_model import POLL_S, ServerParts
+from meltcore.fleet.run.supervised_model import POLL_S, ServerContext
 from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.run.worker_pool import WorkerPool, worker_count
 from meltcore.fleet.swap.mps import MpsDaemon
@@ -191,7 +191,7 @@ class Supervisor:
             sharing=config.sharing,
         )
         self._launcher = options.launcher(settings, self._report)
-        self._parts = ServerParts(
+        self._parts = ServerContext(
             pool=self._pool,
             gate=StartGate(),
             log=self._log,

@@ -21,7 +21,7 @@ class EchoTask(OneStepTask[Shout, Echo]):
     def cost(self, request: Shout) -> int:
         return len(request.text)
 
-    def compute(self, requests: Sequence[Shout], shape: int) -> list[Echo]:
+    def compute(self, requests: Sequence[Shout], padded_cost: int) -> list[Echo]:
         sleep(0.002)
         waited = {each: each.text.removeprefix("wait for ") for each in requests}
         done = [each for each, path in waited.items() if path == each.text or Path(path).exists()]

@@ -10,7 +10,7 @@ import pytest
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.common.tasks import Task, tasks
-from meltcore.engine.core.waiting import shape_buckets
+from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
@@ -40,7 +40,7 @@ class ScriptedTask(BatchTask[Ask, Answer]):
         self.now_s = 0.0
         self.batches: list[tuple[int, list[str]]] = []
         self.running: dict[str, int] = {}
-        self.shapes: dict[str, int] = {}
+        self.padded_costs: dict[str, int] = {}
         self.aborted: list[str] = []
 
     def cost(self, request: Ask) -> int:
@@ -48,13 +48,13 @@ class ScriptedTask(BatchTask[Ask, Answer]):
             raise RequestError("cost must be at least 1")
         return request.cost
 
-    def start(self, requests: Sequence[Ask], shape: int) -> None:
-        self.batches.append((shape, [request.request_id for request in requests]))
-        assert all(request.cost <= shape for request in requests)
+    def start(self, requests: Sequence[Ask], padded_cost: int) -> None:
+        self.batches.append((padded_cost, [request.request_id for request in requests]))
+        assert all(request.cost <= padded_cost for request in requests)
         self.running.update({request.request_id: self.steps for request in requests})
-        self.shapes.update({request.request_id: shape for request in requests})
-        self.now_s += self.s_per_cost * shape * len(requests)
-        assert sum(self.shapes[request_id] for request_id in self.running) <= self.max_cost
+        self.padded_costs.update({request.request_id: padded_cost for request in requests})
+        self.now_s += self.s_per_cost * padded_cost * len(requests)
+        assert sum(self.padded_costs[request_id] for request_id in self.running) <= self.max_cost
 
     def step(self) -> list[Answer]:
         assert self.running
@@ -97,7 +97,7 @@ def test_priority_then_deadline_then_arrival_decide() -> None:
     assert [name for name, _ in drain(engine)] == ["e", "d", "c", "b", "a"]
 
 
-def test_batch_has_requests_of_similar_shape_and_never_exceeds_the_cost() -> None:
+def test_batch_has_requests_of_similar_cost_and_never_exceeds_the_cost() -> None:
     task = ScriptedTask(max_cost=640)
     engine = engine_of(task)
     for i, cost in enumerate([150, 20, 155, 90, 100, 640]):
@@ -109,8 +109,8 @@ def test_batch_has_requests_of_similar_shape_and_never_exceeds_the_cost() -> Non
     assert engine.stats().cost_total == 150 + 20 + 155 + 90 + 100 + 640
 
 
-def test_shapes_pad_by_at_most_a_quarter() -> None:
-    shapes = shape_buckets(5000)
+def test_buckets_pad_by_at_most_a_quarter() -> None:
+    shapes = cost_buckets(5000)
     assert shapes == sorted(set(shapes))
     assert shapes[-1] == 5000
     assert max(later / earlier for earlier, later in itertools.pairwise(shapes)) <= 1.25

@@ -22,7 +22,7 @@ from meltcore.fleet.run.replica import LIFE, ReplicaEvent, ReplicaLife, ReplicaS
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
-from meltcore.fleet.run.supervised_model import ServerParts
+from meltcore.fleet.run.supervised_model import ServerContext
 from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.swap.sleep import put_to_sleep, wake_up
 from meltcore.protocol.generation import GenerationReady
@@ -125,7 +125,7 @@ class Life:
         monkeypatch.setattr(served_model, "ROOM_POLL_S", 0.0)
         monkeypatch.setattr(upstream_model, "UpstreamProcess", lambda *_: self.new_process(Mock()))
         self.stats = ServerStats().models[0]
-        parts = ServerParts(
+        parts = ServerContext(
             pool=self.pool,
             gate=StartGate(),
             log=Mock(),

@@ -1,4 +1,4 @@
-"""The queue of a batch engine: waiting requests by padded shape and priority, and the selection of the next batch."""
+"""The queue of a batch engine: waiting requests by padded cost and priority, and the selection of the next batch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from meltcore.protocol.batch import TaskRequest
 
 Request = TypeVar("Request", bound=TaskRequest)
 
-# A request joins a batch of a larger shape if padding adds at most this factor to its cost.
+# A request joins a batch of a larger padded cost if padding adds at most this factor to its cost.
 _MAX_PADDING = 2
 
 
-def shape_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> list[int]:
-    """Return increasing shapes up to `max_cost`, with `per_doubling` shapes in each factor of 2.
+def cost_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> list[int]:
+    """Return increasing costs up to `max_cost`, with `per_doubling` costs in each factor of 2.
 
-    A request of at least `first` is padded by at most 1 / per_doubling of its cost. Few shapes let requests share
+    A request of at least `first` is padded by at most 1 / per_doubling of its cost. Few buckets let requests share
     batches.
     """
     buckets: list[int] = []
@@ -26,24 +26,24 @@ def shape_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> l
     while not buckets or buckets[-1] < max_cost:
         buckets += [base + base * step // per_doubling for step in range(per_doubling)]
         base *= 2
-    return [*(shape for shape in buckets if shape < max_cost), max_cost]
+    return [*(bucket for bucket in buckets if bucket < max_cost), max_cost]
 
 
 class WaitingRequest(NamedTuple, Generic[Request]):
-    """One waiting request with its cost, and the shape to which it is padded."""
+    """One waiting request with its cost, and the cost to which it is padded."""
 
     order: tuple[int, float, int]  # priority, deadline, arrival: the smallest is served first
     request: Request
     cost: int
-    shape: int
+    padded_cost: int
 
 
 class WaitingQueue(Generic[Request]):
-    """Holds waiting requests in a heap per shape. Adding, removing and taking a request take logarithmic time."""
+    """Holds waiting requests in a heap per padded cost. Adding, removing and taking a request take logarithmic time."""
 
-    def __init__(self, shapes: Sequence[int]) -> None:
-        """Create an empty queue. `shapes` are in increasing order; the last one is the largest cost of a request."""
-        self._shapes = list(shapes)
+    def __init__(self, buckets: Sequence[int]) -> None:
+        """Create an empty queue. `buckets` increase; the last one is the largest cost of a request."""
+        self._buckets = list(buckets)
         self._heaps: dict[int, list[WaitingRequest[Request]]] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._waiting: dict[str, WaitingRequest[Request]] = {}  # ended requests remain in the heaps until they surface
@@ -57,14 +57,14 @@ class WaitingQueue(Generic[Request]):
         return request_id in self._waiting
 
     def add(self, request: Request, cost: int) -> None:
-        """Queue a request of a cost that is at most the largest shape."""
+        """Queue a request of a cost that is at most the largest bucket."""
         self._num_added += 1
         deadline_s = float("inf") if request.deadline_s is None else request.deadline_s
-        shape = self._shapes[bisect_left(self._shapes, cost)]
-        waiting = WaitingRequest((request.priority, deadline_s, self._num_added), request, cost, shape)
+        padded_cost = self._buckets[bisect_left(self._buckets, cost)]
+        waiting = WaitingRequest((request.priority, deadline_s, self._num_added), request, cost, padded_cost)
         self._waiting[request.request_id] = waiting
         self.cost += cost
-        heapq.heappush(self._heaps.setdefault(shape, []), waiting)
+        heapq.heappush(self._heaps.setdefault(padded_cost, []), waiting)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (deadline_s, request.request_id))
 
@@ -87,35 +87,33 @@ class WaitingQueue(Generic[Request]):
     def take(self, max_cost: int, bound: int | None = None) -> list[WaitingRequest[Request]]:
         """Remove and return the next batch, or an empty list if the first request does not fit.
 
-        The first request in order determines the shape. Requests of that shape follow in order, then requests of
-        smaller shapes, unless padding makes them more than twice as expensive.
+        The first request in order determines the padded cost. Requests of that padded cost follow in order, then
+        requests of smaller ones, unless padding makes them more than twice as expensive.
 
         Args:
             max_cost: the maximum cost of the batch with its padding.
             bound: a smaller limit for batches of several requests. None sets no such limit.
         """
-        first = min(
-            (top for shape in list(self._heaps) if (top := self._first_waiting(shape)) is not None), default=None
-        )
-        if first is None or first.shape > max_cost:
+        first = min((top for each in list(self._heaps) if (top := self._first_waiting(each)) is not None), default=None)
+        if first is None or first.padded_cost > max_cost:
             return []
-        max_rows = max(1, (max_cost if bound is None else min(max_cost, bound)) // first.shape)
+        max_rows = max(1, (max_cost if bound is None else min(max_cost, bound)) // first.padded_cost)
         batch: list[WaitingRequest[Request]] = []
-        for shape in sorted(self._heaps, reverse=True):
-            if not first.shape >= shape > first.shape / _MAX_PADDING:
+        for padded_cost in sorted(self._heaps, reverse=True):
+            if not first.padded_cost >= padded_cost > first.padded_cost / _MAX_PADDING:
                 continue
-            while len(batch) < max_rows and (top := self._first_waiting(shape)) is not None:
-                heapq.heappop(self._heaps[shape])
+            while len(batch) < max_rows and (top := self._first_waiting(padded_cost)) is not None:
+                heapq.heappop(self._heaps[padded_cost])
                 self.remove(top.request.request_id)
                 batch.append(top)
         return batch
 
-    def _first_waiting(self, shape: int) -> WaitingRequest[Request] | None:
-        """Return the first waiting request of a shape, without the ended ones before it."""
-        heap = self._heaps[shape]
+    def _first_waiting(self, padded_cost: int) -> WaitingRequest[Request] | None:
+        """Return the first waiting request of a padded cost, without the ended ones before it."""
+        heap = self._heaps[padded_cost]
         while heap:
             if self._waiting.get(heap[0].request.request_id) is heap[0]:
                 return heap[0]
             heapq.heappop(heap)
-        del self._heaps[shape]
+        del self._heaps[padded_cost]
         return None

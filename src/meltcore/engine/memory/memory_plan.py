@@ -35,7 +35,7 @@ TABLE_ENTRY_BYTES = 8  # page numbers are int64
 # Sequences of an engine with a budget that names no number, at least.
 DEFAULT_SEQS = 16
 # Snapshots to keep when their fraction allows it, though fewer sequences run: they may be turns of conversations.
-CONVERSATIONS = 64
+KEPT_CONVERSATIONS = 64
 
 
 class ModelShape(NamedTuple):
@@ -269,7 +269,7 @@ def _rest(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
 
 def _snapshots(max_num_seqs: int, max_slots: int) -> int:
     """Return the number of snapshots: one per running sequence, or fewer so that all states fit into `max_slots`."""
-    return max(min(max(max_num_seqs, CONVERSATIONS), max_slots - max_num_seqs), _min_snapshots(max_num_seqs))
+    return max(min(max(max_num_seqs, KEPT_CONVERSATIONS), max_slots - max_num_seqs), _min_snapshots(max_num_seqs))
 
 
 def _min_snapshots(max_num_seqs: int) -> int:

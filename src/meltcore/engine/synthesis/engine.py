@@ -167,7 +167,7 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         self._plans[request.request_id] = speaker, chunks
         return frames
 
-    def start(self, requests: Sequence[Synthesize], shape: int) -> None:  # noqa: ARG002 - chunks have lengths of their own
+    def start(self, requests: Sequence[Synthesize], padded_cost: int) -> None:  # noqa: ARG002 - chunks have lengths of their own
         """Queue the first chunks of these requests."""
         for request in requests:
             speaker, chunks = self._plans.pop(request.request_id)

@@ -10,7 +10,7 @@ from typing import Any
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import size_text
-from meltcore.engine.core.waiting import shape_buckets
+from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency, unused, weight_element_size
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ def max_speech_s(config: IndicF5Config) -> float:
 def synthesis_shape(config: IndicF5Config) -> int:
     """Return the frames to which the longest chunk is padded."""
     longest = config.mel.frames(int(max_speech_s(config) * config.mel.sample_rate)) + 1
-    return next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
+    return next(bucket for bucket in cost_buckets(2 * longest) if bucket >= longest)
 
 
 def plan_synthesis(

@@ -4,10 +4,10 @@ A task computes; the engine decides what it computes next. To add a task, write 
 and messages as in `protocol/batch.py`.
 
 - Cost: positions that a request takes while it runs, such as frames or tokens (all beams counted). A batch costs its
-  number of requests times its shape, the padded cost of its largest. The padded cost of all running requests never
+  number of requests times the padded cost of its largest. The padded cost of all running requests never
   exceeds `BatchTask.max_cost`, which the task derives from its byte budget.
 - Batches: whenever something fits, the first request in order (priority, deadline, arrival) begins, with others of a
-  similar shape. There is no waiting for a batch to fill.
+  similar cost. There is no waiting for a batch to fill.
 - Latency bound: a started batch is limited to what the engine, by its measured speed, computes within `max_start_s`,
   so that a request of high priority that arrives meanwhile waits at most that long. One request alone always begins.
 - A task may finish all requests in one step (transcription), or one position of each per step (translation): `start`
@@ -27,7 +27,7 @@ import msgspec
 
 from meltcore.common.errors import ConfigError, RequestError, SleepError
 from meltcore.common.tasks import Task
-from meltcore.engine.core.waiting import WaitingQueue, WaitingRequest, shape_buckets
+from meltcore.engine.core.waiting import WaitingQueue, WaitingRequest, cost_buckets
 from meltcore.engine.host.shell import Outputs
 from meltcore.engine.host.sleep import SleepResult
 from meltcore.engine.host.step_pacing import StepTurn
@@ -61,8 +61,8 @@ class BatchTask(ABC, Generic[Request, Result]):
         """
 
     @abstractmethod
-    def start(self, requests: Sequence[Request], shape: int) -> None:
-        """Begin these requests, padded to `shape`, beside those that run. The engine does not keep their messages."""
+    def start(self, requests: Sequence[Request], padded_cost: int) -> None:
+        """Begin these requests, padded to `padded_cost`, beside those that run. The engine keeps no messages."""
 
     @abstractmethod
     def step(self) -> list[Result]:
@@ -97,23 +97,23 @@ class OneStepTask(BatchTask[Request, Result]):
     """Base class of tasks in which one step computes all requests that have begun, such as transcription."""
 
     _begun: Sequence[Any] = ()
-    _shape = 0  # that the largest of them is padded to
+    _batch_padded_cost = 0  # of each of them
 
     @abstractmethod
-    def compute(self, requests: Sequence[Request], shape: int) -> list[Result]:
-        """Return the results of requests, padded to `shape`.
+    def compute(self, requests: Sequence[Request], padded_cost: int) -> list[Result]:
+        """Return the results of requests, padded to `padded_cost`.
 
         A request without a result is computed again in the next step.
         """
 
-    def start(self, requests: Sequence[Request], shape: int) -> None:
+    def start(self, requests: Sequence[Request], padded_cost: int) -> None:
         """Take requests into the next step."""
-        self._shape = max(self._shape, shape) if self._begun else shape
+        self._batch_padded_cost = max(self._batch_padded_cost, padded_cost) if self._begun else padded_cost
         self._begun = [*self._begun, *requests]
 
     def step(self) -> list[Result]:
         """Compute the requests that have begun. Returns no results if all of them were aborted."""
-        results = self.compute(self._begun, self._shape) if self._begun else []
+        results = self.compute(self._begun, self._batch_padded_cost) if self._begun else []
         self.abort([result.request_id for result in results])
         return results
 
@@ -164,7 +164,7 @@ class BatchEngine(Generic[Request, Result]):
         self.task = task
         self._max_start_s = self._start_limit_s = max_start_s
         self._clock = clock
-        self._queue: WaitingQueue[Request] = WaitingQueue(shape_buckets(task.max_cost))
+        self._queue: WaitingQueue[Request] = WaitingQueue(cost_buckets(task.max_cost))
         self._running: dict[str, _Running] = {}
         self._running_cost = 0
         self._early_results: list[Result] = []
@@ -272,17 +272,17 @@ class BatchEngine(Generic[Request, Result]):
         batch = self._queue.take(free_cost, bound)
         if not batch:
             return 0
-        shape = max(waiting.shape for waiting in batch)
+        padded_cost = max(waiting.padded_cost for waiting in batch)
         for waiting in batch:
-            self._hold(waiting, shape, now_s)
-        self.task.start([waiting.request for waiting in batch], shape)
-        return shape * len(batch)
+            self._hold(waiting, padded_cost, now_s)
+        self.task.start([waiting.request for waiting in batch], padded_cost)
+        return padded_cost * len(batch)
 
-    def _hold(self, waiting: WaitingRequest[Request], shape: int, now_s: float) -> None:
-        self._running[waiting.request.request_id] = _Running(shape, waiting.request.arrived_s or now_s, now_s)
-        self._running_cost += shape
+    def _hold(self, waiting: WaitingRequest[Request], padded_cost: int, now_s: float) -> None:
+        self._running[waiting.request.request_id] = _Running(padded_cost, waiting.request.arrived_s or now_s, now_s)
+        self._running_cost += padded_cost
         self._cost += waiting.cost
-        self._padded_cost += shape
+        self._padded_cost += padded_cost
 
     def _release(self, request_id: str) -> _Running:
         running = self._running.pop(request_id)

@@ -125,10 +125,10 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
             )
         return self.model.encoded_frames(samples)
 
-    def compute(self, requests: Sequence[Transcribe], shape: int) -> list[Transcript]:
+    def compute(self, requests: Sequence[Transcribe], padded_cost: int) -> list[Transcript]:
         """Transcribe clips."""
         with torch.inference_mode():
-            encoded, frames = self._encode(requests, shape)
+            encoded, frames = self._encode(requests, padded_cost)
             emissions: list[Emissions | None] = [None] * len(requests)
             for rows, found in (*self._ctc(requests, encoded, frames), *self._rnnt(requests, encoded, frames)):
                 for row, emission in zip(rows, found, strict=True):
@@ -156,11 +156,11 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
             tokens="real" if self._weights == "real" else "synthetic",
         )
 
-    def _encode(self, requests: Sequence[Transcribe], shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the encoder's output for the clips, and their frame counts. Clips are padded to `shape` frames."""
+    def _encode(self, requests: Sequence[Transcribe], padded_cost: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the encoder's output for clips padded to `padded_cost` frames, and their frame counts."""
         features, factor = self.model.config.features, self.model.config.encoder.subsampling_factor
-        # The longest clip of `shape` encoder frames.
-        size = shape * factor * features.hop - (0 if features.drops_last_frame else 1)
+        # The longest clip of `padded_cost` encoder frames.
+        size = padded_cost * factor * features.hop - (0 if features.drops_last_frame else 1)
         is_cuda = self._device.type == "cuda"
         samples = torch.zeros(len(requests), size, dtype=torch.int16, pin_memory=is_cuda)
         lengths = torch.zeros(len(requests), dtype=torch.int64, pin_memory=is_cuda)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import size_text
-from meltcore.engine.core.waiting import shape_buckets
+from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.memory.memory_needs import (
     EngineNeeds,
     UnknownSizesError,
@@ -30,7 +30,7 @@ from meltcore.settings.fleet_spec import ModelSection
 MAX_CLIP_S = 45
 # Encoder frames of the batches that run together. More do not make a GPU faster, and delay what arrives meanwhile.
 MAX_TRANSCRIPTION_COST = {"cuda": 32_768, "cpu": 4096}
-_CLIP_S = 30  # of a clip to plan for
+_PLANNED_CLIP_S = 30  # of a clip to plan for
 # For workspaces of libraries and fragmentation. An engine with a budget in bytes on a GPU computes them instead.
 _RESERVE = 0.08
 # Tensors of one layer of the subsampling that live together: before and after the activation, and the next one's.
@@ -62,7 +62,7 @@ def transcription_shape(config: IndicConformerConfig) -> int:
     """Return the encoder frames to which the longest clip is padded."""
     samples = MAX_CLIP_S * config.features.sample_rate
     longest = config.encoder.encoded_frames(config.features.frames(samples))
-    return next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
+    return next(bucket for bucket in cost_buckets(2 * longest) if bucket >= longest)
 
 
 def plan_transcription(
@@ -175,7 +175,7 @@ def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: st
     """
     config = planned_config(name, is_dummy=model.load_format == "dummy" or model.shapes is not None)
     element_size, max_shape = weight_element_size(model, on_cpu), transcription_shape(config)
-    limit, clip_frames = MAX_TRANSCRIPTION_COST["cpu" if on_cpu else "cuda"], round(_CLIP_S / config.frame_s)
+    limit, clip_frames = MAX_TRANSCRIPTION_COST["cpu" if on_cpu else "cuda"], round(_PLANNED_CLIP_S / config.frame_s)
     clips = min(concurrency(model), math.ceil(limit / clip_frames))
     frames = min(limit, clips * clip_frames)
 

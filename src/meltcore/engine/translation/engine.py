@@ -15,7 +15,7 @@ import torch
 
 from meltcore.common.errors import RequestError
 from meltcore.common.tasks import task_of_part
-from meltcore.engine.core.waiting import shape_buckets
+from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.engine.host.sleep_memory import SleepableTask
 from meltcore.engine.memory.workspace import graph_node_bytes
@@ -97,7 +97,7 @@ class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
         self._caches = [self._search.state.self_kv, self._search.state.cross_kv]
         # A sentence holds its slot for as long as it runs, whatever its length: all cost the same.
         positions = self.max_source + self.options.num_beams * self.options.max_new_tokens
-        self._slot_cost = next(shape for shape in shape_buckets(2 * positions) if shape >= positions)
+        self._slot_cost = next(bucket for bucket in cost_buckets(2 * positions) if bucket >= positions)
         self.max_cost = self.slots * self._slot_cost
         self._load_s = time.monotonic() - start_s
 
@@ -110,7 +110,7 @@ class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
             raise RequestError(f"a sentence has token ids outside the model's, 0 to {vocab_size - 1}")
         return self._slot_cost
 
-    def start(self, requests: Sequence[Translate], shape: int) -> None:  # noqa: ARG002 - all slots have one shape
+    def start(self, requests: Sequence[Translate], padded_cost: int) -> None:  # noqa: ARG002 - all slots have one shape
         """Encode sentences and begin to decode them."""
         self._search.add([request.request_id for request in requests], [request.token_ids for request in requests])
 

@@ -38,7 +38,7 @@ from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 _MAX_SIZES_SHOWN = 16
 
 
-class PlannedFrom(NamedTuple):
+class PlannerSource(NamedTuple):
     """What a planner plans from: the path of a fleet.yaml, and the machine or the cluster as it was read."""
 
     path: str
@@ -63,14 +63,14 @@ class FleetPlanner:
         self._looking = threading.Lock()  # `config` of a reload runs in a thread, beside `elsewhere`
 
     @classmethod
-    def of(cls, planned: PlannedFrom) -> FleetPlanner:
+    def of(cls, planned: PlannerSource) -> FleetPlanner:
         """Return a planner with the file and the machine or cluster of a planner in another process."""
         return cls(Path(planned.path), lambda _spec: planned.site)
 
     @property
-    def planned_from(self) -> PlannedFrom:
+    def planned_from(self) -> PlannerSource:
         """What the planner plans from. The GPUs of a cluster keep their numbers with it."""
-        return PlannedFrom(str(self.path), self._site)
+        return PlannerSource(str(self.path), self._site)
 
     @property
     def site(self) -> OneMachine | Cluster:

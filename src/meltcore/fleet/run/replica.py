@@ -56,7 +56,7 @@ LIFE: Mapping[ReplicaState, Mapping[ReplicaEvent, ReplicaState]] = {
 SERVED: frozenset[ReplicaState] = frozenset(("ready", "draining", "sleeping"))  # it has been ready
 
 
-class Death(NamedTuple):
+class EngineExit(NamedTuple):
     """The time at which an engine has died (monotonic seconds), and the engine's node in a cluster."""
 
     at_s: float
@@ -105,7 +105,7 @@ class ReplicaLife(Generic[_P]):
     state: ReplicaState = "waiting"
     reason: str = ""
     restarts: int = 0
-    deaths: list[Death] = field(default_factory=list)
+    deaths: list[EngineExit] = field(default_factory=list)
     started: asyncio.Future[Any] | None = None  # the first outcome of a start
     task: asyncio.Task[None] | None = None
     process: _P = field(init=False)  # the newest one

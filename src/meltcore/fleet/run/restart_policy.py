@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from meltcore.common.errors import ConfigError, MeltcoreError
-from meltcore.fleet.run.replica import Death, ReplicaState
+from meltcore.fleet.run.replica import EngineExit, ReplicaState
 from meltcore.settings.config import ModelStatus
 
 ENGINE_DEAD = "the engine has died"
@@ -87,7 +87,7 @@ class RestartPolicy(ABC):
         """
 
     @abstractmethod
-    def keeps_api_servers(self, *, is_serving: bool) -> bool:
+    def continues_without_api_server(self, *, is_serving: bool) -> bool:
         """Return whether the server continues without an API server process.
 
         The process has ended, or could not read an engine's message. `is_serving` says whether any model can be served.
@@ -134,7 +134,7 @@ class RestartPolicy(ABC):
         """Return the pause after exits at these times, or None if the engine is not started again."""
 
     @abstractmethod
-    def failed_nodes(self, deaths: Sequence[Death], now_s: float) -> Mapping[str, int]:
+    def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
         """Return the nodes where an engine has died too often to be tried first, each with the number of exits."""
 
     @abstractmethod
@@ -173,7 +173,7 @@ class NeverRestart(RestartPolicy):
         """Wait until no model has an engine."""
         await asyncio.gather(*(ended.wait() for ended in models))
 
-    def keeps_api_servers(self, *, is_serving: bool) -> bool:
+    def continues_without_api_server(self, *, is_serving: bool) -> bool:
         """Return whether a model is served."""
         return is_serving
 
@@ -200,7 +200,7 @@ class NeverRestart(RestartPolicy):
         """Return None."""
         return None
 
-    def failed_nodes(self, deaths: Sequence[Death], now_s: float) -> Mapping[str, int]:
+    def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
         """Return no nodes."""
         return {}
 
@@ -247,7 +247,7 @@ class RestartAfterPause(RestartPolicy):
         """Wait forever: a reload may add a model."""
         await asyncio.get_running_loop().create_future()
 
-    def keeps_api_servers(self, *, is_serving: bool) -> bool:
+    def continues_without_api_server(self, *, is_serving: bool) -> bool:
         """Return True."""
         return True
 
@@ -282,7 +282,7 @@ class RestartAfterPause(RestartPolicy):
         doublings = max(0, num_recent - 1)
         return min(self.max_pause_s, self.first_pause_s * float(2**doublings))
 
-    def failed_nodes(self, deaths: Sequence[Death], now_s: float) -> Mapping[str, int]:
+    def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
         """Return the nodes on which the engine has died too often."""
         counts = Counter(death.node for death in deaths if now_s - death.at_s < self.window_s)
         return {node: count for node, count in counts.items() if count >= self.max_node_deaths}

@@ -22,7 +22,7 @@ from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.readiness import probe, probe_error
 from meltcore.fleet.run.replica import Replica
 from meltcore.fleet.run.restart_policy import Outage
-from meltcore.fleet.run.supervised_model import POLL_S, ROOM_POLL_S, ServerParts, SupervisedModel
+from meltcore.fleet.run.supervised_model import POLL_S, ROOM_POLL_S, ServerContext, SupervisedModel
 from meltcore.protocol.batch import BatchReady
 from meltcore.protocol.channel import AddModel, OpenModel, ReplicaEnded, ReplicaStarted
 from meltcore.protocol.engines import FromEngine, shared_stats
@@ -44,7 +44,7 @@ class ServedModel(SupervisedModel[Replica]):
         task: Task | None,
         placements: Sequence[Placement],
         stats: ModelStats,
-        parts: ServerParts,
+        parts: ServerContext,
     ) -> None:
         """Create the engines, and add the model to all API servers. `task` is None if the task is unknown."""
         folder, count = parts.log_folder, len(placements)

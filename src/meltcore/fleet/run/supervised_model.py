@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from meltcore.common.errors import EngineDeadError, MeltcoreError
 from meltcore.fleet.run.engines import Launcher
-from meltcore.fleet.run.replica import SERVED, Death, ReplicaEvent, ReplicaLife, Starts
+from meltcore.fleet.run.replica import SERVED, EngineExit, ReplicaEvent, ReplicaLife, Starts
 from meltcore.fleet.run.restart_policy import RestartPolicy
 from meltcore.fleet.run.start_gate import StartGate
 from meltcore.fleet.run.worker_pool import WorkerPool
@@ -30,7 +30,7 @@ _R = TypeVar("_R", bound=ReplicaLife[Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerParts:
+class ServerContext:
     """The parts of a server that its models share."""
 
     pool: WorkerPool
@@ -54,7 +54,7 @@ class SupervisedModel(ABC, Generic[_R]):
         names: tuple[str, ...],
         replicas: Sequence[_R],
         stats: ModelStats,
-        parts: ServerParts,
+        parts: ServerContext,
         *,
         is_sleepable: bool,
         priority_class: PriorityClass,
@@ -178,7 +178,7 @@ class SupervisedModel(ABC, Generic[_R]):
         was_serving, num_open = replica.state in SERVED, round(self.stats.open_requests(replica.index))
         replica.reason = reason
         if not is_evicted:
-            replica.deaths.append(Death(now_s, replica.node))
+            replica.deaths.append(EngineExit(now_s, replica.node))
         pause_s = None
         if not is_final and not self._draining:
             pause_s = ROOM_POLL_S if is_evicted else policy.pause_s(replica.deaths_s, now_s)

@@ -21,7 +21,7 @@ from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.replica import ReplicaLife
-from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
+from meltcore.fleet.run.supervised_model import ServerContext, SupervisedModel
 from meltcore.protocol.channel import AddModel
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.tasks.forwarding import forwarded_paths
@@ -48,7 +48,7 @@ class UpstreamServer(ReplicaLife[UpstreamProcess]):
 class UpstreamModel(SupervisedModel[UpstreamServer]):
     """The servers of one upstream model, from their first start until the server ends or the model is removed."""
 
-    def __init__(self, number: int, name: str, config: ModelSection, stats: ModelStats, parts: ServerParts) -> None:
+    def __init__(self, number: int, name: str, config: ModelSection, stats: ModelStats, parts: ServerContext) -> None:
         """Add the model to all API servers. Raises ConfigError if the upstream's API key is missing."""
         key = upstream_api_key(name, config)  # a message here, not a death of every API server
         folder, count = parts.log_folder or parts.sockets, 0 if config.url else config.replicas

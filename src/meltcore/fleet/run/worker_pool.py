@@ -302,7 +302,7 @@ class WorkerPool:
             opened.set_exception(ConfigError(message.message))
         elif _is_open(opened):  # the others have loaded it
             text = f"API server process {worker.worker_id}: {message.message}"
-            if not self._policy.keeps_api_servers(is_serving=False):
+            if not self._policy.continues_without_api_server(is_serving=False):
                 self._fail(text)
                 return
             self._report(f"{text}; it serves the other models")
@@ -321,7 +321,7 @@ class WorkerPool:
         if self._exiting:
             return
         any_open = any(map(_is_open, self._opened.values()))
-        has_served = self._is_available(worker) and self._policy.keeps_api_servers(is_serving=any_open)
+        has_served = self._is_available(worker) and self._policy.continues_without_api_server(is_serving=any_open)
         worker.started, worker.opened = False, set()
         if has_served:
             worker.has_served, worker.early_deaths = True, 0
@@ -339,7 +339,7 @@ class WorkerPool:
             model.status is not None and model.status.status == "ready" and self._stats.model(number).live_replicas()
             for number, model in self._models.items()
         )
-        if self._policy.keeps_api_servers(is_serving=is_serving):
+        if self._policy.continues_without_api_server(is_serving=is_serving):
             await self._start(worker)
 
     def _fail(self, reason: str) -> None:

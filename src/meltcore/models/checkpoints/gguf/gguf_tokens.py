@@ -100,9 +100,9 @@ def missing_id_lines(model: GGUFModel, num_tokens: int) -> list[str]:
     The line says which id is used instead.
     """
     found = ((name, model.metadata.get(f"tokenizer.ggml.{name}_token_id")) for name in _SPECIAL_KEYS)
-    beyond = {name: value for name, value in found if type(value) is int and not 0 <= value < num_tokens}
-    taken = {name: special_id(model, name, num_tokens) for name in beyond}
-    return [f"{name}_token_id {value} (taken: {taken[name]})" for name, value in beyond.items()]
+    outside_ids = {name: value for name, value in found if type(value) is int and not 0 <= value < num_tokens}
+    taken = {name: special_id(model, name, num_tokens) for name in outside_ids}
+    return [f"{name}_token_id {value} (taken: {taken[name]})" for name, value in outside_ids.items()]
 
 
 def _is_in_brackets(token: str) -> bool:
