@@ -133,6 +133,8 @@ def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
         raise TaskMismatchError(
             f"got {model.task}{default}; {name} is a model of task {task.name}: write `task: {task.name}`"
         )
+    if checkpoint is not None and not checkpoint.config.get("architectures"):  # known without torch
+        raise UnknownSizesError(f"{checkpoint.name}: config.json names no architecture; not a model here")
     contents, path = "" if checkpoint is None else repr(checkpoint.config), Path(name).expanduser()
     if path.exists():
         contents += str(path.stat().st_mtime_ns)

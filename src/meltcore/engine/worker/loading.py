@@ -218,10 +218,9 @@ def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, s
     """
     checkpoint = open_checkpoint(model.model, files="config")
     checkpoint = replace(checkpoint, config=apply_overrides(checkpoint.config, model.hf_overrides))
-    names = checkpoint.config.get("architectures") or []
+    names = checkpoint.config["architectures"]
     if not any(name in ARCHITECTURES for name in names):
-        names_text = ", ".join(names) or "nothing"
-        raise UnknownSizesError(f"{checkpoint.name}: config.json names {names_text}; not a model here")
+        raise UnknownSizesError(f"{checkpoint.name}: config.json names {', '.join(names)}; not a model here")
     if model.format != "auto":
         checkpoint = replace(checkpoint, config=without_quantization(checkpoint.config))
     config = EngineConfig(model=model.model, dtype=model.dtype)
