@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meltcore"
@@ -12,6 +13,7 @@ PACKAGE = "meltcore"
 Graph = Mapping[str, set[str]]
 
 
+@cache
 def parsed_files(source: Path = SOURCE) -> dict[str, ast.Module]:
     """Return the syntax tree of every module by its path below `source`, without the ending .py."""
     return {

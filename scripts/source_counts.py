@@ -65,7 +65,12 @@ MODEL_FORMS = {
 }
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
-_files = cache(parsed_files)
+_files = parsed_files
+
+
+@cache
+def _imports() -> dict[str, set[str]]:
+    return imports(_files())
 
 
 @cache
@@ -89,7 +94,7 @@ def fullest_folder() -> list[str]:
 
 def import_circles() -> list[str]:
     """Return the circles of modules that import each other, imports in functions and for types included."""
-    return [", ".join(circle) for circle in circles(imports(_files()))]
+    return [", ".join(circle) for circle in circles(_imports())]
 
 
 def engine_pairs() -> list[str]:
@@ -99,7 +104,7 @@ def engine_pairs() -> list[str]:
 
 def folder_pairs() -> list[str]:
     """Return the pairs of folders that import each other, anywhere in the package."""
-    return [f"{one or '.'} and {two}" for one, two in two_way_pairs(folders(imports(_files())))]
+    return [f"{one or '.'} and {two}" for one, two in two_way_pairs(folders(_imports()))]
 
 
 def task_names() -> list[str]:

@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from import_graph import circles, two_way_pairs
+import source_counts
+from import_graph import circles, parsed_files, two_way_pairs
 from source_counts import COUNTS
 from waiting import WAIT_S
 
@@ -98,9 +99,16 @@ def parts(path: Path) -> tuple[str, ...]:
     return path.relative_to(SOURCE).with_suffix("").parts
 
 
-@cache
+@pytest.fixture(scope="module", autouse=True)
+def _syntax_trees() -> Iterator[None]:
+    """Let go of the trees afterwards: each collection of garbage in a later test would walk their million nodes."""
+    yield
+    for cached in (parsed_files, nodes, source_counts._nodes):
+        cached.cache_clear()
+
+
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return parsed_files()["/".join(parts(path))]
 
 
 @cache

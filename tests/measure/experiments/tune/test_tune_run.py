@@ -27,8 +27,8 @@ def tune(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str
     return kept
 
 
-def command_file(tmp_path: Path) -> str:
-    (tmp_path / "server.cmd").write_text(TUNED + "\n")
+def command_file(tmp_path: Path, more: str = "") -> str:
+    (tmp_path / "server.cmd").write_text(f"{TUNED} {more}\n")
     return str(tmp_path / "server.cmd")
 
 
@@ -36,7 +36,8 @@ def command_file(tmp_path: Path) -> str:
 def test_sweep_finds_the_knee_within_the_slo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--concurrency", "4", "--num-prompts", "4", "--workload", "random:in=8,out=8"]
     # One sequence takes 2.4 s by the script, more of them 40 ms, and on a busy machine far below 2 s too.
-    sweep = ["batching", "--run", command_file(tmp_path), "--max-num-seqs", "1,4,8", "--goodput", "e2e:2000"]
+    file = command_file(tmp_path, "--alone-s 0.3")
+    sweep = ["batching", "--run", file, "--max-num-seqs", "1,4,8", "--goodput", "e2e:2000"]
     found = tune([*sweep, *load], tmp_path, capsys)
     assert [point.settings for point in found.points] == [
         {},
