@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import pytest
+from exchanges import new_exchange
 
 pytest.importorskip("python_multipart", reason="the extra audio has it")
 
@@ -109,6 +110,7 @@ def test_wrong_part_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("content_type", "message"),
     [
+        (new_exchange().body_type, "must be multipart/form-data"),  # of a body without one
         ("application/json", "must be multipart/form-data"),
         ("application/x-www-form-urlencoded", "must be multipart/form-data"),
         ("multipart/mixed; boundary=x", "must be multipart/form-data"),
