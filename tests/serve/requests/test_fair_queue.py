@@ -156,7 +156,7 @@ class Scene:
         self.stats.add("in_flight", -1)
         self.stats.add("finished")
         self.queue.leave(ticket)
-        self.queue.ended(ticket, ticket.cost)
+        self.queue.free_slots(ticket, ticket.cost)
 
 
 def run(scenario: Callable[[], object]) -> None:

@@ -129,7 +129,7 @@ class OpenTickets(Generic[_Child]):
         left_s = ticket.arrived_s + ticket.exchange.limit_s(self.limit_s) - time.monotonic()
         outcome: Outcome = "aborted"
         try:
-            async with asyncio.timeout(left_s) as ticket.scope:
+            async with asyncio.timeout(left_s) as ticket.time_limit:
                 await turn
                 yield
             if ticket.error is not None:  # it came too late to end the block
@@ -213,11 +213,11 @@ class OpenTickets(Generic[_Child]):
         stats.add(outcome)
         stats.set("in_flight", len(self._open))
         if ticket.open_children:
-            self._queue.ended()
+            self._queue.free_slots()
         elif ticket.is_queued:
             self._queue.leave(ticket)
         else:
-            self._queue.ended(ticket, self.settle(ticket))
+            self._queue.free_slots(ticket, self.settle(ticket))
 
     def settle(self, ticket: Ticket[_Child]) -> float:
         """Return the real work of a request, in the unit of its expected cost."""

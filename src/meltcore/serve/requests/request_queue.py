@@ -84,16 +84,16 @@ class RequestQueue:
             in_flight, replicas = round(stats.total("in_flight")), len(stats.live_replicas())
             if not replicas and stats.is_asleep:
                 self._check_sleep(ticket)
-            held = stats.total("queue_requests")
+            num_queued = stats.total("queue_requests")
             # Nearly every request of a server that keeps up: it waits for nothing, so no bound is near.
             if (
-                held
+                num_queued
                 or in_flight + len(ticket.children) > self._slots * replicas
                 or not self._admission.has_room(self._waiting_units(), ticket.units)
             ):
                 self._check(ticket, in_flight, replicas)
             self.accept(ticket)
-            if held or in_flight >= self._room_per_replica * replicas:
+            if num_queued or in_flight >= self._room_per_replica * replicas:
                 self._fair.push(ticket)
                 ticket.exchange.waits_for.append(stats)
                 stats.add("queue_requests", len(ticket.children))
@@ -115,7 +115,7 @@ class RequestQueue:
             self._stats.add("queue_requests", -len(ticket.children))
         self._note_wait(ticket)
 
-    def ended(self, ticket: Ticket[Any] | None = None, cost: float = 0.0) -> None:
+    def free_slots(self, ticket: Ticket[Any] | None = None, cost: float = 0.0) -> None:
         """Free the slots of a started request that has ended, and start the next requests.
 
         Its work had the real `cost`.
@@ -125,7 +125,7 @@ class RequestQueue:
             with self._stats.shared.locked():
                 self._fair.settle(ticket, cost)
         if self._rate.is_due(now_s):
-            self._rate.record(now_s, self._stats.ended())
+            self._rate.record(now_s, self._stats.num_ended())
         if self._fair and not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._start_next)
@@ -149,12 +149,12 @@ class RequestQueue:
         except RequestError as error:
             stats.add("rejected_queue_full")
             stats.add(f"refused_full/{name}")
-            now_s, ended = time.monotonic(), stats.ended()
+            now_s, num_ended = time.monotonic(), stats.num_ended()
             error.retry_after_s = self._rate.retry_after_s(
-                now_s, ended, excess=error.retry_after_s or 0.0, requests=len(ticket.children)
+                now_s, num_ended, excess=error.retry_after_s or 0.0, requests=len(ticket.children)
             )
             if self._rate.is_due(now_s):
-                self._rate.record(now_s, ended)
+                self._rate.record(now_s, num_ended)
             if stats.is_asleep:
                 stats.set("wanted_s", now_s)
                 raise asleep_error(stats, f"the model sleeps, and {error.message}") from error
@@ -193,7 +193,7 @@ class RequestQueue:
         for ticket in started:
             self._note_wait(ticket)
         if len(started) == MAX_STARTS:
-            self.ended()
+            self.free_slots()
 
     def _note_wait(self, ticket: Ticket[Any]) -> None:
         wait_s = time.monotonic() - ticket.admitted_s
@@ -207,6 +207,6 @@ class RequestQueue:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.ended()
+        self.free_slots()
         if self._fair:
             self._watch()

@@ -292,7 +292,7 @@ class ModelStats(_Columns):
         self.time_to_first_token = self.histograms["time_to_first_token_seconds"]
         self.inter_token_latency = self.histograms["inter_token_latency_seconds"]
 
-    def ended(self) -> float:
+    def num_ended(self) -> float:
         """Return how many requests have ended, in any way."""
         return self.total("finished") + self.total("aborted") + self.total("failed")
 

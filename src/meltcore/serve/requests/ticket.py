@@ -95,7 +95,7 @@ class Ticket(Generic[_Child]):
         self.is_sending = False  # inside `await send(...)`: the client is not reading
         # Of a coroutine that serves it: what it waits for first, and what ends it.
         self.turn: asyncio.Future[None] | None = None
-        self.scope: asyncio.Timeout | None = None
+        self.time_limit: asyncio.Timeout | None = None
 
     def request_turn(self, default_class: PriorityClass, *, units: float, cost: float = 1.0, priority: int = 0) -> None:
         """Set what the queue must know of the request.
@@ -121,5 +121,5 @@ class Ticket(Generic[_Child]):
 
     def fail(self) -> None:
         """End the coroutine that serves the request. The coroutine raises the ticket's error."""
-        if self.scope is not None and not self.scope.expired():
-            self.scope.reschedule(asyncio.get_running_loop().time())
+        if self.time_limit is not None and not self.time_limit.expired():
+            self.time_limit.reschedule(asyncio.get_running_loop().time())
