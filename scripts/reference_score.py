@@ -15,7 +15,7 @@ import msgspec
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import read_document, write_document
 from meltcore.measure.documents.score import UTILIZATION, ScoredRun
-from meltcore.measure.documents.values.score_summary import expectations, totals
+from meltcore.measure.documents.values.scores import expectations, totals
 
 
 def trim(run: ScoredRun) -> ScoredRun:

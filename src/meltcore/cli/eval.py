@@ -92,14 +92,14 @@ def run(args: argparse.Namespace) -> int:
 
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.report.render import save_run
+    from meltcore.measure.report.render import save_document
 
     console = Console()
     # Ended by `timeout`, a job's end or a hang-up, it must leave no server and no harness behind.
     with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "eval") as folder:
         result = _measure(args, console, folder)
         try:
-            save_run(folder, result)
+            save_document(folder.result_path, result)
         finally:  # if the disk is full, the terminal still shows the result
             _print_result(console, result)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.measure.documents.values.formatting import result_warnings
     from meltcore.measure.report.load.levels import levels_tables
     from meltcore.measure.report.page.console import print_table
-    from meltcore.measure.report.render import save_run
+    from meltcore.measure.report.render import save_document
 
     config = _load_config(args)
     if args.gpu is not None and not args.monitor:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         )
     notes = [reason for level in result.levels if level.verdict == "OK" for reason in level.reasons]
     try:
-        save_run(folder, result)
+        save_document(folder.result_path, result)
     finally:  # if the disk is full, the terminal still shows the result
         for reason in dict.fromkeys([*result_warnings(result), *notes]):
             console.print(reason, style="yellow", markup=False, highlight=False)

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from meltcore.measure.documents.fleet_load import FleetLoad
     from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.documents.schema import FleetLevel
+    from meltcore.measure.documents.schema import FleetLevel, FleetLoad
     from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 
 LEVELS_FILE = "levels.jsonl"  # in the run folder: each level once it is over, which survives a kill
@@ -31,14 +30,14 @@ def run_fleet(args: argparse.Namespace) -> int:
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.report.load.fleet_load import fleet_load_page
     from meltcore.measure.report.page.console import print_page
-    from meltcore.measure.report.render import save_run
+    from meltcore.measure.report.render import save_document
 
     config = _config(args)
     console = Console(stderr=args.json)
     with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "load-fleet") as folder:
         result = _measure(args, config, folder, console)
     try:
-        save_run(folder, result)
+        save_document(folder.result_path, result)
     finally:
         if args.json:
             sys.stdout.write(msgspec.json.encode(result).decode() + "\n")

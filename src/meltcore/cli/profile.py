@@ -88,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.common.options import from_options
     from meltcore.measure.documents.fingerprint import take_fingerprint
     from meltcore.measure.documents.gaps import GAPS_PAGE, GpuProfile
-    from meltcore.measure.report.nodes.profile import profile_page, save_profile
+    from meltcore.measure.report.nodes.profile import profile_page
     from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.render import save_document
     from meltcore.measure.trace.gaps import ProfileOptions, analyze_trace
     from meltcore.measure.trace.read import read_trace
 
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         reports=analyze_trace(read_trace(path), from_options(ProfileOptions, args)),
     )
     page_path = Path(args.page) if args.page else path.parent / GAPS_PAGE
-    save_profile(page_path, profile)
+    save_document(page_path.with_suffix(".json"), profile, page_path)
     console = Console(stderr=args.json)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(profile), indent=2).decode())

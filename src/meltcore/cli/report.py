@@ -93,7 +93,7 @@ def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:
     from rich.console import Console
 
     from meltcore.common.errors import ConfigError
-    from meltcore.measure.documents.card import REQUIRED
+    from meltcore.measure.documents.card import CARD_FILE, REQUIRED
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.node.snapshot import diff_snapshots
     from meltcore.measure.report.nodes.card import (
@@ -101,9 +101,9 @@ def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:
         conflicting_snapshots,
         make_card,
         newest_documents,
-        save_card,
     )
     from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.render import save_document
 
     newest, older = newest_documents(documents)
     if not newest:
@@ -112,7 +112,8 @@ def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:
     changed_facts = [] if snapshots is None else diff_snapshots(*snapshots)
     card = make_card(newest, older, changed_facts=changed_facts, required=args.require or REQUIRED, force=args.force)
     console = Console(stderr=args.json)
-    page = save_card(Path(args.out) if args.out else RunFolder.create("runs", "card").path, card)
+    folder = Path(args.out) if args.out else RunFolder.create("runs", "card").path
+    page = save_document(folder / CARD_FILE, card)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(card), indent=2).decode())
     print_page(card_page(card), console)

@@ -11,7 +11,7 @@ from sample_scores import sample_device, sample_scored_run
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import read_document
 from meltcore.measure.documents.score import ScoredRun
-from meltcore.measure.documents.values.score_references import (
+from meltcore.measure.documents.values.scores import (
     NamedScore,
     differences,
     find_reference,

@@ -4,7 +4,7 @@ import pytest
 from sample_scores import sample_device, sample_health, sample_scored_run
 
 from meltcore.measure.documents.score import GpuScore, MetricRow, Spread, WindowExpectation
-from meltcore.measure.documents.values.score_summary import expectations, totals, totals_line
+from meltcore.measure.documents.values.scores import expectations, totals, totals_line
 
 
 def judged(*devices: GpuScore) -> list[WindowExpectation]:

@@ -15,8 +15,14 @@ from task_server import serve_tasks
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.fleet_load import FleetLoad, ModelUnderLoad
-from meltcore.measure.documents.schema import Distribution, FleetLevel, LevelResult, StreamLoad
+from meltcore.measure.documents.schema import (
+    Distribution,
+    FleetLevel,
+    FleetLoad,
+    LevelResult,
+    ModelUnderLoad,
+    StreamLoad,
+)
 from meltcore.measure.load.config import IntRange, Timeouts
 from meltcore.measure.load.fleet.fleet_config import (
     DEFAULT_MIX,

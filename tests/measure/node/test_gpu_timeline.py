@@ -15,9 +15,8 @@ from meltcore.common.gpus.driver import NoDriverError
 from meltcore.common.gpus.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.common.gpus.select import GpuInfo
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.fleet_load import FleetLevel, FleetLoad
 from meltcore.measure.documents.runfolder import read_result
-from meltcore.measure.documents.schema import Distribution, LevelResult, TimelinePoint
+from meltcore.measure.documents.schema import Distribution, FleetLevel, FleetLoad, LevelResult, TimelinePoint
 from meltcore.measure.node.monitor.recording import Recording, RecordingEnd, RecordingStart
 from meltcore.measure.node.monitor.timeline import attach_gpu_means, attach_gpu_timelines, mean_sm_activity, timeline
 from meltcore.measure.report.load.load_charts import timeline_figure

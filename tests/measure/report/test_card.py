@@ -34,10 +34,10 @@ from meltcore.measure.documents.served_model import command_model
 from meltcore.measure.documents.values.documents import Content, DocumentFile
 from meltcore.measure.report.comparisons.comparison import changed_arguments, side_names
 from meltcore.measure.report.comparisons.tuning import points_table
-from meltcore.measure.report.nodes.card import card_page, conflicting_snapshots, make_card, newest_documents, save_card
-from meltcore.measure.report.nodes.story import build_stories
+from meltcore.measure.report.nodes.card import card_page, conflicting_snapshots, make_card, newest_documents
+from meltcore.measure.report.nodes.evidence import build_stories
 from meltcore.measure.report.page.console import print_page
-from meltcore.measure.report.render import render
+from meltcore.measure.report.render import render, save_document
 
 
 def card_of(*contents: Content, **options: Any) -> Card:
@@ -284,7 +284,7 @@ def test_precisions_are_drawn_as_bars_with_their_gains_and_what_did_not_run() ->
 
 def test_saved_card_is_read_back_whole_and_drawn_alike(tmp_path: Path) -> None:
     card = make_card(whole_node(tmp_path))
-    page = save_card(tmp_path / "card", card)
+    page = save_document(tmp_path / "card" / "card.json", card)
     again = msgspec.json.decode((tmp_path / "card" / "card.json").read_bytes(), type=Card)
     assert again == card
     assert main(["report", str(tmp_path / "card")]) == 0

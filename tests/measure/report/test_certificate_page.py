@@ -9,9 +9,9 @@ from rich.console import Console
 from sample_certificates import certificate
 
 from meltcore.measure.documents.certificate import Certificate, read_certificate
-from meltcore.measure.report.nodes.certificate import certificate_page, check_line, save_certificate
+from meltcore.measure.report.nodes.certificate import certificate_page, check_line
 from meltcore.measure.report.page.console import print_blocks, print_page
-from meltcore.measure.report.render import render
+from meltcore.measure.report.render import render, save_document
 
 
 def test_nothing_is_fetched_no_script_runs_and_names_are_escaped(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_page_of_one_gpu_has_no_pairs(tmp_path: Path) -> None:
 
 def test_saved_certificate_is_read_back_whole(tmp_path: Path) -> None:
     found = certificate(tmp_path, "quick", slow=(0,))
-    save_certificate(tmp_path, found)
+    save_document(tmp_path / "certificate.json", found)
     assert read_certificate(tmp_path / "certificate.json") == found
     again = msgspec.json.decode((tmp_path / "certificate.json").read_bytes(), type=Certificate)
     assert again.exit_code == 2

@@ -13,7 +13,7 @@ from sample_scores import sample_device, sample_scored_run
 
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.values.score_references import NamedScore
+from meltcore.measure.documents.values.scores import NamedScore
 from meltcore.measure.report.page.charts_export import check_export, export_page
 from meltcore.measure.report.page.page import Page
 from meltcore.measure.report.scores.leaderboard import leaderboard_page

@@ -7,10 +7,9 @@ from sample_results import sample_level, sample_run
 
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.comparison import ComparisonResult
+from meltcore.measure.documents.comparison import ComparisonResult, StartSet, read_start_set, write_start_set
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import RunResult
-from meltcore.measure.documents.starts import StartSet, read_start_set, write_start_set
 from meltcore.measure.documents.verdicts import MEANINGS
 from meltcore.measure.report.comparisons.compare_starts import NOT_INTERLEAVED, compare_starts
 from meltcore.measure.report.comparisons.comparison import comparison_markdown
@@ -59,7 +58,7 @@ def test_effect_within_what_a_shows_against_itself_gets_no_verdict() -> None:
 
 def test_stored_sets_say_that_they_are_not_interleaved() -> None:
     found = compare_starts(a_set(1000), a_set(900))
-    assert not found.is_interleaved
+    assert found.order == ""
     assert NOT_INTERLEAVED in found.cautions
     assert NOT_INTERLEAVED not in slower().cautions
 

@@ -12,7 +12,7 @@ from sample_scores import sample_device, sample_health, sample_scored_run
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.score import ScoredRun
-from meltcore.measure.documents.values.score_references import NamedScore, read_score
+from meltcore.measure.documents.values.scores import NamedScore, read_score
 from meltcore.measure.report.page.html import render_html
 from meltcore.measure.report.scores.leaderboard import (
     FORCED_WARNING,

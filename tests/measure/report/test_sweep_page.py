@@ -11,7 +11,7 @@ from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.score import GpuScore, ScoredRun, SweepGrid
 from meltcore.measure.documents.values.documents import open_document
-from meltcore.measure.documents.values.score_references import NamedScore
+from meltcore.measure.documents.values.scores import NamedScore
 from meltcore.measure.report.page.charts_isometric import isometric_bars
 from meltcore.measure.report.render import render
 from meltcore.measure.report.scores.leaderboard import newest_runs_and_references, sort_by_score

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from sample_results import sample_level, sample_run
 
+from meltcore.measure.documents.comparison import StartSet
 from meltcore.measure.documents.schema import Distribution, LevelResult, TaskLoad
-from meltcore.measure.documents.starts import StartSet
 from meltcore.measure.report.comparisons.compare_runs import compare_runs
 from meltcore.measure.report.comparisons.compare_starts import compare_starts
 from meltcore.measure.report.load.levels import levels_tables

@@ -96,13 +96,14 @@ def _certify(args: argparse.Namespace) -> int:
 
     from meltcore.common.gpus.driver import Nvml, connect
     from meltcore.common.gpus.select import select_gpus
-    from meltcore.measure.documents.certificate import read_certificate
+    from meltcore.measure.documents.certificate import CERTIFICATE_FILE, read_certificate
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.node.certify.checks.run import certify, check_hours
     from meltcore.measure.node.certify.expectations import make_baseline
     from meltcore.measure.node.node import Node
-    from meltcore.measure.report.nodes.certificate import certificate_page, check_line, save_certificate
+    from meltcore.measure.report.nodes.certificate import certificate_page, check_line
     from meltcore.measure.report.page.console import print_blocks, print_page
+    from meltcore.measure.report.render import save_document
 
     check_hours(args.tier, args.hours)
     baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
@@ -125,7 +126,7 @@ def _certify(args: argparse.Namespace) -> int:
         finally:
             with suppress(NVMLError):  # the process ends soon, whether the driver answers or not
                 node.nvml.close()
-    save_certificate(folder.path, certificate)
+    save_document(folder.path / CERTIFICATE_FILE, certificate)
     print_page(certificate_page(certificate, folder.path), console)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(certificate), indent=2).decode())

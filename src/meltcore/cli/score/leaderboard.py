@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.common.errors import ConfigError
-    from meltcore.measure.documents.values.score_references import read_score
+    from meltcore.measure.documents.values.scores import read_score
     from meltcore.measure.report.page.charts_export import check_export, export_page
     from meltcore.measure.report.page.console import print_page
     from meltcore.measure.report.page.html import write_page

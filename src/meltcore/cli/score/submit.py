@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.measure.documents.values.progress import print_check
     from meltcore.measure.experiments.evals.config import SubmissionConfig
     from meltcore.measure.experiments.evals.submission import collect, find_evidence
-    from meltcore.measure.report.render import save_run
+    from meltcore.measure.report.render import save_document
 
     console = Console(highlight=False)
     folder = Path(args.folder)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if record.verdict == "REFUSED":
         console.print(f"refused by the rules ({record.rules}); recorded in {folder}", style="red", soft_wrap=True)
         return 1
-    save_run(RunFolder(folder), evidence.result)
+    save_document(RunFolder(folder).result_path, evidence.result)
     score = evidence.result.eval_score
     if score is not None:
         console.print(eval_score_line(score), markup=False)

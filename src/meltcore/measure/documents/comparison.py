@@ -1,15 +1,19 @@
-"""The result of comparing two sets of server starts: one verdict from one metric, and all other metrics."""
+"""Sets of fresh starts of one server under the same load, and the result of comparing two sets."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from meltcore.measure.documents.schema import Fingerprint, VersionedDocument
+from meltcore.common.errors import ConfigError
+from meltcore.common.files import read_document, write_document
+from meltcore.measure.documents.schema import Fingerprint, RunResult, VersionedDocument
 from meltcore.measure.documents.verdicts import Verdict
 
 COMPARISON_FILE = "comparison.json"
+SET_FILE = "set.json"
 
 Better = Literal["higher", "lower"]
 
@@ -87,7 +91,34 @@ class ComparisonResult(VersionedDocument, kw_only=True, tag_field="document", ta
     doubts: list[str] = msgspec.field(default_factory=list)
     cautions: list[str] = msgspec.field(default_factory=list)
 
-    @property
-    def is_interleaved(self) -> bool:
-        """Whether the starts of both sides alternated in one session."""
-        return bool(self.order)
+
+class StartSet(VersionedDocument, kw_only=True, tag_field="document", tag="baseline"):
+    """The results of `starts` in the order of the starts, all under the same `load`.
+
+    `command` is the server's command line without secrets and folders. It is empty for a server that was running
+    already.
+    """
+
+    name: str
+    command: str
+    taken: str
+    load: dict[str, Any] = msgspec.field(default_factory=dict)
+    starts: list[RunResult]
+
+
+def write_start_set(folder: Path, start_set: StartSet) -> Path:
+    """Write a set to `folder`, which is created where missing."""
+    return write_document(folder / SET_FILE, start_set)
+
+
+def read_start_set(folder: Path | str) -> StartSet:
+    """Read a set from its file or folder. Raises ConfigError as `read_document` does, and for a set without starts."""
+    start_set = read_document(folder, StartSet, name=SET_FILE)
+    if not start_set.starts:
+        raise ConfigError(f"{folder} has no starts")
+    return start_set
+
+
+def is_start_set(path: Path) -> bool:
+    """Return whether `path` is the file of a set or a folder with one."""
+    return path.name == SET_FILE or (path / SET_FILE).is_file()

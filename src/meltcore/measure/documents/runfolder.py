@@ -8,8 +8,7 @@ from pathlib import Path
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import REQUESTS_FILE, read_document, write_document
-from meltcore.measure.documents.fleet_load import FleetLoad
-from meltcore.measure.documents.schema import RunResult
+from meltcore.measure.documents.schema import FleetLoad, RunResult
 from meltcore.measure.documents.score import ScoredRun
 
 RESULT_FILE = "result.json"

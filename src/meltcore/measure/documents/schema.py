@@ -48,6 +48,11 @@ class Steady(msgspec.Struct, kw_only=True):
     output_tokens_per_s: float
     work_per_s: float | None = None
 
+    @property
+    def rate(self) -> float:
+        """Output tokens per second, or the work of the level's task per second."""
+        return self.output_tokens_per_s if self.work_per_s is None else self.work_per_s
+
 
 class TaskLoad(msgspec.Struct, kw_only=True):
     """The metrics of a level of a task other than generation. Such a level counts no output tokens.
@@ -93,6 +98,11 @@ class TimelinePoint(msgspec.Struct, kw_only=True):
     ttft_ms: float | None = None
     itl_ms: float | None = None
     work_per_s: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second, or the work of the level's task per second."""
+        return self.output_tokens_per_s if self.work_per_s is None else self.work_per_s
 
 
 class GpuTimeline(msgspec.Struct, kw_only=True):
@@ -189,6 +199,16 @@ class LevelResult(msgspec.Struct, kw_only=True):
     timeline: list[TimelinePoint] = msgspec.field(default_factory=list)
     released_s: float | None = None
     gpus: list[GpuTimeline] = msgspec.field(default_factory=list)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second of the whole level, or the work of its task per second."""
+        return self.output_tokens_per_s if self.task is None else self.task.work_per_s
+
+    @property
+    def steady_throughput(self) -> float:
+        """The throughput of the steady window, in which no connection has stopped; without one, of the whole level."""
+        return self.throughput if self.steady is None else self.steady.rate
 
 
 class StreamLoad(msgspec.Struct, kw_only=True):
@@ -379,3 +399,47 @@ class RunResult(RunEnvelope, kw_only=True, tag_field="document", tag="run"):
     weighted_throughput: WeightedThroughput | None = None
     eval_score: EvalScore | None = None
     samples: list[DemoSample] = msgspec.field(default_factory=list)
+
+
+class ModelUnderLoad(msgspec.Struct, kw_only=True):
+    """One model of the fleet: its name, its task, its workload, and facts of /v1/models such as `weights`."""
+
+    name: str
+    task: str
+    workload: str
+    share: float  # of the connections of a mixed level, 0 to 1
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Interference(msgspec.Struct, kw_only=True):
+    """One pair of the matrix: the victim alone, and beside an aggressor."""
+
+    victim: str
+    aggressor: str
+    alone: StreamLoad
+    beside: StreamLoad
+    aggressor_load: StreamLoad
+
+
+class FleetExperiment(msgspec.Struct, kw_only=True):
+    """A named experiment: each stream alone, then all streams together, and the limits of the change as gates."""
+
+    name: str
+    send_s: float
+    alone: list[StreamLoad]
+    together: list[StreamLoad]
+    gates: list[CheckResult]
+
+
+class FleetLoad(RunEnvelope, kw_only=True, tag_field="document", tag="fleet-load"):
+    """One run of `meltcore load --fleet`: the contents of its `result.json`.
+
+    `health` has one line per model and one line for the fleet. `gpu_note` says how the GPUs were measured, or why not.
+    """
+
+    models: list[ModelUnderLoad]
+    levels: list[FleetLevel] = msgspec.field(default_factory=list)
+    interference: list[Interference] = msgspec.field(default_factory=list)
+    experiment: FleetExperiment | None = None
+    health: list[CheckResult] = msgspec.field(default_factory=list)
+    gpu_note: str = ""

@@ -233,7 +233,7 @@ class Score(msgspec.Struct, kw_only=True):
 
     `output_tokens_per_s` is the sum over the devices, or None if a device has no score. `not_comparable` holds reasons
     why this result is not ranked. `duration_s` is the requested duration. `totals` and `expectations` are computed from
-    the other fields (score_summary.py); results of 0.1.0 lack them.
+    the other fields (values/scores.py); results of 0.1.0 lack them.
     """
 
     workload: str

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.files import write_document
 from meltcore.measure.documents.backends import BackendComparison
 from meltcore.measure.documents.card import Card
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
-from meltcore.measure.documents.fleet_load import FleetLoad
 from meltcore.measure.documents.gaps import GpuProfile
-from meltcore.measure.documents.runfolder import RunFolder
-from meltcore.measure.documents.schema import RunResult
+from meltcore.measure.documents.schema import FleetLoad, RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.tuning import Tuning
-from meltcore.measure.documents.values.documents import PAGE_FILES, DocumentFile
+from meltcore.measure.documents.values.documents import PAGE_FILES, Content, DocumentFile
 from meltcore.measure.report.comparisons.backends import backends_page
 from meltcore.measure.report.comparisons.comparison import comparison_page
 from meltcore.measure.report.comparisons.tuning import tuning_page
@@ -49,10 +48,10 @@ def render(content: object) -> str:
     return render_html(_PAGE_BUILDERS[type(content)](content))
 
 
-def save_run(folder: RunFolder, result: RunResult | FleetLoad) -> None:
-    """Write `result.json` and `report.html` of a run to its folder."""
-    folder.write_result(result)
-    write_page(folder.report_path, _PAGE_BUILDERS[type(result)](result))
+def save_document(path: Path, content: Content, page_path: Path | None = None) -> Path:
+    """Write a document to `path`, and its page as `render_document` does. Returns the path of the page."""
+    write_document(path, content)
+    return render_document(DocumentFile(path, content), page_path)
 
 
 def export_document(document: DocumentFile, path: Path) -> Path:

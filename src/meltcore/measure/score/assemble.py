@@ -11,7 +11,7 @@ from meltcore.common.sizes import size_text
 from meltcore.measure.documents.schema import Fingerprint
 from meltcore.measure.documents.score import GpuScore, Score, ScoredRun, ScoreLevel, TimeSeries
 from meltcore.measure.documents.served_model import public_name
-from meltcore.measure.documents.values.score_summary import expectations, totals
+from meltcore.measure.documents.values.scores import expectations, totals
 from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.node.monitor.recording import Recording
 from meltcore.measure.score import workload

@@ -20,10 +20,10 @@ from meltcore.common.gpus.reader import Sample
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.score import ScoredRun, ScoreLevel
-from meltcore.measure.documents.values.score_references import find_reference, ratios
+from meltcore.measure.documents.values.scores import find_reference, ratios
 from meltcore.measure.node.monitor.recording import read_recording
 from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
-from meltcore.measure.report.render import save_run
+from meltcore.measure.report.render import save_document
 from meltcore.measure.score import workload
 from meltcore.measure.score.assemble import MonitoredRun, assemble
 from meltcore.measure.score.config import BenchConfig
@@ -90,7 +90,7 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
                 interrupted=is_interrupted,
             )
             result.score.references = ratios(result.score, reference)
-            save_run(folder, result)
+            save_document(folder.result_path, result)
     return folder, result
 
 

@@ -16,8 +16,7 @@ from waiting import WAIT_S
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.process import ProcessError
-from meltcore.measure.documents.comparison import ComparisonResult
-from meltcore.measure.documents.starts import read_start_set, write_start_set
+from meltcore.measure.documents.comparison import ComparisonResult, read_start_set, write_start_set
 from meltcore.measure.experiments.compare.starts import (
     StartOptions,
     baseline_folder,

@@ -16,10 +16,17 @@ from typing import Any
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.files import write_atomic, write_document
 from meltcore.common.process import ProcessError
-from meltcore.measure.documents.comparison import COMPARISON_FILE, ComparisonResult, Limits
+from meltcore.measure.documents.comparison import (
+    COMPARISON_FILE,
+    ComparisonResult,
+    Limits,
+    StartSet,
+    is_start_set,
+    read_start_set,
+    write_start_set,
+)
 from meltcore.measure.documents.runfolder import RunFolder, read_result
 from meltcore.measure.documents.schema import RunResult
-from meltcore.measure.documents.starts import StartSet, is_start_set, read_start_set, write_start_set
 from meltcore.measure.documents.verdicts import SCORED
 from meltcore.measure.experiments.servers import START_LIMIT_S, ServerCommand, run_server, server_version
 from meltcore.measure.load.config import LoadConfig

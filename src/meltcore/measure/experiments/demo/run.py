@@ -47,7 +47,7 @@ from meltcore.measure.report.load.fleet_levels import mixed_tables
 from meltcore.measure.report.load.levels import levels_tables
 from meltcore.measure.report.load.run import all_levels
 from meltcore.measure.report.page.console import print_table
-from meltcore.measure.report.render import save_run
+from meltcore.measure.report.render import save_document
 
 MAX_TOKENS = 80
 REPETITION_PENALTY = 1.1  # greedy answers of a model of 135M parameters repeat a sentence without it
@@ -326,7 +326,7 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
             server.stop()
     result.duration_s = time.monotonic() - start_s
     _describe(result, config, demo.models)
-    save_run(folder, result)
+    save_document(folder.result_path, result)
     return folder, result
 
 

@@ -10,11 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.fleet_load import FleetExperiment
-from meltcore.measure.documents.schema import CheckResult, Distribution, LevelResult, StreamLoad
+from meltcore.measure.documents.schema import CheckResult, Distribution, FleetExperiment, LevelResult, StreamLoad
 from meltcore.measure.documents.values.formatting import format_number, format_percent
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED, TOO_SMALL
-from meltcore.measure.documents.values.throughput import steady_throughput
 from meltcore.measure.load.tasks.task import ServedModel, first_latency, task_of
 
 _Ratio = Annotated[float, Meta(gt=0)]
@@ -136,7 +134,7 @@ def _latency(level: LevelResult, metric: str) -> Distribution | None:
 
 
 def _throughput_gate(name: str, limit: float, alone: StreamLoad, together: StreamLoad) -> CheckResult:
-    before, after = steady_throughput(alone.level), steady_throughput(together.level)
+    before, after = alone.level.steady_throughput, together.level.steady_throughput
     if not before:
         return CheckResult(name=f"{name}: throughput", status="NOT RUN", detail="no throughput alone")
     ratio = after / before

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from meltcore.measure.documents.fleet_load import FleetLoad
-from meltcore.measure.documents.schema import CheckResult, Distribution, StreamLoad
+from meltcore.measure.documents.schema import CheckResult, Distribution, FleetLoad, StreamLoad
 from meltcore.measure.documents.values.formatting import format_number, format_percent
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED
 from meltcore.measure.documents.verdicts import CheckVerdict

@@ -11,8 +11,7 @@ from pathlib import Path
 import uvloop
 
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.fleet_load import FleetLoad, Interference, ModelUnderLoad
-from meltcore.measure.documents.schema import FleetLevel, Part, StreamLoad
+from meltcore.measure.documents.schema import FleetLevel, FleetLoad, Interference, ModelUnderLoad, Part, StreamLoad
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.verdicts import Verdict, worst_verdict
 from meltcore.measure.load.fleet.fleet_config import PAIRS, FleetLoadConfig, shares_of, split_connections

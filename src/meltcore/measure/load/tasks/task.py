@@ -14,7 +14,6 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.schema import Distribution, LevelResult, TaskLoad
 from meltcore.measure.documents.values.definitions import Definition, define
 from meltcore.measure.documents.values.formatting import format_load, format_number
-from meltcore.measure.documents.values.throughput import throughput
 from meltcore.measure.load.config import IntRange, LoadConfig
 from meltcore.measure.load.record import RequestRecord, TaskWork
 from meltcore.measure.load.workloads.workload import Clip, Workload
@@ -215,7 +214,7 @@ class MeasuredTask:
     @property
     def own_metrics(self) -> tuple[Metric, ...]:
         """The throughput, which gives the verdict unless another metric is chosen, and the metrics of this task."""
-        return (Metric(self.unit.unit, throughput, "higher"), *self.metrics)
+        return (Metric(self.unit.unit, lambda level: level.throughput, "higher"), *self.metrics)
 
 
 @cache
@@ -285,7 +284,7 @@ def all_metrics() -> list[Metric]:
 
 def throughput_text(level: LevelResult) -> str:
     """Format the throughput and load of a level: "4,200 output tok/s, concurrency 400"."""
-    return f"{format_number(throughput(level))} {task_of(level).unit.unit}, {format_load(level)}"
+    return f"{format_number(level.throughput)} {task_of(level).unit.unit}, {format_load(level)}"
 
 
 def open_workload(config: LoadConfig, num_requests: int, clips: Sequence[Clip] = ()) -> Workload:

@@ -7,8 +7,7 @@ from statistics import fmean
 
 from meltcore.common.gpus.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.common.gpus.reader import Sample
-from meltcore.measure.documents.fleet_load import FleetLoad
-from meltcore.measure.documents.schema import GpuTimeline, GpuUse, LevelResult
+from meltcore.measure.documents.schema import FleetLoad, GpuTimeline, GpuUse, LevelResult
 from meltcore.measure.node.monitor.recording import Recording
 from meltcore.measure.node.monitor.summary import bucket_means, readable_values
 

@@ -10,7 +10,7 @@ from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_load_settings, format_number
 from meltcore.measure.report.load.levels import levels_tables
 from meltcore.measure.report.load.run import machine_section, notes_box
-from meltcore.measure.report.page.charts import Line, Mark, line_chart
+from meltcore.measure.report.page.charts import NUM_COLORS, Line, Mark, line_chart
 from meltcore.measure.report.page.page import (
     Block,
     Box,
@@ -35,7 +35,6 @@ TITLES: dict[SetUp, str] = {
     "split": "Split model",
     "load-balanced": "Load balanced",
 }
-_COLORS = 4  # of lines in the style sheet
 _GPU_VALUES = {"sm_active_percent": "SM active, %", "dram_bandwidth_percent": "DRAM, %", "power_w": "W"}
 
 
@@ -162,7 +161,7 @@ def _rate_chart(runs: Sequence[BackendRun], levels: Sequence[int], title: str) -
         marks = [
             Mark(level, None if found is None else found.output_tokens_per_s, run.backend) for level, found in rates
         ]
-        lines.append(Line(run.backend, number % _COLORS + 1, marks))
+        lines.append(Line(run.backend, number % NUM_COLORS + 1, marks))
     chart = line_chart(lines, label=f"{title}: output tok/s by concurrency", x_title="concurrency")
     if chart is None:
         return None

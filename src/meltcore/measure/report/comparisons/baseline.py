@@ -8,8 +8,8 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from meltcore.measure.documents.comparison import StartSet
 from meltcore.measure.documents.schema import LevelResult
-from meltcore.measure.documents.starts import StartSet
 from meltcore.measure.documents.values.formatting import (
     NOT_MEASURED,
     fingerprint_rows,
@@ -19,7 +19,6 @@ from meltcore.measure.documents.values.formatting import (
     format_percent,
     format_time,
 )
-from meltcore.measure.documents.values.throughput import throughput
 from meltcore.measure.load.tasks.task import task_of
 from meltcore.measure.report.comparisons.compare_runs import level_key, metrics_of
 from meltcore.measure.report.page.console import print_blocks
@@ -53,7 +52,7 @@ def print_start_sets(start_sets: Sequence[StartSet], console: Console) -> None:
         first_start = start_set.starts[0]
         machine = format_counts([gpu.name for gpu in first_start.fingerprint.gpus]) or first_start.fingerprint.cpu
         level = max(first_start.levels, key=lambda level: (level.concurrency, level.rate_per_s or 0.0))
-        mean_rate = float(np.mean([throughput(same_level) for same_level in _levels_with_same_load(start_set, level)]))
+        mean_rate = float(np.mean([same_level.throughput for same_level in _levels_with_same_load(start_set, level)]))
         rate_text = f"{format_number(mean_rate)} {task_of(level).unit.unit} {format_load(level)}"
         line = f"{len(start_set.starts)} starts, {rate_text}, on {machine}, "
         line += format_time(start_set.taken)

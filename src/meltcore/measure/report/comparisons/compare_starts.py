@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.comparison import Better, ComparedMetric, ComparisonResult, Difference, Limits
+from meltcore.measure.documents.comparison import Better, ComparedMetric, ComparisonResult, Difference, Limits, StartSet
 from meltcore.measure.documents.schema import LevelResult, RunResult
-from meltcore.measure.documents.starts import StartSet
 from meltcore.measure.documents.values.formatting import format_load, format_setting
 from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.load.tasks.task import Metric, all_metrics

@@ -165,9 +165,7 @@ def starts_line(comparison: ComparisonResult) -> str:
     """Return the number and order of the starts, the result of A against A, and A's noise, as one line."""
     num_starts = f"{len(comparison.primary.old_values)} and {len(comparison.primary.new_values)} fresh starts"
     design_text = (
-        f"{num_starts}, in the order {comparison.order}"
-        if comparison.is_interleaved
-        else f"{num_starts}, not interleaved"
+        f"{num_starts}, in the order {comparison.order}" if comparison.order else f"{num_starts}, not interleaved"
     )
     if comparison.control is not None:
         design_text += f"; A against A: {format_change(comparison.control.change)}"

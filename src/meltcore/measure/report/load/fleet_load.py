@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.measure.documents.fleet_load import FleetLoad, Interference
-from meltcore.measure.documents.schema import CheckResult
+from meltcore.measure.documents.schema import CheckResult, FleetLoad, Interference
 from meltcore.measure.documents.values.formatting import (
     NOT_MEASURED,
     format_duration,
@@ -14,7 +13,6 @@ from meltcore.measure.documents.values.formatting import (
     format_setting,
     format_time,
 )
-from meltcore.measure.documents.values.throughput import steady_throughput
 from meltcore.measure.documents.verdicts import style_of
 from meltcore.measure.load.tasks.task import define_metric, first_latency, task_of, tasks
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, latency_cells, part_section
@@ -130,7 +128,7 @@ def _experiment_sections(result: FleetLoad) -> list[Section]:
                 kind,
                 word,
                 f"{level.requests:,}",
-                f"{format_number(steady_throughput(level))} {task_of(level).unit.short_unit}",
+                f"{format_number(level.steady_throughput)} {task_of(level).unit.short_unit}",
                 *latency_cells(first_latency(level)),
                 *latency_cells(level.e2e_ms),
                 f"{level.e2e_ms.n:,}",
@@ -198,8 +196,8 @@ def _ratio_text(pair: Interference) -> str:
 
 
 def _share_text(pair: Interference) -> str:
-    alone = steady_throughput(pair.alone.level)
-    return format_percent(steady_throughput(pair.beside.level) / alone) if alone else NOT_MEASURED
+    alone = pair.alone.level.steady_throughput
+    return format_percent(pair.beside.level.steady_throughput / alone) if alone else NOT_MEASURED
 
 
 def _models(result: FleetLoad) -> Table:

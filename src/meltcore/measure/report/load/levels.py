@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from meltcore.measure.documents.schema import Distribution, LevelResult
 from meltcore.measure.documents.values.definitions import DEFINITIONS, Definition
 from meltcore.measure.documents.values.formatting import format_load, format_number, format_percent
-from meltcore.measure.documents.values.throughput import rate_of, throughput
 from meltcore.measure.load.tasks.task import (
     Latency,
     MeasuredTask,
@@ -63,8 +62,8 @@ def _levels_table(task: MeasuredTask, levels: Sequence[LevelResult]) -> Table:
             _failed_cell(level),
             f"{level.peak_in_flight:,}",
             *([format_percent(level.accuracy)] if has_accuracy else []),
-            format_number(throughput(level) if level.requests else None),
-            Cell("none", "faint") if level.steady is None else format_number(rate_of(level.steady)),
+            format_number(level.throughput if level.requests else None),
+            Cell("none", "faint") if level.steady is None else format_number(level.steady.rate),
             *([format_number(source_per_s)] if sources else []),
             *_latency_cells(level, task.latencies),
             *([format_number(level.goodput_per_s)] if has_slo else []),

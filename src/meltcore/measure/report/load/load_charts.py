@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from meltcore.measure.documents.schema import GpuTimeline, LevelResult
 from meltcore.measure.documents.values.formatting import format_load, format_number
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED
-from meltcore.measure.documents.values.throughput import rate_of, throughput
 from meltcore.measure.load.tasks.task import by_task, distribution_of, task_of
 from meltcore.measure.report.page.charts import NARROW, NUM_COLORS, Line, Mark, Strip, line_chart, time_strips
 from meltcore.measure.report.page.page import Figure
@@ -39,7 +38,7 @@ def timeline_figure(level: LevelResult) -> Figure | None:
     if len(level.timeline) < 2:
         return None
     points = level.timeline
-    rates = [(point.t_s, rate_of(point)) for point in points]
+    rates = [(point.t_s, point.rate) for point in points]
     strips = [
         Strip("output tokens/s" if level.task is None else task_of(level).unit.unit, [("", 1, rates)], filled=True),
         Strip("in flight", [("", 2, [(point.t_s, float(point.in_flight)) for point in points])], filled=True),
@@ -71,8 +70,8 @@ def timeline_figure(level: LevelResult) -> Figure | None:
 def _charts(levels: Sequence[LevelResult]) -> list[Figure]:
     note = f"p95 needs {SAMPLES_NEEDED['p95']} samples, p99 {SAMPLES_NEEDED['p99']}."
     x_title = "Requests per second offered" if levels[0].load_kind == "open" else "Concurrent requests"
-    steady = [None if level.steady is None else rate_of(level.steady) for level in levels]
-    rates = [throughput(level) if level.requests else None for level in levels]  # an interruption sends none
+    steady = [None if level.steady is None else level.steady.rate for level in levels]
+    rates = [level.throughput if level.requests else None for level in levels]  # an interruption sends none
     unit_words = task_of(levels[0]).unit
     panels = [
         (

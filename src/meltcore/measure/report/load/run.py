@@ -5,25 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meltcore.measure.documents.schema import (
+    DemoSample,
     Fingerprint,
     FleetLevel,
     LevelResult,
     RunResult,
 )
-from meltcore.measure.documents.values import formatting
-from meltcore.measure.documents.values.formatting import format_duration, format_load, format_number, format_percent
+from meltcore.measure.documents.values.formatting import (
+    client_line,
+    eval_score_line,
+    fingerprint_rows,
+    format_duration,
+    format_load,
+    format_number,
+    format_percent,
+    format_setting,
+    format_time,
+    result_warnings,
+    weighted_throughput_line,
+)
 from meltcore.measure.documents.values.percentiles import QUANTILES, SAMPLES_NEEDED
-from meltcore.measure.documents.values.throughput import throughput
 from meltcore.measure.documents.verdicts import style_of
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.load.tasks.task import by_task, task_of
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, part_section
 from meltcore.measure.report.load.levels import levels_tables, named_distributions, relevant_definitions
 from meltcore.measure.report.load.load_charts import load_charts, timeline_figure
-from meltcore.measure.report.load.samples import conversations_section, samples_section
 from meltcore.measure.report.page.page import (
+    Audio,
     Block,
     Box,
+    Cell,
     Checks,
     Column,
     Details,
@@ -43,7 +55,7 @@ from meltcore.measure.report.page.page import (
 def run_page(result: RunResult) -> Page:
     """Build the page of a run, warnings first."""
     evaluation_name, model = (result.settings.get(name) for name in ("what", "model"))
-    subtitle = [formatting.format_time(result.started), format_duration(result.duration_s), *([model] if model else [])]
+    subtitle = [format_time(result.started), format_duration(result.duration_s), *([model] if model else [])]
     sections = [
         Section(blocks=[*_warning_blocks(result), Tiles(run_tiles(result))]),
         _weighted_section(result),
@@ -65,7 +77,7 @@ def run_page(result: RunResult) -> Page:
         Section("What the words mean", [Facts(_definition_facts(result))]),
     ]  # fmt: skip
     return Page(
-        title=f"meltcore {result.command} – {formatting.format_time(result.started)}",
+        title=f"meltcore {result.command} – {format_time(result.started)}",
         name=" ".join(str(part) for part in (result.command, evaluation_name) if part),
         subtitle=" · ".join(map(str, subtitle)),
         badge=result.verdict,
@@ -99,9 +111,9 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
     if levels:
         num_requests, num_failed = (sum(getattr(level, name) for level in levels) for name in ("requests", "failed"))
         for task, group in by_task(levels).items():
-            best_level = max(group, key=throughput)
+            best_level = max(group, key=lambda level: level.throughput)
             small_print = f"{task.unit.unit}, {format_load(best_level)}"
-            tiles.append(("Best throughput", format_number(throughput(best_level)), small_print))
+            tiles.append(("Best throughput", format_number(best_level.throughput), small_print))
         tiles.append(_peak_tile(result))
         if result.weighted_throughput is not None:
             total, output = (
@@ -135,7 +147,7 @@ def _peak_tile(result: RunResult) -> tuple[str, str, str]:
 
 def machine_section(fingerprint: Fingerprint | None) -> Section:
     """Build the section with the hardware and versions of a run, or an empty list without a fingerprint."""
-    facts = [] if fingerprint is None else formatting.fingerprint_rows(fingerprint)
+    facts = [] if fingerprint is None else fingerprint_rows(fingerprint)
     return Section("Machine and versions", [Facts(facts)] if facts else [])
 
 
@@ -145,13 +157,13 @@ def notes_box(notes: Sequence[str]) -> list[Block]:
 
 
 def _warning_blocks(result: RunResult) -> list[Block]:
-    reasons = formatting.result_warnings(result)
+    reasons = result_warnings(result)
     if reasons:
         return [Box("bad", "Reasons to distrust this run", items=reasons), *notes_box(result.notes)]
     clean_box = Box(
         "good",
         lead="No reason found to distrust this run.",
-        text=f"Every request got its complete answer. {formatting.client_line(result.levels)} One run says "
+        text=f"Every request got its complete answer. {client_line(result.levels)} One run says "
         "nothing about the spread between runs.",
     )
     return [*([clean_box] if result.levels else []), *notes_box(result.notes)]
@@ -163,9 +175,9 @@ def _weighted_section(result: RunResult) -> Section:
         return Section()
     title, line = "Tokens per second, both ways to count", ""
     if result.eval_score is not None:
-        title, line = "Score", formatting.eval_score_line(result.eval_score)
+        title, line = "Score", eval_score_line(result.eval_score)
     elif result.weighted_throughput is not None:
-        title, line = "Weighted throughput", formatting.weighted_throughput_line(result.weighted_throughput)
+        title, line = "Weighted throughput", weighted_throughput_line(result.weighted_throughput)
     rows = []
     for level in result.levels:
         weight = WEIGHTS.get(level.concurrency, 0)
@@ -272,7 +284,7 @@ def _answers_section(result: RunResult) -> Section:
 
 
 def _settings_section(result: RunResult) -> Section:
-    facts = [(name, formatting.format_setting(value)) for name, value in result.settings.items()]
+    facts = [(name, format_setting(value)) for name, value in result.settings.items()]
     return Section("Settings", [Facts(facts)] if facts else [])
 
 
@@ -295,3 +307,31 @@ def _definition_facts(result: RunResult) -> list[tuple[str, str]]:
             "The load generator was late or out of CPU, so the latencies are its own as much as the server's.",
         ),
     ]
+
+
+def conversations_section(samples: Sequence[DemoSample]) -> Section:
+    """Build a table of what was asked in chats, and of the answers."""
+    rows = [Row([sample.given, sample.answer]) for sample in samples if sample.task is None]
+    columns = [Column(head, align="text") for head in ("Question", "Answer")]
+    return Section("Conversations", [Table(columns, rows)] if rows else [])
+
+
+def samples_section(samples: Sequence[DemoSample]) -> Section:
+    """Build a table of the translations, and a player with the transcript of each clip."""
+    texts = [sample for sample in samples if sample.audio_wav is None and sample.task is not None]
+    rows = [Row([sample.given, sample.answer, _result_cell(sample)]) for sample in texts]
+    columns = [*(Column(head, align="text") for head in ("Sentence", "Translation")), Column("Right")]
+    blocks: list[Block] = [Table(columns, rows)] if rows else []
+    for sample in samples:
+        if sample.audio_wav is not None:
+            note = "" if _is_right(sample) else f"not right; expected: {sample.expected}"
+            blocks.append(Audio(sample.given, sample.audio_wav, sample.answer, note))
+    return Section("Translations and transcripts", blocks)
+
+
+def _is_right(sample: DemoSample) -> bool:
+    return sample.expected is None or sample.answer.strip() == sample.expected.strip()
+
+
+def _result_cell(sample: DemoSample) -> Cell:
+    return Cell("yes") if _is_right(sample) else Cell("no", "warning", title=f"expected: {sample.expected}")

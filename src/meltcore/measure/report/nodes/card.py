@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.files import write_document
-from meltcore.measure.documents.card import CARD_FILE, CARD_PAGE, COMMANDS, REQUIRED, Card, Evidence, EvidenceType
+from meltcore.measure.documents.card import CARD_FILE, COMMANDS, REQUIRED, Card, Evidence, EvidenceType
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import GpuProfile
@@ -20,17 +18,15 @@ from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning
 from meltcore.measure.documents.values.documents import DocumentFile
 from meltcore.measure.documents.values.formatting import format_counts, format_number, format_time
-from meltcore.measure.documents.values.score_summary import expectations
+from meltcore.measure.documents.values.scores import expectations
 from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst_verdict
 from meltcore.measure.report.comparisons.comparison import side_names, starts_chart, starts_line
 from meltcore.measure.report.comparisons.tuning import tuning_figure
 from meltcore.measure.report.load.load_charts import load_charts
 from meltcore.measure.report.load.run import machine_section, run_tiles
 from meltcore.measure.report.nodes.certificate import certificate_charts, certificate_tiles
-from meltcore.measure.report.nodes.evidence import evidence_of
+from meltcore.measure.report.nodes.evidence import build_stories, evidence_of
 from meltcore.measure.report.nodes.profile import profile_headline, window_bar, window_legend
-from meltcore.measure.report.nodes.story import build_stories
-from meltcore.measure.report.page.html import write_page
 from meltcore.measure.report.page.page import (
     Block,
     Box,
@@ -46,8 +42,7 @@ from meltcore.measure.report.page.page import (
     Tiles,
     verdict_cell,
 )
-from meltcore.measure.report.scores.score import score_charts, score_tiles
-from meltcore.measure.report.scores.score_summary import expectation_blocks
+from meltcore.measure.report.scores.score import expectation_blocks, score_charts, score_tiles
 
 _MAX_CHARTS = 2  # of a run: throughput and time to first token; its own page has the others
 _MAX_REASONS = 6
@@ -213,12 +208,6 @@ def _reason(
     if machine_mismatches and verdict == "UNKNOWN":
         cause = "These are not of one machine"
     return f"{cause}; {evidence_count}.{missing_note}"
-
-
-def save_card(folder: Path, card: Card) -> Path:
-    """Write `card.json` and `card.html` into `folder`, which is created if missing, and return the page's path."""
-    write_document(folder / CARD_FILE, card)
-    return write_page(folder / CARD_PAGE, card_page(card))
 
 
 def card_page(card: Card) -> Page:

@@ -9,22 +9,25 @@ from statistics import median
 
 import msgspec
 
-from meltcore.common.files import write_document
 from meltcore.common.options import size_bytes
 from meltcore.common.sizes import size_text
 from meltcore.measure.documents.certificate import (
-    CERTIFICATE_FILE,
     CERTIFICATE_PAGE,
     Certificate,
     CertificateRow,
     CheckReport,
 )
 from meltcore.measure.documents.snapshot import GpuSnapshot
-from meltcore.measure.documents.values import formatting
-from meltcore.measure.documents.values.formatting import format_percent
+from meltcore.measure.documents.values.formatting import (
+    NOT_MEASURED,
+    fingerprint_rows,
+    format_counts,
+    format_duration,
+    format_percent,
+    format_time,
+)
 from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst_verdict
 from meltcore.measure.report.page.charts import NUM_COLORS, WIDE, Line, Mark, cell_grid, line_chart
-from meltcore.measure.report.page.html import write_page
 from meltcore.measure.report.page.page import (
     Block,
     Box,
@@ -69,12 +72,6 @@ _ROW_NOTE = Text(
 _MAX_UNMERGED_ROWS = 3  # passed measurements of one key on more GPUs than that are one line of the table
 
 
-def save_certificate(folder: Path, certificate: Certificate) -> None:
-    """Write `certificate.json` and `certificate.html`, each atomically."""
-    write_document(folder / CERTIFICATE_FILE, certificate)
-    write_page(folder / CERTIFICATE_PAGE, certificate_page(certificate))
-
-
 def certificate_page(certificate: Certificate, folder: Path | None = None) -> Page:
     """Build the page: findings with their remedy, then every GPU at a glance, then all measurements.
 
@@ -102,8 +99,8 @@ def certificate_page(certificate: Certificate, folder: Path | None = None) -> Pa
     return Page(
         title=f"{certificate.verdict} – {_gpu_names(certificate)} – meltcore certificate",
         name="certificate",
-        subtitle=f"{formatting.format_time(certificate.started)} · {certificate.tier} tier · "
-        f"{formatting.format_duration(certificate.duration_s)}",
+        subtitle=f"{format_time(certificate.started)} · {certificate.tier} tier · "
+        f"{format_duration(certificate.duration_s)}",
         badge=certificate.verdict,
         style=style,
         device=_gpu_names(certificate),
@@ -195,7 +192,7 @@ def certificate_charts(certificate: Certificate) -> list[Figure]:
 
 
 def _gpu_names(certificate: Certificate) -> str:
-    return formatting.format_counts([gpu.name for gpu in certificate.snapshot.gpus]) or "no GPU"
+    return format_counts([gpu.name for gpu in certificate.snapshot.gpus]) or "no GPU"
 
 
 def _all_rows(certificate: Certificate) -> list[CertificateRow]:
@@ -250,7 +247,7 @@ def _check_details(report: CheckReport) -> Details:
             _format_value(row.expected),
             format_percent(row.ratio),
             _format_value(row.floor),
-            row.floor_set_by or formatting.NOT_MEASURED,
+            row.floor_set_by or NOT_MEASURED,
             row.unit,
             verdict_cell(row.verdict),
             row.note,
@@ -260,7 +257,7 @@ def _check_details(report: CheckReport) -> Details:
     num_rows = len(report.rows)
     measurements = [f"{num_rows} measurement{'s'[: num_rows != 1]}"] if num_rows else []
     aside_text = ", ".join(
-        [*measurements, *([report.reason] if report.reason else []), formatting.format_duration(report.duration_s)]
+        [*measurements, *([report.reason] if report.reason else []), format_duration(report.duration_s)]
     )
     return Details(
         report.title,
@@ -335,7 +332,7 @@ def _machine_section(certificate: Certificate) -> Section:
     if len(snapshot.topology) > 1:
         rows = [Row([name, *links]) for name, links in zip(names, snapshot.topology, strict=False)]
         details.append(Details("Topology", [Table(numeric_columns("", *names), rows)]))
-    versions = [*formatting.fingerprint_rows(snapshot.fingerprint), *snapshot.libraries.items()]
+    versions = [*fingerprint_rows(snapshot.fingerprint), *snapshot.libraries.items()]
     return Section("The machine", [*details, Details("Host and versions", [Facts(versions)])], console=False)
 
 
@@ -350,7 +347,7 @@ def _gpu_facts(gpu: GpuSnapshot) -> list[tuple[str, str]]:
 
 def _format_value(value: float | None) -> str:
     if value is None:
-        return formatting.NOT_MEASURED
+        return NOT_MEASURED
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 

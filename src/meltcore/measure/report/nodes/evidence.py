@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from meltcore.measure.documents.card import Evidence
+from meltcore.measure.documents.card import Evidence, Story
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import GpuProfile
@@ -13,23 +13,28 @@ from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.served_model import command_model, model_text
 from meltcore.measure.documents.snapshot import Snapshot
-from meltcore.measure.documents.tuning import Tuning
+from meltcore.measure.documents.tuning import Tuning, TuningPoint, gain, repeats_default
 from meltcore.measure.documents.values.documents import Content, DocumentFile
 from meltcore.measure.documents.values.formatting import (
     eval_score_line,
     evaluation_line,
+    format_change,
+    format_load_settings,
     format_number,
     result_warnings,
     weighted_throughput_line,
 )
-from meltcore.measure.documents.values.score_summary import expectations
-from meltcore.measure.documents.values.throughput import throughput
-from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict
+from meltcore.measure.documents.values.scores import expectations
+from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, Verdict
 from meltcore.measure.load.tasks.task import throughput_text
-from meltcore.measure.report.comparisons.comparison import comparison_headline
+from meltcore.measure.report.comparisons.comparison import changed_arguments, comparison_headline
 from meltcore.measure.report.nodes.profile import profile_headline
 
 EvidenceParts = tuple[CheckVerdict, str, list[str]]  # verdict, summary, reasons
+_STORY_STATES: dict[str, Verdict] = {"IMPROVEMENT": "CONFIRMED", "REGRESSION": "CONTRADICTED"}
+# Below it a gain of one start each is no story: two starts of one setting may differ as much.
+_LEAST_ONE_START_GAIN = 0.05
+_SAME_LOAD = ("workload", "concurrency", "max_tokens", "seed")
 
 
 def evidence_of(document: DocumentFile, changed_facts: Sequence[str] = ()) -> Evidence:
@@ -164,7 +169,7 @@ def _run_line(run: RunResult) -> str:
     if run.evaluation is not None:
         lines.append(evaluation_line(run.evaluation))
     if run.levels and not lines:
-        lines.append(throughput_text(max(run.levels, key=throughput)))
+        lines.append(throughput_text(max(run.levels, key=lambda level: level.throughput)))
     if run.checks:
         num_passed = sum(check.status == "PASS" for check in run.checks)
         lines.append(f"API forms: {num_passed} of {len(run.checks)}")
@@ -172,3 +177,83 @@ def _run_line(run: RunResult) -> str:
         str(detail) for detail in (run.command, run.settings.get("what"), model_text(run.settings)) if detail
     )
     return f"{details}: {'; '.join(lines) or 'nothing measured'}"
+
+
+def build_stories(tunings: Sequence[Tuning], comparisons: Sequence[ComparisonResult]) -> list[Story]:
+    """Return one story per comparison that changed the command, then one per tuning without a comparison."""
+    comparison_stories = [
+        _comparison_story(index, comparison, tunings)
+        for index, comparison in enumerate(comparisons)
+        if changed_arguments(comparison.old_command, comparison.new_command) != ([], [])
+    ]
+    compared_tunings = {story.tuning for story in comparison_stories}
+    tuning_stories = [
+        _tuning_story(index, tuning) for index, tuning in enumerate(tunings) if index not in compared_tunings
+    ]
+    return comparison_stories + [story for story in tuning_stories if story is not None]
+
+
+def _comparison_story(index: int, comparison: ComparisonResult, tunings: Sequence[Tuning]) -> Story:
+    removed, added = changed_arguments(comparison.old_command, comparison.new_command)
+    story = Story(
+        change=_describe_change(removed, added),
+        workload=format_load_settings(comparison.load),
+        state=_STORY_STATES.get(comparison.verdict, "NOT CONFIRMED") if not comparison.doubts else "NOT CONFIRMED",
+        compared=f"{comparison.verdict}: {comparison_headline(comparison)}",
+        comparison=index,
+    )
+    for tuning_index, tuning in enumerate(tunings):
+        point = next((candidate for candidate in tuning.points if candidate.args and candidate.args == added), None)
+        if point is not None and not removed:
+            story.tuning = tuning_index
+            story.tuned = _describe_tuning(tuning, point)
+            if any(tuning.load.get(name) != comparison.load.get(name) for name in _SAME_LOAD):
+                story.tuned += f" It was tuned on another load: {format_load_settings(tuning.load) or 'not told'}."
+            break
+    return story
+
+
+def _tuning_story(index: int, tuning: Tuning) -> Story | None:
+    """Return the story of a tuning without a comparison, or None if no setting gains more than a repeated start may.
+
+    The story is about the tuning's knee, else about its fastest setting.
+    """
+    successful_points = [
+        point
+        for point in tuning.points
+        if point.ok and point.args and point.output_tokens_per_s and not repeats_default(tuning, point)
+    ]
+    if not successful_points or tuning.default is None:
+        return None
+    fastest = max(successful_points, key=lambda point: point.output_tokens_per_s or 0.0)
+    knee = fastest if tuning.knee is None else tuning.points[tuning.knee]
+    point = fastest if repeats_default(tuning, knee) else knee
+    if (gain(point, tuning.default) or 0.0) < _LEAST_ONE_START_GAIN:
+        return None
+    return Story(
+        change=_describe_change([], point.args),
+        workload=format_load_settings(tuning.load),
+        state="NOT CONFIRMED",
+        tuned=_describe_tuning(tuning, point),
+        compared="No comparison of fresh starts changed just this.",
+        tuning=index,
+    )
+
+
+def _describe_tuning(tuning: Tuning, point: TuningPoint) -> str:
+    default = tuning.default
+    rate = format_number(point.output_tokens_per_s)
+    line = f"tune {tuning.kind}, one start each: {point.label} gave {rate} output tok/s"
+    relative_gain = gain(point, default)
+    if default is None or relative_gain is None:
+        return f"{line}."
+    return (
+        f"{line}, {format_change(relative_gain)} over the default settings "
+        f"({format_number(default.output_tokens_per_s)})."
+    )
+
+
+def _describe_change(removed: Sequence[str], added: Sequence[str]) -> str:
+    if not removed:
+        return f"with {' '.join(added)}"
+    return f"{' '.join(added)} in place of {' '.join(removed)}" if added else f"without {' '.join(removed)}"

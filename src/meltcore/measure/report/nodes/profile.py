@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from markupsafe import Markup
 
-from meltcore.common.files import write_document
 from meltcore.measure.documents.gaps import CAUSES, NOT_COMPUTING, BudgetRow, GapReport, GapTotal, GpuProfile
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_percent, format_time
 from meltcore.measure.report.page.charts import stacked_bar
-from meltcore.measure.report.page.html import write_page
 from meltcore.measure.report.page.page import (
     Box,
     Cell,
@@ -28,12 +25,6 @@ from meltcore.measure.report.page.page import (
 
 _MAX_NAME_CHARS = 44  # characters kept of a kernel's name on the console
 _ARGUMENTS = re.compile(r"(?<=\w)[<(].*", re.DOTALL)
-
-
-def save_profile(page_path: Path, profile: GpuProfile) -> None:
-    """Write the page of a profile to `page_path`, and the document to the same path with the suffix `.json`."""
-    write_document(page_path.with_suffix(".json"), profile)
-    write_page(page_path, profile_page(profile))
 
 
 def profile_page(profile: GpuProfile) -> Page:

@@ -18,7 +18,7 @@ from meltcore.measure.documents.values.formatting import format_number, format_p
 Point = tuple[float, float]
 NUM_COLORS = 4
 _FULL_WIDTH = 1120.0
-_DIGIT_WIDTH = 7.5  # the width of a digit, for labels that must not touch
+DIGIT_WIDTH = 7.5  # the width of a digit, for labels that must not touch
 _MIN_TICK_GAP = 52.0  # the least distance between the labels of an axis
 
 
@@ -170,8 +170,8 @@ def time_strips(
         shade_start = 28.0 if name else top
         rectangle = {"x": left, "y": shade_start, "width": width, "height": bottom - shade_start}
         elements.append(element("rect", element("title", tooltip), cls="span", **rectangle))
-        center, half_width = left + width / 2, len(name) * _DIGIT_WIDTH / 2
-        if name and center - half_width > last_label_end + _DIGIT_WIDTH:
+        center, half_width = left + width / 2, len(name) * DIGIT_WIDTH / 2
+        if name and center - half_width > last_label_end + DIGIT_WIDTH:
             elements.append(text((center, 20), name, "tick"))
             last_label_end = center + half_width
     for index, strip in enumerate(strips):
@@ -325,7 +325,7 @@ def _strip_elements(strip: Strip, x_scale: Scale, top: float, height: float) -> 
             segment = segment if len(segment) > 1 else [(segment[0][0] - 1, segment[0][1]), *segment]
             if strip.filled:
                 outline = [(segment[0][0], bottom), *segment, (segment[-1][0], bottom)]
-                elements.append(element("polygon", points=_points(outline), cls=f"area c{color}"))
+                elements.append(element("polygon", points=points_text(outline), cls=f"area c{color}"))
             elements.append(polyline(segment, f"line thin c{color}"))
     return elements
 
@@ -433,7 +433,7 @@ def line_between(start: Point, end: Point, cls: str) -> Markup:
 
 def polyline(points: Sequence[Point], cls: str) -> Markup:
     """Return a line through `points`."""
-    return element("polyline", points=_points(points), cls=cls)
+    return element("polyline", points=points_text(points), cls=cls)
 
 
 def dot(center: Point, cls: str, tooltip: str) -> Markup:
@@ -447,5 +447,6 @@ def svg(width: float, height: float, label: str, children: Iterable[Markup], **a
     return element("svg", *children, viewBox=view_box, role="img", aria_label=label, **attributes)
 
 
-def _points(points: Sequence[Point]) -> str:
+def points_text(points: Sequence[Point]) -> str:
+    """Return points as an SVG attribute has them."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

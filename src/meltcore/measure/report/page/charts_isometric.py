@@ -8,13 +8,22 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from meltcore.measure.documents.values.formatting import format_number
-from meltcore.measure.report.page.charts import Point, element, format_tick, line_between, linear_ticks, svg, text
+from meltcore.measure.report.page.charts import (
+    DIGIT_WIDTH,
+    Point,
+    element,
+    format_tick,
+    line_between,
+    linear_ticks,
+    points_text,
+    svg,
+    text,
+)
 
 _WIDTH, _WALL_HEIGHT = 520.0, 150.0  # of the chart; of the highest tick
 _LEFT, _TOP = 62.0, 26.0
 _SLOPE = 0.42  # rise over run of both axes on the ground
 _GROUND_WIDTH = 430.0  # the width of the ground, both axes together
-_DIGIT_WIDTH = 7.5
 _BAR_INSET = 0.14  # of a cell, on each side of its bar
 
 
@@ -106,14 +115,14 @@ def _bar(
     shades = [_face(near_face, "shade"), _face(side, "shade dark")]
     formatted = format_number(value)
     x, y = projection(column + 0.5, row + 0.5, value)
-    label_fits = len(formatted) * _DIGIT_WIDTH < 2 * projection.step * (far_edge - near_edge)
+    label_fits = len(formatted) * DIGIT_WIDTH < 2 * projection.step * (far_edge - near_edge)
     value_label = [text((x, y + 4), formatted, "bar-value")] if label_fits else []
     tooltip = element("title", f"{tooltip_start}{formatted} {unit}")
     return [element("g", tooltip, *faces, *shades), *value_label]
 
 
 def _face(points: Sequence[Point], cls: str) -> Markup:
-    return element("polygon", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), cls=cls)
+    return element("polygon", points=points_text(points), cls=cls)
 
 
 def _axis_labels(

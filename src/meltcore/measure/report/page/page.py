@@ -13,7 +13,7 @@ from typing import Literal
 from markupsafe import Markup
 
 from meltcore.measure.documents.schema import Distribution
-from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_number, format_percentile
+from meltcore.measure.documents.values.formatting import format_number, format_percentile
 from meltcore.measure.documents.values.percentiles import TOO_SMALL
 from meltcore.measure.documents.verdicts import Style, style_of
 
@@ -239,11 +239,6 @@ def percentile_cell(distribution: Distribution, name: str) -> Cell:
     return Cell(
         formatted, "faint" if formatted == TOO_SMALL else "", console_text=TOO_FEW_MARK * (formatted == TOO_SMALL)
     )
-
-
-def signed_percent(fraction: float | None) -> str:
-    """Format -0.051 as "-5.1 %", None as a dash."""
-    return NOT_MEASURED if fraction is None else f"{100 * fraction:+.1f} %"
 
 
 def format_reading(value: float | None) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.score import Score
-from meltcore.measure.documents.values.formatting import format_duration, format_number
-from meltcore.measure.documents.values.score_references import (
+from meltcore.measure.documents.values.formatting import format_change, format_duration, format_number
+from meltcore.measure.documents.values.scores import (
     COMPARABILITY_FIELDS,
     NamedScore,
     differences,
@@ -30,7 +30,6 @@ from meltcore.measure.report.page.page import (
     Table,
     Text,
     numeric_columns,
-    signed_percent,
     verdict_cell,
 )
 
@@ -255,7 +254,7 @@ def _row(entry: NamedScore, best: NamedScore, is_forced: bool) -> Row:
         f"{sustained.concurrency:,}",
         format_number(sustained.ttft_ms.p50),
         format_number(sustained.itl_ms.p50),
-        signed_percent(None if first_device.spread is None else first_device.spread.change),
+        format_change(None if first_device.spread is None else first_device.spread.change),
         verdict_cell(score.health),
     ]
     return Row([*cells, *([score.workload, score.engine, score.dtype, score.weights] if is_forced else [])])

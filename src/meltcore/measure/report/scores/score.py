@@ -18,10 +18,20 @@ from meltcore.measure.documents.score import (
     ScoredRun,
     ScoreLevel,
 )
-from meltcore.measure.documents.values import formatting
 from meltcore.measure.documents.values.definitions import SCORE_DEFINITIONS
-from meltcore.measure.documents.values.formatting import format_number, format_percent
+from meltcore.measure.documents.values.formatting import (
+    NOT_MEASURED,
+    format_change,
+    format_counts,
+    format_duration,
+    format_number,
+    format_percent,
+    format_percentile,
+    format_setting,
+    format_time,
+)
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED, TOO_SMALL
+from meltcore.measure.documents.values.scores import expectations, ratio_line, totals, totals_line
 from meltcore.measure.documents.verdicts import Style, style_of
 from meltcore.measure.report.load.run import machine_section, notes_box
 from meltcore.measure.report.page.charts import NUM_COLORS, Frame, Line, Mark, Strip, line_chart, time_strips
@@ -30,6 +40,7 @@ from meltcore.measure.report.page.page import (
     Block,
     Box,
     Cell,
+    Checks,
     Column,
     Details,
     Facts,
@@ -44,10 +55,8 @@ from meltcore.measure.report.page.page import (
     format_reading,
     numeric_columns,
     percentile_cell,
-    signed_percent,
 )
-from meltcore.measure.report.scores.score_summary import summary_sections
-from meltcore.measure.report.scores.sweep import sweep_page
+from meltcore.measure.report.scores.sweep import device_warnings, sweep_page
 
 _TIME_FRAME = Frame(1120, 0, 64, 1104, 0, 0)
 # What the summary line says of the sustained window, and of clock reasons that are no fault.
@@ -95,7 +104,7 @@ def score_page(result: ScoredRun) -> Page:
     score = result.score
     if score.grid is not None:
         return sweep_page(result)
-    gpu_names = formatting.format_counts([device.name for device in score.devices])
+    gpu_names = format_counts([device.name for device in score.devices])
     rate_text = "no score" if score.output_tokens_per_s is None else format_number(score.output_tokens_per_s)
     details = [score.workload, score.model, score.dtype, f"{score.weights} weights", f"engine {score.engine}"]
     if result.verdict != "OK":
@@ -111,7 +120,7 @@ def score_page(result: ScoredRun) -> Page:
     return Page(
         title=f"{rate_text}{' tok/s' * (rate_text != 'no score')} – {gpu_names} – {score.workload}",
         name="GPU score",
-        subtitle=f"{formatting.format_time(result.started)} · {formatting.format_duration(result.duration_s)}",
+        subtitle=f"{format_time(result.started)} · {format_duration(result.duration_s)}",
         badge=badge,
         style=style,
         device=gpu_names,
@@ -179,7 +188,7 @@ def score_tiles(score: Score) -> list[tuple[str, str, str]]:
     spreads = [device.spread for device in score.devices if device.spread is not None]
     if spreads:
         worst = max(spreads, key=lambda spread: spread.variation)
-        trend = "too short for a trend" if worst.change is None else f"last third {signed_percent(worst.change)}"
+        trend = "too short for a trend" if worst.change is None else f"last third {format_change(worst.change)}"
         tiles.append(("Varies over time by", f"{100 * worst.variation:.1f} %", trend))
     return tiles
 
@@ -261,22 +270,17 @@ def gpu_timeline_figure(device: GpuScore) -> Figure | None:
 
 def format_percentile_ms(distribution: Distribution, name: str) -> str:
     """Format a percentile in milliseconds, or in seconds if at least 10 s."""
-    formatted = formatting.format_percentile(distribution, name)
-    if formatted in (TOO_SMALL, formatting.NOT_MEASURED):
+    formatted = format_percentile(distribution, name)
+    if formatted in (TOO_SMALL, NOT_MEASURED):
         return formatted
     value_ms = getattr(distribution, name)
     return f"{formatted} ms" if value_ms < 10_000 else f"{value_ms / 1000:.1f} s"
 
 
 def _device_section(device: GpuScore) -> Section:
-    blocks: list[Block] = []
-    if device.failure:
-        blocks.append(Box("bad", text=device.failure, console=False))
-    health = device.health
-    if health is not None and health.reasons:
-        blocks.append(Box(style_of(health.verdict), items=health.reasons))
+    blocks, health = device_warnings(device), device.health
     if device.spread is not None:
-        trend = "" if device.spread.change is None else f", last third {signed_percent(device.spread.change)}"
+        trend = "" if device.spread.change is None else f", last third {format_change(device.spread.change)}"
         blocks.append(Text(f"Over time: varies by {100 * device.spread.variation:.1f} %{trend}.", "small"))
     blocks += [Text(line, "small") for line in [_summary_line(device)] if line]
     blocks += [figure for figure in [gpu_timeline_figure(device)] if figure is not None]
@@ -408,13 +412,9 @@ def _level_line(
 
 def _utilization_lines(device: GpuScore) -> list[Line]:
     return [
-        replace(_level_line(name, color, device, partial(_mean_utilization, device, key), "%"), dashed=dashed)
+        replace(_level_line(name, color, device, partial(device.mean_utilization, key=key), "%"), dashed=dashed)
         for key, name, color, dashed in _UTILIZATION_LINES
     ]
-
-
-def _mean_utilization(device: GpuScore, key: str, level: ScoreLevel) -> float | None:
-    return device.mean_utilization(level, key)
 
 
 def _latency_lines(device: GpuScore, key: str) -> list[Line]:
@@ -444,8 +444,8 @@ def _setting_facts(score: Score) -> list[tuple[str, str]]:
         *_prompt_file_facts(score),
         ("Model", f"{score.model}, {score.weights} weights, {score.dtype}"),
         ("Engine", f"meltcore {score.engine}"),
-        ("Requested duration", formatting.format_duration(score.duration_s)),
-        *((name, formatting.format_setting(value)) for name, value in score.devices[0].engine_settings.items()),
+        ("Requested duration", format_duration(score.duration_s)),
+        *((name, format_setting(value)) for name, value in score.devices[0].engine_settings.items()),
     ]
 
 
@@ -471,3 +471,28 @@ def _definition_facts() -> list[tuple[str, str]]:
 def _format_p50(distribution: Distribution) -> str:
     cell = percentile_cell(distribution, "p50")
     return cell.console_text or cell.text
+
+
+def summary_sections(score: Score) -> list[Block]:
+    """Build a section with the totals and the three expectations; no section if no device completed a window."""
+    sums = totals(score)
+    if not sums.output_tokens:
+        return []
+    lines = [Text(line, "lead") for line in (totals_line(sums), *map(ratio_line, score.references))]
+    return [Section("Summary", [*lines, *expectation_blocks(score)])]
+
+
+def expectation_blocks(score: Score) -> list[Block]:
+    """Build one line per expectation with its verdict, and the rules in small print."""
+    results = expectations(score)
+    checks = [
+        (
+            style_of(expectation.verdict),
+            expectation.verdict,
+            expectation.name,
+            f"expected {expectation.expected}: seen {expectation.seen}".replace("seen not measured", "not measured"),
+        )
+        for expectation in results
+    ]
+    rules = "; ".join(f"{expectation.name}: {expectation.rule}" for expectation in results)
+    return [Checks(checks, console=True), Text(f"Rules: {rules}.", "small")]

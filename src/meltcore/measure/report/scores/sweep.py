@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from statistics import median
 
 from meltcore.measure.documents.score import GpuScore, ScoredRun, ScoreLevel, SweepGrid
-from meltcore.measure.documents.values import formatting
-from meltcore.measure.documents.values.formatting import format_number
+from meltcore.measure.documents.values.formatting import (
+    format_counts,
+    format_duration,
+    format_number,
+    format_setting,
+    format_time,
+)
 from meltcore.measure.documents.verdicts import Style, style_of
 from meltcore.measure.report.load.run import machine_section, notes_box
 from meltcore.measure.report.page.charts_isometric import isometric_bars
@@ -40,7 +45,7 @@ def sweep_page(result: ScoredRun) -> Page:
     """Build the page: warnings, the charts and cells of each device, then the settings."""
     score, grid = result.score, result.score.grid
     assert grid is not None, "only sweeps have this page"
-    gpu_names = formatting.format_counts([device.name for device in score.devices])
+    gpu_names = format_counts([device.name for device in score.devices])
     max_rate = max((level.output_tokens_per_s for device in score.devices for level in device.sweep), default=None)
     style: Style = "plain" if result.verdict == "OK" else style_of(result.verdict)
     reason_boxes = [Box("bad", "Reasons to distrust this run", items=result.reasons)] if result.reasons else []
@@ -51,7 +56,7 @@ def sweep_page(result: ScoredRun) -> Page:
     return Page(
         title=f"sweep – {gpu_names} – {score.workload}",
         name="load sweep",
-        subtitle=f"{formatting.format_time(result.started)} · {formatting.format_duration(result.duration_s)}",
+        subtitle=f"{format_time(result.started)} · {format_duration(result.duration_s)}",
         badge="SWEEP" if result.verdict == "OK" else str(result.verdict),
         style=style,
         conclusion=f"{conclusion}  ({', '.join(details)})",
@@ -125,16 +130,17 @@ def temperature_lines(device: GpuScore, grid: SweepGrid) -> list[str]:
     return lines
 
 
+def device_warnings(device: GpuScore) -> list[Block]:
+    """Return boxes with the failure of a device, and with the reasons against its health."""
+    failure = [Box("bad", text=device.failure, console=False)] if device.failure else []
+    if device.health is None or not device.health.reasons:
+        return [*failure]
+    return [*failure, Box(style_of(device.health.verdict), items=device.health.reasons)]
+
+
 def _device_section(device: GpuScore, grid: SweepGrid) -> Section:
-    blocks: list[Block] = []
-    if device.failure:
-        blocks.append(Box("bad", text=device.failure, console=False))
-    health = device.health
-    if health is not None and health.reasons:
-        blocks.append(Box(style_of(health.verdict), items=health.reasons))
-    blocks += [Figures(sweep_charts(device, grid))]
-    blocks += [Text(line, "small") for line in temperature_lines(device, grid)]
-    blocks.append(_cell_table(device.sweep))
+    lines = [Text(line, "small") for line in temperature_lines(device, grid)]
+    blocks = [*device_warnings(device), Figures(sweep_charts(device, grid)), *lines, _cell_table(device.sweep)]
     return Section(f"{device.label}: {device.name}", blocks)
 
 
@@ -179,5 +185,5 @@ def _setting_facts(device: GpuScore, grid: SweepGrid) -> list[tuple[str, str]]:
         ("Temperature", ", ".join(f"{value:g}" for value in grid.temperatures)),
         ("Prompt", f"{grid.prompt_tokens} random tokens"),
         ("Time per cell", f"{grid.cell_s:.1f} s"),
-        *((name, formatting.format_setting(value)) for name, value in device.engine_settings.items()),
+        *((name, format_setting(value)) for name, value in device.engine_settings.items()),
     ]
