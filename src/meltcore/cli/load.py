@@ -109,7 +109,7 @@ def _run_fleet(args: argparse.Namespace) -> int:
 def _measure(config: "LoadConfig", folder: "RunFolder", console: "Console") -> "RunResult":
     from dataclasses import replace
 
-    from meltcore.measure.load.run.run import level_bars, measure
+    from meltcore.measure.load.run.runner import level_bars, measure
 
     with level_bars(config.levels, console) as on_progress:
         return measure(replace(config, records_path=folder.requests_path), sys.argv[1:], on_progress)

@@ -1,7 +1,7 @@
 """What `meltcore load` sends to models of the task, and reads."""
 
 from meltcore.measure.load.tasks.task import MeasuredTask
-from meltcore.measure.load.workloads.json_response import TextResponse
+from meltcore.measure.load.wire.response import TextResponse
 from meltcore.measure.load.workloads.sentences import text_workload
 from meltcore.measure.load.workloads.workload import Prompt
 

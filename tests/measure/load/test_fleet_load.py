@@ -31,13 +31,13 @@ from meltcore.measure.load.fleet.fleet_config import (
     shares_of,
     split_connections,
 )
-from meltcore.measure.load.fleet.fleet_experiment import (
+from meltcore.measure.load.fleet.fleet_gates import (
     ExperimentSpec,
     choose_models,
     experiment_gates,
+    fleet_health,
     load_experiment,
 )
-from meltcore.measure.load.fleet.fleet_health import fleet_health
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import NUM_WARMUPS, FleetLevels, Stream
 from meltcore.measure.load.record import RecordFile

@@ -10,9 +10,8 @@ import pytest
 
 from meltcore.measure.load.record import RequestRecord, TaskWork
 from meltcore.measure.load.tasks.translation import TranslationResponse
-from meltcore.measure.load.wire.response import BaseResponse, error_message, whole_text
+from meltcore.measure.load.wire.response import BaseResponse, TextResponse, error_message, whole_text
 from meltcore.measure.load.wire.stream import StreamedResponse, UnstreamedResponse
-from meltcore.measure.load.workloads.json_response import TextResponse
 
 STREAM, JSON = "text/event-stream", "application/json"
 END = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'

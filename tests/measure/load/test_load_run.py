@@ -16,7 +16,7 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.load.config import LoadConfig
-from meltcore.measure.load.run.run import measure
+from meltcore.measure.load.run.runner import measure
 from meltcore.measure.load.token_counter import TokenCounter, open_tokenizer
 from meltcore.measure.load.wire.connection import resolve_target
 

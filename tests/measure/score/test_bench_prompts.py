@@ -8,11 +8,11 @@ import pytest
 
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
-from meltcore.measure.score import prompts, workload
+from meltcore.measure.score import plan as score_plan
+from meltcore.measure.score import workload
 from meltcore.measure.score.config import BenchConfig
 from meltcore.measure.score.engine_process import EngineError
-from meltcore.measure.score.plan import make_plan
-from meltcore.measure.score.prompts import load_prompts
+from meltcore.measure.score.plan import load_prompts, make_plan
 
 
 def file_of(folder: Path, content: bytes | str, name: str = "mine.txt") -> str:
@@ -57,10 +57,10 @@ def test_jsonl_holds_prompts_with_line_breaks_and_other_fields(tmp_path: Path) -
 def test_bad_file_is_refused_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, message: str
 ) -> None:
-    monkeypatch.setattr(prompts, "MAX_LINE_CHARACTERS", 50)
-    monkeypatch.setattr(prompts, "MAX_PROMPTS", 3)
-    monkeypatch.setattr(prompts, "MAX_PROMPT_TOKENS", 10)
-    monkeypatch.setattr(prompts, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(score_plan, "MAX_LINE_CHARACTERS", 50)
+    monkeypatch.setattr(score_plan, "MAX_PROMPTS", 3)
+    monkeypatch.setattr(score_plan, "MAX_PROMPT_TOKENS", 10)
+    monkeypatch.setattr(score_plan, "MAX_FILE_BYTES", 100)
     with pytest.raises(ConfigError, match=message):
         load_prompts(file_of(tmp_path, content, name), None, cpu=True)
 
@@ -80,7 +80,7 @@ def test_tokenizer_comes_from_a_checkpoint_folder(tmp_path: Path) -> None:
         load_prompts(file, "Qwen/Qwen3-0.6B", cpu=False)
     with pytest.raises(ConfigError, match=r"tokenizer .*tokenizer\.json"):
         load_prompts(file, str(tmp_path), cpu=False)
-    bundled = str(prompts._CPU_MODEL)
+    bundled = str(score_plan._CPU_MODEL)
     assert load_prompts(file, bundled, cpu=False).tokens == load_prompts(file, None, cpu=True).tokens
 
 

@@ -7,7 +7,7 @@ from meltcore.common.gpus.metrics import METRICS, NOT_APPLICABLE, UNKNOWN, Value
 from meltcore.common.gpus.reader import Sample
 from meltcore.common.gpus.select import GpuInfo
 from meltcore.measure.node.monitor.recording import Recording, RecordingEnd, RecordingStart
-from meltcore.measure.score.telemetry import gpu_health, power_w, time_series, total_memory_bytes, utilization
+from meltcore.measure.score.assemble import gpu_health, power_w, time_series, total_memory_bytes, utilization
 
 INTERVAL_S = 0.1
 

@@ -164,20 +164,13 @@ class LoadConfig:
     @property
     def levels(self) -> list[Level]:
         """Return the levels in the order they run."""
-        if self.request_rate:
-            default_num_requests = [max(1, round(rate * 30)) for rate in self.request_rate]
-            return [
-                Level(concurrency=0, rate=rate, num_requests=num_requests)
-                for rate, num_requests in zip(
-                    self.request_rate, self._num_requests_per_level(default_num_requests), strict=False
-                )
-            ]
-        default_num_requests = [max(concurrency, min(200, 20 * concurrency)) for concurrency in self.concurrency]
+        loads: list[tuple[int, float | None, int]] = [
+            (0, rate, max(1, round(rate * 30))) for rate in self.request_rate
+        ] or [(concurrency, None, max(concurrency, min(200, 20 * concurrency))) for concurrency in self.concurrency]
+        num_prompts = self.num_prompts * (len(loads) if len(self.num_prompts) == 1 else 1)
         return [
-            Level(concurrency=concurrency, rate=None, num_requests=num_requests)
-            for concurrency, num_requests in zip(
-                self.concurrency, self._num_requests_per_level(default_num_requests), strict=False
-            )
+            Level(concurrency=concurrency, rate=rate, num_requests=num_prompts[index] if num_prompts else default)
+            for index, (concurrency, rate, default) in enumerate(loads)
         ]
 
     @property
@@ -204,12 +197,6 @@ class LoadConfig:
         unpublished_fields = {"api_key", "records_path", "tokenizer", "url"}
         published_fields = {name: value for name, value in asdict(self).items() if name not in unpublished_fields}
         return {**published_fields, "timeouts": self.timeouts._asdict(), "workload": published_workload(self.workload)}
-
-    def _num_requests_per_level(self, defaults: list[int]) -> list[int]:
-        """Return the number of requests of each level: `num_prompts` where given, else the defaults."""
-        if len(self.num_prompts) == 1:
-            return list(self.num_prompts) * len(defaults)
-        return list(self.num_prompts) or defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,24 +251,22 @@ def parse_range(text: str, name: str) -> IntRange:
     return bounds
 
 
-def parse_fields(text: str, name: str, allowed_names: tuple[str, ...]) -> dict[str, str]:
-    """Parse fields such as `in=128,out=64` into a dict. Raises ConfigError for an unknown or repeated field."""
+def workload_fields(spec: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Parse the options after the colon of a workload, such as `in=128,out=64`.
+
+    Raises ConfigError for an unknown or repeated option.
+    """
     fields: dict[str, str] = {}
-    for field_text in filter(None, text.split(",")):
+    for field_text in filter(None, spec.partition(":")[2].split(",")):
         match = _FIELD_PATTERN.fullmatch(field_text)
-        if match is None or match[1] not in allowed_names:
+        if match is None or match[1] not in names:
             raise ConfigError(
-                f"{name}: {field_text!r} is not one of {', '.join(f'{field}=...' for field in allowed_names)}"
+                f"workload {spec}: {field_text!r} is not one of {', '.join(f'{field}=...' for field in names)}"
             )
         if match[1] in fields:
-            raise ConfigError(f"{name}: {match[1]} is given twice")
+            raise ConfigError(f"workload {spec}: {match[1]} is given twice")
         fields[match[1]] = match[2]
     return fields
-
-
-def workload_fields(spec: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the options after the colon of a workload. Raises ConfigError for an unknown or repeated option."""
-    return parse_fields(spec.partition(":")[2], f"workload {spec}", names)
 
 
 def parse_numbers(text: str, name: str, number_type: type[_Number]) -> tuple[_Number, ...]:

@@ -25,12 +25,11 @@ from meltcore.measure.node.monitor.recording import read_recording
 from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
 from meltcore.measure.report.render import save_document
 from meltcore.measure.score import workload
-from meltcore.measure.score.assemble import MonitoredRun, assemble
+from meltcore.measure.score.assemble import MonitoredRun, assemble, memory_in_use_bytes, total_memory_bytes
 from meltcore.measure.score.config import BenchConfig
 from meltcore.measure.score.device import Device, DeviceRun
 from meltcore.measure.score.engine_process import EngineError
 from meltcore.measure.score.plan import ScorePlan, make_plan
-from meltcore.measure.score.telemetry import memory_in_use_bytes, total_memory_bytes
 
 SAMPLES_FILE = "samples.jsonl"
 INTERVAL_S = 0.1

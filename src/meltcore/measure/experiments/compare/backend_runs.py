@@ -38,7 +38,7 @@ from meltcore.measure.experiments.servers import (
     run_server,
     server_version,
 )
-from meltcore.measure.load.run.run import measure
+from meltcore.measure.load.run.runner import measure
 from meltcore.measure.load.tasks.task import throughput_text
 from meltcore.measure.node.monitor.recording import read_recording
 from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings

@@ -30,7 +30,7 @@ from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.verdicts import SCORED
 from meltcore.measure.experiments.servers import START_LIMIT_S, ServerCommand, run_server, server_version
 from meltcore.measure.load.config import LoadConfig
-from meltcore.measure.load.run.run import measure
+from meltcore.measure.load.run.runner import measure
 from meltcore.measure.report.comparisons.compare_starts import compare_starts, find_metric
 from meltcore.measure.report.comparisons.comparison import comparison_markdown, comparison_page
 from meltcore.measure.report.page.html import write_page

@@ -39,8 +39,7 @@ from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import level_line, level_status
 from meltcore.measure.load.record import RequestRecord
-from meltcore.measure.load.run.run import level_bars
-from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.run.runner import level_bars, run_levels
 from meltcore.measure.load.tasks.generation import CHAT_PATH
 from meltcore.measure.load.tasks.task import MeasuredTask, Problem, tasks
 from meltcore.measure.report.load.fleet_levels import mixed_tables

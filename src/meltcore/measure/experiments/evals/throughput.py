@@ -27,8 +27,7 @@ from meltcore.measure.experiments.evals.config import NUM_SPOT_CHECKS, Throughpu
 from meltcore.measure.experiments.servers import Api
 from meltcore.measure.load.config import RANDOM_HIGH_ID, RANDOM_LOW_ID, LoadConfig
 from meltcore.measure.load.record import RequestRecord
-from meltcore.measure.load.run.run import level_bars
-from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.run.runner import level_bars, run_levels
 from meltcore.measure.load.tasks.generation import IGNORE_EOS_FIELDS
 from meltcore.measure.load.token_counter import TokenCounter
 

@@ -39,7 +39,7 @@ from meltcore.measure.documents.verdicts import SCORED
 from meltcore.measure.experiments.servers import START_LIMIT_S, ServerCommand, ServerProcess, run_server
 from meltcore.measure.experiments.tune.config import BatchingOptions
 from meltcore.measure.load.config import LoadConfig
-from meltcore.measure.load.run.run import measure
+from meltcore.measure.load.run.runner import measure
 from meltcore.measure.report.comparisons.tuning import tuning_page
 from meltcore.measure.report.page.html import write_page
 

@@ -1,34 +1,38 @@
-"""Runs `meltcore load --fleet` once: its parts, the health of each model and the result."""
+"""Runs `meltcore load --fleet` once: finds the models, runs the parts, and returns the result with its gates."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import uvloop
 
+from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import FleetLevel, FleetLoad, Interference, ModelUnderLoad, Part, StreamLoad
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.verdicts import Verdict, worst_verdict
 from meltcore.measure.load.fleet.fleet_config import PAIRS, FleetLoadConfig, shares_of, split_connections
-from meltcore.measure.load.fleet.fleet_experiment import (
+from meltcore.measure.load.fleet.fleet_gates import (
     ExperimentSpec,
     choose_models,
+    fleet_health,
     load_experiment,
     make_experiment,
 )
-from meltcore.measure.load.fleet.fleet_health import fleet_health
-from meltcore.measure.load.fleet.fleet_models import find_models
 from meltcore.measure.load.fleet.fleet_streams import FleetLevels, Stream
 from meltcore.measure.load.record import RecordFile
 from meltcore.measure.load.run.runner import check_limits
 from meltcore.measure.load.run.streams import OnProgress
-from meltcore.measure.load.tasks.task import ServedModel, tasks
-from meltcore.measure.load.wire.connection import Target, resolve_target, run_coroutine
+from meltcore.measure.load.tasks.task import ServedModel, default_task, find_task, tasks
+from meltcore.measure.load.wire.connection import HttpRequestError, Target, request, resolve_target, run_coroutine
+from meltcore.measure.load.wire.probe import PROBE_TIMEOUT_S
+from meltcore.measure.load.wire.response import BadJsonError, decode_json
 
 # Called with each level once it is over: what a killed run leaves behind.
 OnFleetLevel = Callable[[FleetLevel], None]
@@ -251,3 +255,33 @@ class _FleetRun:
 
 def _stream(model: ModelUnderLoad, connections: int) -> Stream:
     return Stream(name=model.name, model=model.name, workload=model.workload, connections=connections)
+
+
+async def find_models(target: Target, names: Sequence[str] = ()) -> list[ServedModel]:
+    """Return the models of /v1/models without aliases, in the server's order. With `names`, return only these models.
+
+    Raises ConfigError if the server does not answer, lists no model, or lacks one of `names`.
+    """
+    try:
+        response = await request(target, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S)
+    except HttpRequestError as error:
+        raise ConfigError(f"{target.url} does not answer: {error}") from error
+    try:
+        cards = decode_json(msgspec.json.Decoder(), response.body)["data"] if response.status == 200 else []
+        ids = {str(card["id"]) for card in cards}
+    except (BadJsonError, KeyError, TypeError) as error:
+        raise ConfigError(f"/v1/models of {target.url} is no list of models: {response.body[:80]!r}") from error
+    unknown = [name for name in names if name not in ids]
+    if unknown:
+        raise ConfigError(f"--models: {unknown[0]} is not served; {target.url} has {', '.join(sorted(ids)) or 'none'}")
+    if not cards:
+        raise ConfigError(f"/v1/models of {target.url} names no model (status {response.status})")
+    if names:
+        return [_served(card) for card in cards if card["id"] in names]
+    return [_served(card) for card in cards if card.get("root", card["id"]) == card["id"] or card["root"] not in ids]
+
+
+def _served(card: Mapping[str, Any]) -> ServedModel:
+    word = str(card.get("task") or default_task().name)
+    task = find_task(word, f"/v1/models: {card['id']} has the task {word!r}")
+    return ServedModel(name=str(card["id"]), task=task.name, card=card)

@@ -15,7 +15,14 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure import problems
 from meltcore.measure.documents.schema import LevelResult, TokenCountSource
 from meltcore.measure.documents.values.formatting import format_number
-from meltcore.measure.load.config import RANDOM_HIGH_ID, RANDOM_LOW_ID, IntRange, LoadConfig, parse_fields, parse_range
+from meltcore.measure.load.config import (
+    RANDOM_HIGH_ID,
+    RANDOM_LOW_ID,
+    IntRange,
+    LoadConfig,
+    parse_range,
+    workload_fields,
+)
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.tasks.task import (
     ACCURACY,
@@ -66,7 +73,7 @@ def load_workload(spec: str, *, num_requests: int, seed: int, max_tokens: int | 
     if workload_type == "problems":
         return _problem_workload(spec, options_text or "short", num_requests, seed, max_tokens)
     if workload_type == "random":
-        return _random_workload(spec, options_text, seed, max_tokens)
+        return _random_workload(spec, seed, max_tokens)
     return _file_workload(Path(spec), max_tokens)
 
 
@@ -86,12 +93,12 @@ def _problem_workload(name: str, kind: str, num_requests: int, seed: int, max_to
     return Workload(name, prompt, is_graded=True)
 
 
-def _random_workload(name: str, options_text: str, seed: int, max_tokens: int | None) -> Workload:
+def _random_workload(spec: str, seed: int, max_tokens: int | None) -> Workload:
     """Return prompts of random token ids.
 
     Text that is decoded from random ids would encode to another number of tokens.
     """
-    fields = parse_fields(options_text, f"workload {name}", ("in", "out", "vocab", "eos"))
+    fields = workload_fields(spec, ("in", "out", "vocab", "eos"))
     input_range = parse_range(fields.get("in", "128"), "random:in")
     output_range = parse_range(fields.get("out", str(max_tokens or 128)), "random:out")
     high_id = parse_range(fields.get("vocab", str(RANDOM_HIGH_ID)), "random:vocab").high
@@ -107,7 +114,7 @@ def _random_workload(name: str, options_text: str, seed: int, max_tokens: int | 
             fields |= IGNORE_EOS_FIELDS
         return Prompt(COMPLETIONS_PATH, fields)
 
-    return Workload(name, prompt, is_graded=False)
+    return Workload(spec, prompt, is_graded=False)
 
 
 def _draw_length(rng: random.Random, length_range: IntRange) -> int:

@@ -29,8 +29,7 @@ from meltcore.measure.load.tasks.task import (
 )
 from meltcore.measure.load.tasks.transcription import DEMO_LANGUAGE
 from meltcore.measure.load.tasks.transcription import PATH as READER_PATH
-from meltcore.measure.load.wire.response import BaseResponse
-from meltcore.measure.load.workloads.json_response import COMPLETE, Failure
+from meltcore.measure.load.wire.response import COMPLETE, BaseResponse, Failure
 from meltcore.measure.load.workloads.sentences import TEXT_OPTIONS, text_workload
 from meltcore.measure.load.workloads.wav import WavReader
 from meltcore.measure.load.workloads.workload import Clip, Prompt, Workload

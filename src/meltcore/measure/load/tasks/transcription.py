@@ -23,7 +23,7 @@ from meltcore.measure.load.tasks.task import (
     task_load,
     work,
 )
-from meltcore.measure.load.workloads.json_response import TextResponse
+from meltcore.measure.load.wire.response import TextResponse
 from meltcore.measure.load.workloads.sentences import make_grader
 from meltcore.measure.load.workloads.workload import Clip, Prompt, Workload
 

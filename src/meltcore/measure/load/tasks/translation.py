@@ -26,8 +26,7 @@ from meltcore.measure.load.tasks.task import (
     task_load,
     work,
 )
-from meltcore.measure.load.wire.response import decode_json, whole_count
-from meltcore.measure.load.workloads.json_response import COMPLETE, Failure, JsonResponse
+from meltcore.measure.load.wire.response import COMPLETE, Failure, JsonResponse, decode_json, whole_count
 from meltcore.measure.load.workloads.sentences import DEFAULT_WORDS, TEXT_OPTIONS, Texts, make_grader
 from meltcore.measure.load.workloads.workload import Clip, Prompt, Workload
 from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases

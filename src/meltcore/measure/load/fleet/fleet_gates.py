@@ -1,8 +1,12 @@
-"""Reads experiments on interference: the load of each stream, first alone and then together, and the limits."""
+"""The gates of a load on a fleet: the health of each model and of the fleet, and the limits of an experiment.
+
+Health counts lost requests and refusals, and holds p95 against limits. An experiment on interference loads each stream
+alone and then all of them together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +14,109 @@ import msgspec
 from msgspec import Meta
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.schema import CheckResult, Distribution, FleetExperiment, LevelResult, StreamLoad
+from meltcore.measure.documents.schema import (
+    CheckResult,
+    Distribution,
+    FleetExperiment,
+    FleetLoad,
+    LevelResult,
+    StreamLoad,
+)
 from meltcore.measure.documents.values.formatting import format_number, format_percent
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED, TOO_SMALL
+from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.load.tasks.task import ServedModel, first_latency, task_of
 
 _Ratio = Annotated[float, Meta(gt=0)]
+
+
+def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[CheckResult]:
+    """Return one line per model and one line for the fleet.
+
+    A model fails if it lost a request. It also fails if its p95 is above a limit in the smallest mixed level that has
+    enough samples.
+    """
+    models = [_model_line(model.name, result, p95_limits_ms) for model in result.models]
+    loads = list(_loads(result))
+    failed = [line.name for line in models if line.status == "FAIL"]
+    not_run = [line.name for line in models if line.status == "NOT RUN"]
+    detail = f"{_counts(loads)}; {len(models) - len(failed) - len(not_run)} of {len(models)} models are well"
+    status: CheckVerdict = "FAIL" if failed else "NOT RUN" if not_run or not loads else "PASS"
+    if not_run:
+        detail += f", {', '.join(not_run)} had no request"
+    if result.status == "partial":
+        status, detail = "FAIL", f"{detail}; the run ended early"
+    return [*models, CheckResult(name="fleet", status=status, detail=detail)]
+
+
+def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> CheckResult:
+    loads = [load for load in _loads(result) if load.model == name]
+    if not sum(load.level.requests for load in loads):
+        return CheckResult(name=name, status="NOT RUN", detail="no requests")
+    details, is_well = [_counts(loads)], not any(load.lost for load in loads)
+    failures: dict[str, int] = {}
+    for load in loads:
+        for reason, count in load.level.failures.items():
+            failures[reason] = failures.get(reason, 0) + count
+    details += [f"{count:,} x {reason}" for reason, count in sorted(failures.items(), key=lambda each: -each[1])[:2]]
+    for metric, limit in p95_limits_ms.items():
+        found = _against_limit(name, result, metric, limit)
+        if found is not None:
+            details.append(found[1])
+            is_well = is_well and found[0]
+    return CheckResult(name=name, status="PASS" if is_well else "FAIL", detail="; ".join(details))
+
+
+def _against_limit(name: str, result: FleetLoad, metric: str, limit: float) -> tuple[bool, str] | None:
+    """Return whether the smallest mixed level keeps the limit, and a sentence on the levels up to which it holds.
+
+    Returns None if no level measured the metric.
+    """
+    measured = [
+        (sum(stream.level.concurrency for stream in level.streams), distribution.p95)
+        for level in result.levels
+        if level.part == "mixed"
+        for load in level.streams
+        if load.model == name and (distribution := _latency(load, metric)) is not None and distribution.p95 is not None
+    ]
+    if not measured:
+        has_samples = any(_latency(load, metric) is not None for load in _loads(result) if load.model == name)
+        return (True, f"p95 of {metric}: too few samples, {SAMPLES_NEEDED['p95']} needed") if has_samples else None
+    kept = []
+    for connections, p95 in measured:
+        if p95 > limit:
+            break
+        kept.append(connections)
+    first_connections, first_p95 = measured[0]
+    text = f"p95 of {metric} {format_number(first_p95)} ms at {first_connections:,} connections, limit {limit:g} ms"
+    return bool(kept), f"{text}, kept up to {kept[-1]:,}" if kept else text
+
+
+def _latency(load: StreamLoad, metric: str) -> Distribution | None:
+    if metric == "e2e":
+        return load.level.e2e_ms
+    has_audio = load.level.task is not None
+    return first_latency(load.level) if has_audio == (metric == "first_audio") else None
+
+
+def _loads(result: FleetLoad) -> Iterator[StreamLoad]:
+    for level in result.levels:
+        yield from level.streams
+    seen: set[str] = set()
+    for pair in result.interference:
+        yield from (pair.beside, pair.aggressor_load)
+        if pair.victim not in seen:
+            yield pair.alone
+        seen.add(pair.victim)
+    if result.experiment is not None:
+        yield from (*result.experiment.alone, *result.experiment.together)
+
+
+def _counts(loads: Sequence[StreamLoad]) -> str:
+    requests, lost = (sum(getattr(load.level, name) for load in loads) for name in ("requests", "failed"))
+    refused, refusals = (sum(getattr(load, name) for load in loads) for name in ("refused", "refusals"))
+    share = format_percent(refused / requests if requests else 0.0)
+    return f"{requests:,} requests, {lost:,} lost, {refused:,} refused at first ({share}; {refusals:,} refusals)"
 
 
 class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,7 +213,7 @@ def experiment_gates(
 
 
 def _p95_gate(name: str, metric: str, limit: float, alone: LevelResult, together: LevelResult) -> CheckResult:
-    before, after = (_latency(level, metric) for level in (alone, together))
+    before, after = (level.e2e_ms if metric == "e2e" else first_latency(level) for level in (alone, together))
     word = "end to end" if metric == "e2e" else task_of(alone).first_word
     title = f"{name}: p95 of {word}"
     if before is None or after is None or before.p95 is None or after.p95 is None or not before.p95:
@@ -127,10 +228,6 @@ def _p95_gate(name: str, metric: str, limit: float, alone: LevelResult, together
         detail=f"{format_number(before.p95)} ms alone, {format_number(after.p95)} ms together: {ratio:.2f} times, "
         f"limit {limit:g}; p99 {p99}",
     )
-
-
-def _latency(level: LevelResult, metric: str) -> Distribution | None:
-    return level.e2e_ms if metric == "e2e" else first_latency(level)
 
 
 def _throughput_gate(name: str, limit: float, alone: StreamLoad, together: StreamLoad) -> CheckResult:
