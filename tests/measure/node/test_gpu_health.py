@@ -7,8 +7,7 @@ from hardware_tools import INTERVAL_S, run_of, sample
 
 from meltcore.common.gpus.metrics import METRICS, NOT_APPLICABLE, UNKNOWN, Value
 from meltcore.common.gpus.reader import Sample
-from meltcore.measure.node.monitor.health import HealthReport, judge_health
-from meltcore.measure.node.monitor.summary import summarize
+from meltcore.measure.node.monitor.summary import HealthReport, judge_health, summarize
 
 
 def verdict(samples: list[Sample]) -> HealthReport:

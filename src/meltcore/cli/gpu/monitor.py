@@ -117,7 +117,7 @@ def _process_samples(monitor: "Monitor", samples: "list[Sample]", builders: "lis
 def _print_summary(monitor: "Monitor", builders: "list[SummaryBuilder]") -> int:
     from meltcore.measure.documents.verdicts import MEANINGS, Verdict, worst_verdict
     from meltcore.measure.node.monitor.console import summary_lines
-    from meltcore.measure.node.monitor.health import judge_health
+    from meltcore.measure.node.monitor.summary import judge_health
 
     verdicts: list[Verdict] = []
     for gpu, builder in zip(monitor.start.gpus, builders, strict=True):

@@ -29,9 +29,8 @@ from meltcore.measure.documents.score import (
 from meltcore.measure.documents.served_model import public_name
 from meltcore.measure.documents.values.scores import expectations, totals
 from meltcore.measure.documents.verdicts import Verdict
-from meltcore.measure.node.monitor.health import judge_health
 from meltcore.measure.node.monitor.recording import Recording
-from meltcore.measure.node.monitor.summary import GpuSummary, bucket_means, readable_values, summarize
+from meltcore.measure.node.monitor.summary import GpuSummary, bucket_means, judge_health, readable_values, summarize
 from meltcore.measure.score import workload
 from meltcore.measure.score.counting import DRIFT_LIMIT, rates_over_time, spread
 from meltcore.measure.score.device import DeviceRun

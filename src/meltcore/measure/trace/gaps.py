@@ -2,6 +2,10 @@
 
 This time is cut into gaps in which only collectives ran, only copies ran, or nothing ran. The cause of the last kind
 depends on how the kernel that ends the gap was launched.
+
+The time budget of a step gives all time of a window to a group of kernels, or to the idle time before one, so its rows
+add up to the window exactly. Where kernels overlap, the time belongs to the one that began first, because the others
+did not extend the step yet.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from meltcore.common.errors import ConfigError
@@ -25,10 +29,10 @@ from meltcore.measure.documents.gaps import (
     GapTotal,
     KernelPair,
 )
-from meltcore.measure.trace.budget import AFTER_LAST_KERNEL, TimeBudget, count_steps
-from meltcore.measure.trace.host import HostTimeline
+from meltcore.measure.trace.host import HostTimeline, graph_counts, trace_warnings
 from meltcore.measure.trace.trace import (
     Activity,
+    HostEvent,
     Span,
     Trace,
     clip_spans,
@@ -37,12 +41,15 @@ from meltcore.measure.trace.trace import (
     merge_spans,
     total_length,
 )
-from meltcore.measure.trace.trust import graph_counts, trace_warnings
 
 MAX_PAIRS = 10
 _NS = 1000.0
 _NS_PER_MS = 1e6
 _GROUP = "Trace"
+
+AFTER_LAST_KERNEL = "after the last kernel"
+# Ranges that mark a step: ours, vLLM's, and those of torch.profiler's step().
+_STEP_RANGES = ("step", "execute_", "profilerstep#")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,3 +265,67 @@ def _largest_pairs(gap_list: Sequence[Gap]) -> list[KernelPair]:
         for (before, after), pair_gaps in by_names.items()
     ]
     return sorted(pairs, key=lambda pair: -pair.total_us)[:MAX_PAIRS]
+
+
+@dataclass
+class TimeBudget:
+    """Nanoseconds by group: `ran` is its computing time, `idle_before` the idle time before its kernels."""
+
+    count: Counter[str] = field(default_factory=Counter)
+    kernel_counts: Counter[str] = field(default_factory=Counter)
+    idle_before: Counter[str] = field(default_factory=Counter)
+
+    def add_kernels(self, activities: Sequence[Activity], window: Span) -> None:
+        """Add the computing time within `window`. `activities` overlap it and are sorted by start.
+
+        Collectives and copies are only counted: the caller adds the time in which they ran alone.
+        """
+        position = window[0]
+        for activity in activities:
+            group = {"kernel": kernel_group(activity.name), "collective": COLLECTIVES, "copy": COPIES}[activity.type]
+            self.count[group] += 1
+            if activity.type != "kernel":
+                continue
+            end = min(activity.end, window[1])
+            self.kernel_counts[group] += max(0, end - max(activity.start, position))
+            position = max(position, end)
+
+    def rows(self) -> list[BudgetRow]:
+        """Return the groups, longest first."""
+        rows = [
+            BudgetRow(
+                name=name,
+                count=self.count[name],
+                ran_us=self.kernel_counts[name] / _NS,
+                idle_before_us=self.idle_before[name] / _NS,
+            )
+            for name in self.count.keys() | self.kernel_counts.keys() | self.idle_before.keys()
+        ]
+        return sorted(rows, key=lambda row: (-row.ran_us - row.idle_before_us, row.name))
+
+
+def count_steps(
+    activities: Sequence[Activity], host: Sequence[HostEvent], window: Span, name: str | None
+) -> tuple[int | None, str]:
+    """Count the steps in `window`. Returns the number and the marker.
+
+    Markers are kernels or ranges whose name begins with `name`, or known ranges.
+
+    A mark counts where its middle lies: the range of the first step begins before its first kernel, where the window
+    starts. Returns (None, "") for a trace without marks. Raises ConfigError for a `name` without a match.
+    """
+    marks: list[HostEvent | Activity] = [event for event in host if not event.is_call]
+    marks += activities if name is not None else ()
+    prefixes = _STEP_RANGES if name is None else (name.lower(),)
+    step_ranges = Counter(
+        event.name
+        for event in marks
+        if event.name.lower().startswith(prefixes) and window[0] <= (event.start + event.end) // 2 < window[1]
+    )
+    if name is not None and not step_ranges:
+        raise ConfigError(f"no kernel and no range within the window has a name that begins with {name!r}")
+    if not step_ranges:
+        return None, ""
+    return step_ranges.total(), next(iter(step_ranges)) if len(
+        step_ranges
+    ) == 1 else f"{len(step_ranges)} names, such as {min(step_ranges)}"

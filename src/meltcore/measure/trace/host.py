@@ -1,18 +1,27 @@
-"""The host's activity while a GPU was idle: the thread that launched the next kernel, and its delay."""
+"""The host's side of a trace: why a GPU was idle until the next launch, and whether each launch has its kernels.
+
+CUDA graphs hide kernels from profilers: other tools reported a GPU as 26 % idle that was 99 % busy.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from meltcore.measure.documents.gaps import Cause
-from meltcore.measure.trace.trace import Activity, HostEvent, Span, clip_spans, merge_spans, total_length
+from meltcore.measure.trace.trace import Activity, HostEvent, Span, Trace, clip_spans, merge_spans, total_length
 
 # Calls that return only when the GPU has finished earlier work.
 _SYNCHRONIZING = ("synchronize", "cudamemcpy", "cumemcpy")
 _ASYNCHRONOUS = "async"
 _WAIT_NAMES = ("poll", "select", "epoll", "recv", "wait", "acquire", "sleep", "queue.get", "queue.py")
+
+_GRAPH_LAUNCH = "graphlaunch"
+_KERNEL_LAUNCH = "launchkernel"
+_CAPTURE_BEGINS, _CAPTURE_ENDS = "streambegincapture", "streamendcapture"
+MAX_LOST_SHARE = 0.01  # of launches without a kernel: those at the ends of a recording
+ACTIVITY_MARGIN = 0.10
 
 
 class HostTimeline:
@@ -87,3 +96,87 @@ def _synchronizes(event: HostEvent) -> bool:
 
 def _is_wait(event: HostEvent) -> bool:
     return not event.is_call and any(pattern in event.name.lower() for pattern in _WAIT_NAMES)
+
+
+def graph_counts(trace: Trace, device: int) -> tuple[int, int]:
+    """Return two counts of graphs on this GPU: launches, and kernels.
+
+    A launch counts if its kernels ran on this GPU, or if the trace has no kernels of the launch.
+    """
+    graph_launch_ids = {
+        record.correlation for record in trace.host if record.is_call and _GRAPH_LAUNCH in record.name.lower()
+    }
+    other_device_ids = {record.correlation for record in trace.activities if record.device != device}
+    graph_activities = [
+        record for record in trace.activities if record.device == device and record.correlation in graph_launch_ids
+    ]
+    device_ids = {record.correlation for record in graph_activities}
+    kernels = sum(record.type != "copy" for record in graph_activities)
+    return len(
+        {record for record in graph_launch_ids if record in device_ids or record not in other_device_ids}
+    ), kernels
+
+
+def trace_warnings(trace: Trace, device: int, busy_share: float, activity_share: float | None) -> list[str]:
+    """Return reasons why the trace may be incomplete, or an empty list.
+
+    `busy_share` is the busy fraction of the window by the trace, `activity_share` the same by the GPU's own counters
+    (GPM).
+    """
+    activity_counts: Counter[int | None] = Counter(record.correlation for record in trace.activities)
+    graph_launches = [record for record in trace.host if record.is_call and _GRAPH_LAUNCH in record.name.lower()]
+    reasons = []
+    num_empty = sum(activity_counts[record.correlation] == 0 for record in graph_launches)
+    if num_empty:
+        reasons.append(f"{num_empty:,} of {len(graph_launches):,} graph launches have no kernel in the trace")
+    graph_launch_ids = {record.correlation for record in graph_launches}
+    # A launch before the recording began may be cut, which is no loss: only launches in the trace count.
+    graph_activities = [
+        record for record in trace.activities if record.device == device and record.correlation in graph_launch_ids
+    ]
+    reasons += _incomplete_graphs(graph_activities)
+    kernel_launches = _plain_launches(trace.host)
+    num_lost = sum(activity_counts[record.correlation] == 0 for record in kernel_launches)
+    if kernel_launches and num_lost / len(kernel_launches) > MAX_LOST_SHARE:
+        reasons.append(f"{num_lost:,} of {len(kernel_launches):,} kernel launches have no kernel in the trace")
+    if activity_share is not None and activity_share - busy_share > ACTIVITY_MARGIN:
+        reasons.append(
+            f"the GPU's own counters say it was active {100 * activity_share:.0f} % of the time, "
+            f"the trace {100 * busy_share:.0f} %"
+        )
+    return reasons
+
+
+def _plain_launches(host: list[HostEvent]) -> list[HostEvent]:
+    """Return the kernel launches outside of graph captures; captured kernels run only with their graph."""
+    capturing: set[str] = set()
+    launches = []
+    for event in host:  # sorted by start
+        name = event.name.lower()
+        if _CAPTURE_BEGINS in name:
+            capturing.add(event.thread)
+        elif _CAPTURE_ENDS in name:
+            capturing.discard(event.thread)
+        elif event.is_call and _KERNEL_LAUNCH in name and event.thread not in capturing:
+            launches.append(event)
+    return launches
+
+
+def _incomplete_graphs(activities: list[Activity]) -> list[str]:
+    """Return one line for each graph whose launches have different numbers of kernels.
+
+    The trace has lost records of such a graph.
+    """
+    by_graph: dict[int, Counter[int | None]] = defaultdict(Counter)
+    for activity in activities:
+        if activity.graph is not None:
+            by_graph[activity.graph][activity.correlation] += 1
+    reasons = []
+    for graph, counts in sorted(by_graph.items()):
+        max_kernels = max(counts.values())
+        num_fewer = sum(count < max_kernels for count in counts.values())
+        if num_fewer:
+            reasons.append(
+                f"graph {graph}: {num_fewer:,} of {len(counts):,} launches have fewer than its {max_kernels:,} kernels"
+            )
+    return reasons

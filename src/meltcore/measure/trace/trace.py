@@ -1,6 +1,6 @@
 """A trace: GPU activities and the host calls that launched them. Also time spans, and the groups of kernels.
 
-Times are whole nanoseconds, so sums are exact. `read.py` and `nsight.py` make traces from files.
+Times are whole nanoseconds, so sums are exact. `read.py` makes traces from files.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ class MeasuredCheck(HardwareCheck):
     limit_factor = 3.0  # a slow GPU must be measured, not killed
     seconds: tuple[float, float, float]  # per request in the tiers quick, standard, and full or soak
     setup_s: float  # per request: allocating and warming up
+    soak_fraction = 0.0  # of a soak's hours, for a check that fills them
     # Metrics without an expectation are RECORDED rather than UNKNOWN.
     is_recorded = False
     # Whether the values have expectations; for `corruption` the speed is irrelevant.
@@ -82,6 +83,8 @@ class MeasuredCheck(HardwareCheck):
 
     def request_s(self, context: CertifyContext) -> float:
         """Return how long one request measures in this tier."""
+        if context.tier == "soak" and self.soak_fraction:
+            return self.soak_fraction * 3600 * context.hours
         return self.seconds[min(TIERS.index(context.tier), 2)]
 
     def probe_s(self, context: CertifyContext) -> float:

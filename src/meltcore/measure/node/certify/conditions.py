@@ -13,8 +13,7 @@ from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
 from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.faults import FaultCode
-from meltcore.measure.node.monitor.health import LOST_PROBLEM
-from meltcore.measure.node.monitor.summary import GpuSummary, readable_values, summarize
+from meltcore.measure.node.monitor.summary import LOST_PROBLEM, GpuSummary, readable_values, summarize
 
 # Counters whose growth is a fault: key, fault code, text.
 _ERRORS: dict[str, tuple[FaultCode, str]] = {

@@ -15,8 +15,7 @@ from meltcore.common.gpus.reader import Sample
 from meltcore.common.gpus.select import GpuInfo
 from meltcore.common.gpus.xid import describe
 from meltcore.common.sizes import GIB
-from meltcore.measure.node.monitor.health import HealthReport
-from meltcore.measure.node.monitor.summary import GpuSummary, MetricSummary, readable_values
+from meltcore.measure.node.monitor.summary import GpuSummary, HealthReport, MetricSummary, readable_values
 
 _UNREADABLE_MARK = "?"
 # Contents of a line: key, text before the number, text after it.

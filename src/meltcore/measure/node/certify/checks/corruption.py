@@ -10,7 +10,6 @@ from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.judge import Judgement
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult, Setting
 
-_SOAK_FRACTION = 0.2
 _SIZE = 4096
 _GEMMS_PER_ROUND = 100
 
@@ -26,6 +25,7 @@ class CorruptionCheck(MeasuredCheck):
     limit_factor = 1.2  # its duration is fixed
     seconds = (0.0, 10.0, 120.0)
     setup_s = 10.0
+    soak_fraction = 0.2
     is_recorded = True  # until `adjust` has compared the bits
     has_expectations = False
 
@@ -33,10 +33,6 @@ class CorruptionCheck(MeasuredCheck):
         """Return one request."""
         settings: dict[str, Setting] = {"dtype": "bf16", "size": _SIZE, "seconds": self.request_s(context)}
         return [ProbeRequest(key="corruption/repeat", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
-
-    def request_s(self, context: CertifyContext) -> float:
-        """Return the duration of a request; in a soak, a fifth of its hours."""
-        return _SOAK_FRACTION * 3600 * context.hours if context.tier == "soak" else super().request_s(context)
 
     def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
         """Fail GPUs whose results changed or differ from most GPUs of their type."""

@@ -11,7 +11,6 @@ from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.judge import Judgement, format_three_digits
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult, Setting
 
-_SOAK_FRACTION = 0.8  # of a soak's hours; the rest is for silent data corruption
 _MAX_SAMPLES = 600
 # A warm GPU is up to 3 % slower than a cold one (H200 SXM: 1 to 2 steps of 15 MHz, and leakage under its power limit).
 _DRIFT_FRACTION = 0.95
@@ -27,6 +26,7 @@ class SustainedCheck(MeasuredCheck):
     limit_factor = 1.2  # its duration is fixed
     seconds = (0.0, 30.0, 300.0)
     setup_s = 10.0
+    soak_fraction = 0.8  # the rest is for silent data corruption
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
         """Return one request."""
@@ -35,10 +35,6 @@ class SustainedCheck(MeasuredCheck):
         every_s = max(1.0, seconds / _MAX_SAMPLES)
         settings: dict[str, Setting] = {"dtype": "bf16", "m": m, "n": n, "k": k, "seconds": seconds, "every_s": every_s}
         return [ProbeRequest(key="sustained/bf16", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
-
-    def request_s(self, context: CertifyContext) -> float:
-        """Return the duration of a request; in a soak, most of its hours."""
-        return _SOAK_FRACTION * 3600 * context.hours if context.tier == "soak" else super().request_s(context)
 
     def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
         """Return the expectation from the number of SMs and the maximum clock."""
