@@ -117,7 +117,7 @@ def exit_status(report: "NodesReport") -> int:
 
 def certificate_status(report: "NodesReport") -> int:
     """Return the exit status of the worst node in Nagios's terms: UNKNOWN if a node failed, WARN if a node is slow."""
-    from meltcore.measure.documents.certificate import Certificate
+    from meltcore.measure.documents.node import Certificate
     from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
 
     verdicts: list[CheckVerdict] = [

@@ -120,9 +120,8 @@ def _measure_with_monitor(
 ) -> "RunResult":
     """Measure the server while recording the GPUs. Raises NoDriverError without an NVIDIA driver."""
     from meltcore.common.errors import MeltcoreError
-    from meltcore.measure.node.monitor.recording import read_recording
+    from meltcore.measure.node.monitor.recording import attach_gpu_timelines, read_recording
     from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
-    from meltcore.measure.node.monitor.timeline import attach_gpu_timelines
 
     path = folder.path / GPU_FILE
     try:

@@ -72,8 +72,7 @@ def _measure(
 
     from meltcore.measure.load.fleet.fleet_run import measure_fleet
     from meltcore.measure.load.fleet.fleet_streams import level_line, level_status
-    from meltcore.measure.node.monitor.recording import read_recording
-    from meltcore.measure.node.monitor.timeline import attach_gpu_means
+    from meltcore.measure.node.monitor.recording import attach_gpu_means, read_recording
 
     levels_path = folder.path / LEVELS_FILE
 

@@ -206,8 +206,8 @@ def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":
 
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.common.errors import ConfigError
+    from meltcore.measure.node.monitor.recording import mean_sm_activity
     from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
-    from meltcore.measure.node.monitor.timeline import mean_sm_activity
 
     post = _poster(args, "--profile-dir DIR")
     with signals_as_ctrl_c(), ExitStack() as stack:

@@ -8,9 +8,8 @@ from rich.console import Console
 from sample_scores import sample_device, sample_scored_run
 
 from meltcore.cli.all_nodes import certificate_status, exit_status
-from meltcore.measure.documents.certificate import Certificate, CertificateRow, CheckReport
+from meltcore.measure.documents.node import Certificate, CertificateRow, CheckReport, GpuSnapshot, Snapshot
 from meltcore.measure.documents.schema import Fingerprint
-from meltcore.measure.documents.snapshot import GpuSnapshot, Snapshot
 from meltcore.measure.documents.values.nodes import NodesReport, make_report
 from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify.judge import straggler_fraction

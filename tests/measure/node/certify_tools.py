@@ -8,8 +8,8 @@ from fake_gpu import FakeGpu
 from fake_node import FakeNode, healthy_result
 
 from meltcore.common.process import CompletedRun
-from meltcore.measure.documents.certificate import Certificate, Tier
 from meltcore.measure.documents.fingerprint import take_fingerprint
+from meltcore.measure.documents.node import Certificate, Tier
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import Evaluation, RunResult
 from meltcore.measure.node.certify.checks.run import certify

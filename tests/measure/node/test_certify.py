@@ -8,7 +8,7 @@ from fake_gpu import FakeGpu, ReadingChange
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import CompletedRun
-from meltcore.measure.documents.certificate import TIERS, Certificate
+from meltcore.measure.documents.node import TIERS, Certificate
 from meltcore.measure.node.certify.checks.run import required_checks, sampling_interval_s
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 

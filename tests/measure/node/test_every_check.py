@@ -9,7 +9,7 @@ from fake_gpu import FakeGpu
 from fake_node import FakeNode
 
 from meltcore.common.process import CompletedRun
-from meltcore.measure.documents.certificate import Certificate, CheckReport
+from meltcore.measure.documents.node import Certificate, CheckReport
 from meltcore.measure.node.certify.checks import inference
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 

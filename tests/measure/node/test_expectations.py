@@ -8,8 +8,7 @@ from certify_tools import certified, findings_in, h200s, node_of
 from fake_gpu import FakeGpu
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.certificate import read_certificate
-from meltcore.measure.documents.snapshot import GpuSnapshot
+from meltcore.measure.documents.node import GpuSnapshot, read_certificate
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.checks.peers import link_gbps
 from meltcore.measure.node.certify.context import CertifyContext

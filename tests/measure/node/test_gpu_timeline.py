@@ -17,9 +17,16 @@ from meltcore.common.gpus.select import GpuInfo
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.runfolder import read_result
 from meltcore.measure.documents.schema import Distribution, FleetLevel, FleetLoad, LevelResult, TimelinePoint
-from meltcore.measure.node.monitor.recording import Recording, RecordingEnd, RecordingStart
-from meltcore.measure.node.monitor.timeline import attach_gpu_means, attach_gpu_timelines, mean_sm_activity, timeline
-from meltcore.measure.report.load.load_charts import timeline_figure
+from meltcore.measure.node.monitor.recording import (
+    Recording,
+    RecordingEnd,
+    RecordingStart,
+    attach_gpu_means,
+    attach_gpu_timelines,
+    mean_sm_activity,
+    timeline,
+)
+from meltcore.measure.report.load.levels import timeline_figure
 
 
 def recording(samples: list, gpus: int = 1, end: RecordingEnd | None = None) -> Recording:  # type: ignore[type-arg]

@@ -7,8 +7,7 @@ from certify_tools import certified, correct_answers, findings_in
 from fake_gpu import FakeGpu
 from fake_node import H200_NVL_VALUES, FakeNode, h200_nvl_board, healthy_result
 
-from meltcore.measure.documents.certificate import Certificate, CertificateRow
-from meltcore.measure.documents.snapshot import GpuSnapshot
+from meltcore.measure.documents.node import Certificate, CertificateRow, GpuSnapshot
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 

@@ -11,7 +11,7 @@ from pynvml import NVML_ERROR_UNKNOWN, NVMLError
 
 from meltcore.cli.main import main
 from meltcore.common.files import read_document
-from meltcore.measure.documents.snapshot import NOT_APPLICABLE, UNKNOWN, Snapshot
+from meltcore.measure.documents.node import NOT_APPLICABLE, UNKNOWN, Snapshot
 from meltcore.measure.node.snapshot import diff_snapshots, snapshot_lines, take_snapshot
 
 NOT_SUPPORTED, NO_PERMISSION = 3, 4

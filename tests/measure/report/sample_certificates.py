@@ -5,7 +5,7 @@ from pathlib import Path
 from fake_gpu import FakeGpu
 from fake_node import FakeNode, healthy_result
 
-from meltcore.measure.documents.certificate import Certificate, Tier
+from meltcore.measure.documents.node import Certificate, Tier
 from meltcore.measure.node.certify.checks.run import certify
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 

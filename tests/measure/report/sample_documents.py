@@ -7,12 +7,11 @@ from sample_certificates import certificate
 from sample_results import sample_level, sample_run
 from sample_scores import sample_device, sample_scored_run
 
-from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult, StartSet
 from meltcore.measure.documents.gaps import GapReport, GapTotal, GpuProfile
+from meltcore.measure.documents.node import Certificate, Snapshot
 from meltcore.measure.documents.schema import CheckResult, EvalScore, Fingerprint, RunResult
 from meltcore.measure.documents.score import SM_ACTIVE, ScoredRun
-from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning, TuningPoint
 from meltcore.measure.documents.values.documents import Content, DocumentFile
 from meltcore.measure.report.comparisons.compare_starts import compare_starts

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from sample_certificates import certificate
 
-from meltcore.measure.documents.certificate import Certificate, read_certificate
+from meltcore.measure.documents.node import Certificate, read_certificate
 from meltcore.measure.report.nodes.certificate import certificate_page, check_line
 from meltcore.measure.report.page.console import print_blocks, print_page
 from meltcore.measure.report.render import render, save_document

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.common.errors import ConfigError
     from meltcore.measure.experiments.compare.starts import find_start_set, list_baselines
-    from meltcore.measure.report.comparisons.baseline import print_start_set, print_start_sets
+    from meltcore.measure.report.comparisons.compare_starts import print_start_set, print_start_sets
 
     console = Console()
     if args.action == "list":
@@ -81,7 +81,7 @@ def _save_baseline(args: argparse.Namespace) -> int:
         save_baseline,
     )
     from meltcore.measure.experiments.servers import read_command
-    from meltcore.measure.report.comparisons.baseline import print_start_set
+    from meltcore.measure.report.comparisons.compare_starts import print_start_set
 
     if args.run is None:
         raise ConfigError("baseline save needs --run FILE, the command of the server to start")

@@ -96,7 +96,7 @@ def _certify(args: argparse.Namespace) -> int:
 
     from meltcore.common.gpus.driver import Nvml, connect
     from meltcore.common.gpus.select import select_gpus
-    from meltcore.measure.documents.certificate import CERTIFICATE_FILE, read_certificate
+    from meltcore.measure.documents.node import CERTIFICATE_FILE, read_certificate
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.node.certify.checks.run import certify, check_hours
     from meltcore.measure.node.certify.expectations import make_baseline

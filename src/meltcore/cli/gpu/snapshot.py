@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meltcore.measure.documents.snapshot import Snapshot
+    from meltcore.measure.documents.node import Snapshot
 
 HELP = (
     "Describe this machine: host, driver, versions, topology, and for every GPU of the job its firmware, limits, "
@@ -72,7 +72,7 @@ def _take_snapshot(requested: str | None) -> "Snapshot":
     from meltcore.common.gpus.driver import NoDriverError, Nvml, connect
     from meltcore.common.gpus.select import select_gpus
     from meltcore.measure.documents.fingerprint import take_fingerprint
-    from meltcore.measure.documents.snapshot import Snapshot
+    from meltcore.measure.documents.node import Snapshot
     from meltcore.measure.node.node import Node
     from meltcore.measure.node.snapshot import take_snapshot
 
@@ -104,8 +104,7 @@ def _read_snapshot(path: str) -> "Snapshot":
     from pathlib import Path
 
     from meltcore.common.errors import ConfigError
-    from meltcore.measure.documents.certificate import Certificate
-    from meltcore.measure.documents.snapshot import Snapshot
+    from meltcore.measure.documents.node import Certificate, Snapshot
     from meltcore.measure.documents.values.documents import open_document
 
     content = open_document(Path(path)).content

@@ -6,12 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import GpuProfile
+from meltcore.measure.documents.node import Certificate, Snapshot
 from meltcore.measure.documents.schema import RunResult, VersionedDocument
 from meltcore.measure.documents.score import ScoredRun
-from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning
 from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, Verdict
 

@@ -11,7 +11,7 @@ from meltcore.common.gpus.driver import Nvml
 from meltcore.common.gpus.gpu_types import Feature
 from meltcore.common.gpus.reader import absent_value
 from meltcore.common.gpus.select import GpuDevice
-from meltcore.measure.documents.snapshot import UNKNOWN, Fact
+from meltcore.measure.documents.node import UNKNOWN, Fact
 
 # fixed: a change is a difference between snapshots. counter: growth is one. reading: varies all the time, never one.
 FactType = Literal["fixed", "counter", "reading"]

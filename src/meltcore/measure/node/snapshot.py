@@ -15,7 +15,7 @@ from meltcore.common.gpus.driver import Nvml, map_concurrently
 from meltcore.common.gpus.select import GpuDevice
 from meltcore.common.sizes import GIB
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.snapshot import UNKNOWN, Fact, GpuSnapshot, NvLinkState, Snapshot
+from meltcore.measure.documents.node import UNKNOWN, Fact, GpuSnapshot, NvLinkState, Snapshot
 from meltcore.measure.documents.values.formatting import fingerprint_rows
 from meltcore.measure.node.facts import FACT_BY_KEY, FACTS, pcie_path, read_fact
 from meltcore.measure.node.node import Node

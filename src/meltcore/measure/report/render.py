@@ -10,9 +10,9 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.files import write_document
 from meltcore.measure.documents.backends import BackendComparison
 from meltcore.measure.documents.card import Card
-from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import GpuProfile
+from meltcore.measure.documents.node import Certificate
 from meltcore.measure.documents.schema import FleetLoad, RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.tuning import Tuning

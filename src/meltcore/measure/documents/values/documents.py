@@ -10,13 +10,12 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.files import REQUESTS_FILE, read_document
 from meltcore.measure.documents.backends import BackendComparison
 from meltcore.measure.documents.card import CARD_FILE, CARD_PAGE, Card, EvidenceType
-from meltcore.measure.documents.certificate import CERTIFICATE_FILE, CERTIFICATE_PAGE, Certificate
 from meltcore.measure.documents.comparison import COMPARISON_FILE, ComparisonResult
 from meltcore.measure.documents.gaps import GAPS_FILE, GAPS_PAGE, GpuProfile
+from meltcore.measure.documents.node import CERTIFICATE_FILE, CERTIFICATE_PAGE, Certificate, Snapshot
 from meltcore.measure.documents.runfolder import REPORT_FILE, RESULT_FILE
 from meltcore.measure.documents.schema import Fingerprint, FleetLoad, RunResult
 from meltcore.measure.documents.score import ScoredRun
-from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import TUNING_FILE, Tuning
 
 Content = (

@@ -12,10 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.measure.documents.certificate import Certificate
+from meltcore.measure.documents.node import Certificate, Snapshot
 from meltcore.measure.documents.schema import Fingerprint, VersionedDocument
 from meltcore.measure.documents.score import ScoredRun
-from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.values.formatting import format_counts
 from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.protocol.cluster import CommandEnded

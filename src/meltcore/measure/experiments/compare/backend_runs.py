@@ -40,9 +40,8 @@ from meltcore.measure.experiments.servers import (
 )
 from meltcore.measure.load.run.runner import measure
 from meltcore.measure.load.tasks.task import throughput_text
-from meltcore.measure.node.monitor.recording import read_recording
+from meltcore.measure.node.monitor.recording import attach_gpu_timelines, read_recording
 from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
-from meltcore.measure.node.monitor.timeline import attach_gpu_timelines
 from meltcore.measure.report.comparisons.backends import backends_page
 from meltcore.measure.report.page.html import write_page
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from meltcore.common.process import CompletedRun
-from meltcore.measure.documents.certificate import TIERS, CertificateRow, CheckReport, Conditions, Expectation, Finding
+from meltcore.measure.documents.node import TIERS, CertificateRow, CheckReport, Conditions, Expectation, Finding
 from meltcore.measure.documents.verdicts import worst_verdict
 from meltcore.measure.node.certify.conditions import ConditionsWatch
 from meltcore.measure.node.certify.context import CertifyContext

@@ -8,7 +8,7 @@ from meltcore.common.gpus.driver import map_concurrently
 from meltcore.common.gpus.metrics import SLOWDOWN_COUNTERS, SLOWDOWNS, UNKNOWN
 from meltcore.common.gpus.reader import Sample
 from meltcore.common.gpus.xid import describe
-from meltcore.measure.documents.certificate import Conditions, Finding
+from meltcore.measure.documents.node import Conditions, Finding
 from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
 from meltcore.measure.node.certify.context import CertifyContext

@@ -7,8 +7,7 @@ from pathlib import Path
 from pynvml import NVMLError
 
 from meltcore.common.gpus.select import GpuDevice
-from meltcore.measure.documents.certificate import Tier
-from meltcore.measure.documents.snapshot import Snapshot
+from meltcore.measure.documents.node import Snapshot, Tier
 from meltcore.measure.node.certify.expectations import Baseline
 from meltcore.measure.node.node import Node, Telemetry
 

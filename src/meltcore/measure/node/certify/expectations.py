@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.certificate import Certificate, CertificateRow, Expectation
-from meltcore.measure.documents.snapshot import GpuSnapshot
+from meltcore.measure.documents.node import Certificate, CertificateRow, Expectation, GpuSnapshot
 
 # Healthy machines differ by a few percent; acceptance floors of cloud providers are 85 to 90 %.
 PRIOR_FLOOR = 0.90

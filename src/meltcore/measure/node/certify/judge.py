@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from meltcore.measure.documents.certificate import CertificateRow, Expectation, Finding
+from meltcore.measure.documents.node import CertificateRow, Expectation, Finding
 from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
 from meltcore.measure.node.certify.expectations import GEMM_FLOOR, is_power_limited, is_usable, strictest_expectation

@@ -3,6 +3,8 @@
 A verdict needs three things: a change above the least effect, a change above what the same server shows against
 itself, and significance (Mann-Whitney and the bootstrap interval). All other metrics are shown and not judged, so that
 looking at twenty of them finds no false alarm.
+
+Stored sets are also printed: one in full, or several with one line per set.
 """
 
 from __future__ import annotations
@@ -11,12 +13,25 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.comparison import Better, ComparedMetric, ComparisonResult, Difference, Limits, StartSet
 from meltcore.measure.documents.schema import LevelResult, RunResult
-from meltcore.measure.documents.values.formatting import format_load, format_setting
+from meltcore.measure.documents.values.formatting import (
+    NOT_MEASURED,
+    fingerprint_rows,
+    format_counts,
+    format_load,
+    format_number,
+    format_percent,
+    format_setting,
+    format_time,
+)
 from meltcore.measure.documents.verdicts import Verdict
-from meltcore.measure.load.tasks.task import Metric, all_metrics
+from meltcore.measure.load.tasks.task import Metric, all_metrics, task_of
 from meltcore.measure.report.comparisons.compare_runs import (
     LevelKey,
     comparability_notes,
@@ -25,6 +40,8 @@ from meltcore.measure.report.comparisons.compare_runs import (
     metrics_of,
 )
 from meltcore.measure.report.comparisons.statistics import CONFIDENCE, Change, compare_samples, noise_floor
+from meltcore.measure.report.page.console import print_blocks
+from meltcore.measure.report.page.page import Column, Facts, Row, Table, Text, numeric_columns
 
 MIN_STARTS_PER_SIDE = 4  # per side: below it no order of the values reaches p < 0.05
 _LOAD_SETTINGS = ("workload", "seed", "max_tokens", "num_prompts", "temperature", "extra_body", "stream")
@@ -231,3 +248,55 @@ def _cautions(order: str, old: StartSet, new: StartSet, control: ComparedMetric 
         "among the others, one in twenty looks different by chance."
     )
     return cautions
+
+
+def print_start_set(start_set: StartSet, console: Console) -> None:
+    """Print the machine, the command, and each metric's mean and spread over the starts."""
+    rows = []
+    for level in start_set.starts[0].levels:
+        for metric in metrics_of(level):
+            values = [
+                value
+                for same_level in _levels_with_same_load(start_set, level)
+                if (value := metric.value(same_level)) is not None
+            ]
+            if values:
+                rows.append(Row([format_load(level), metric.name, *_metric_cells(values, metric.name)]))
+        rows[-1:] = [Row(row.cells, ends_group=True) for row in rows[-1:]]
+    columns = [Column("load"), Column("metric", align="left"), *numeric_columns("mean", "spread", "least", "most", "n")]
+    title = Text(f"{start_set.name}, {len(start_set.starts)} starts, taken {start_set.taken}")
+    facts = Facts(fingerprint_rows(start_set.starts[0].fingerprint), console=True)
+    print_blocks([title, Text(start_set.command or "no command kept"), facts, Table(columns, rows)], console)
+
+
+def print_start_sets(start_sets: Sequence[StartSet], console: Console) -> None:
+    """Print each set's name, number of starts, output rate at the highest load, machine, time and command."""
+    if not start_sets:
+        console.print("no baselines here; meltcore baseline save NAME --run FILE makes one")
+    for start_set in start_sets:
+        first_start = start_set.starts[0]
+        machine = format_counts([gpu.name for gpu in first_start.fingerprint.gpus]) or first_start.fingerprint.cpu
+        level = max(first_start.levels, key=lambda level: (level.concurrency, level.rate_per_s or 0.0))
+        mean_rate = float(np.mean([same_level.throughput for same_level in _levels_with_same_load(start_set, level)]))
+        rate_text = f"{format_number(mean_rate)} {task_of(level).unit.unit} {format_load(level)}"
+        line = f"{len(start_set.starts)} starts, {rate_text}, on {machine}, "
+        line += format_time(start_set.taken)
+        console.print(f"[bold]{escape(start_set.name)}[/]  {escape(line)}", highlight=False, soft_wrap=True)
+        console.print(f"  {escape(start_set.command)}", highlight=False, soft_wrap=True)
+
+
+def _levels_with_same_load(start_set: StartSet, level: LevelResult) -> list[LevelResult]:
+    """Return the levels of all starts that have the same load as `level`."""
+    return [
+        candidate
+        for start in start_set.starts
+        for candidate in start.levels
+        if level_key(candidate) == level_key(level)
+    ]
+
+
+def _metric_cells(values: Sequence[float], metric: str) -> list[str]:
+    format_value = format_percent if metric == "accuracy" else format_number
+    mean = float(np.mean(values))
+    spread = NOT_MEASURED if len(values) < 2 or mean == 0 else f"{100 * float(np.std(values, ddof=1)) / mean:.1f} %"
+    return [format_value(mean), spread, format_value(min(values)), format_value(max(values)), str(len(values))]

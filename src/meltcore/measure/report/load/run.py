@@ -29,8 +29,13 @@ from meltcore.measure.documents.verdicts import style_of
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.load.tasks.task import by_task, task_of
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, part_section
-from meltcore.measure.report.load.levels import levels_tables, named_distributions, relevant_definitions
-from meltcore.measure.report.load.load_charts import load_charts, timeline_figure
+from meltcore.measure.report.load.levels import (
+    levels_tables,
+    load_charts,
+    named_distributions,
+    relevant_definitions,
+    timeline_figure,
+)
 from meltcore.measure.report.page.page import (
     Audio,
     Block,

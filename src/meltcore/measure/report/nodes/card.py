@@ -8,13 +8,12 @@ from typing import Any
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.card import CARD_FILE, COMMANDS, REQUIRED, Card, Evidence, EvidenceType
-from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import GpuProfile
+from meltcore.measure.documents.node import Certificate, Snapshot
 from meltcore.measure.documents.schema import Fingerprint, RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.served_model import model_text
-from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning
 from meltcore.measure.documents.values.documents import DocumentFile
 from meltcore.measure.documents.values.formatting import format_counts, format_number, format_time
@@ -22,7 +21,7 @@ from meltcore.measure.documents.values.scores import expectations
 from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst_verdict
 from meltcore.measure.report.comparisons.comparison import side_names, starts_chart, starts_line
 from meltcore.measure.report.comparisons.tuning import tuning_figure
-from meltcore.measure.report.load.load_charts import load_charts
+from meltcore.measure.report.load.levels import load_charts
 from meltcore.measure.report.load.run import machine_section, run_tiles
 from meltcore.measure.report.nodes.certificate import certificate_charts, certificate_tiles
 from meltcore.measure.report.nodes.evidence import build_stories, evidence_of

@@ -11,13 +11,13 @@ import msgspec
 
 from meltcore.common.options import size_bytes
 from meltcore.common.sizes import size_text
-from meltcore.measure.documents.certificate import (
+from meltcore.measure.documents.node import (
     CERTIFICATE_PAGE,
     Certificate,
     CertificateRow,
     CheckReport,
+    GpuSnapshot,
 )
-from meltcore.measure.documents.snapshot import GpuSnapshot
 from meltcore.measure.documents.values.formatting import (
     NOT_MEASURED,
     fingerprint_rows,

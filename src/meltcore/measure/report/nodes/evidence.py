@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meltcore.measure.documents.card import Evidence, Story
-from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import GpuProfile
+from meltcore.measure.documents.node import Certificate, Snapshot
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.served_model import command_model, model_text
-from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning, TuningPoint, gain, repeats_default
 from meltcore.measure.documents.values.documents import Content, DocumentFile
 from meltcore.measure.documents.values.formatting import (

@@ -17,7 +17,7 @@ from typing import Any
 from meltcore.common.process import ended_within, start
 from meltcore.common.process_output import last_error, log_tail
 from meltcore.common.sizes import GIB, KIB, MIB, size_text
-from meltcore.measure.documents.certificate import Expectation
+from meltcore.measure.documents.node import Expectation
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.check import MeasuredCheck
 from meltcore.measure.node.certify.checks.peers import link_gbps

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meltcore.measure.documents.certificate import Expectation
+from meltcore.measure.documents.node import Expectation
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.check import MeasuredCheck
 from meltcore.measure.node.certify.context import CertifyContext

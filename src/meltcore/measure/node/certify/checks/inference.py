@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import CompletedRun
-from meltcore.measure.documents.certificate import CertificateRow, CheckReport
+from meltcore.measure.documents.node import CertificateRow, CheckReport
 from meltcore.measure.documents.runfolder import read_result
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.node.certify.check import HardwareCheck

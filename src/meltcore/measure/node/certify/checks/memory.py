@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from meltcore.measure.documents.certificate import Expectation
+from meltcore.measure.documents.node import Expectation
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.check import MeasuredCheck
 from meltcore.measure.node.certify.context import CertifyContext

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meltcore.measure.documents.certificate import Expectation
+from meltcore.measure.documents.node import Expectation
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.check import MeasuredCheck
 from meltcore.measure.node.certify.context import CertifyContext

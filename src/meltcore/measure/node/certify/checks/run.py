@@ -8,7 +8,7 @@ import msgspec
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.gpus.select import GpuDevice
-from meltcore.measure.documents.certificate import Certificate, CheckReport, Finding, Tier, overall
+from meltcore.measure.documents.node import Certificate, CheckReport, Finding, Tier, overall
 from meltcore.measure.documents.verdicts import SEVERITY, CheckVerdict, worst_verdict
 from meltcore.measure.node.certify.check import HardwareCheck
 from meltcore.measure.node.certify.checks import (

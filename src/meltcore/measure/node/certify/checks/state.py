@@ -3,8 +3,14 @@
 from collections.abc import Callable, Iterator
 
 from meltcore.common.gpus.metrics import SLOWDOWNS, clock_reason_names
-from meltcore.measure.documents.certificate import CertificateRow, CheckReport, Finding
-from meltcore.measure.documents.snapshot import NOT_APPLICABLE, UNKNOWN, GpuSnapshot
+from meltcore.measure.documents.node import (
+    NOT_APPLICABLE,
+    UNKNOWN,
+    CertificateRow,
+    CheckReport,
+    Finding,
+    GpuSnapshot,
+)
 from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
 from meltcore.measure.node.certify.check import HardwareCheck

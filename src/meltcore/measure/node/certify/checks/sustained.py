@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from statistics import harmonic_mean, median
 
-from meltcore.measure.documents.certificate import Expectation
+from meltcore.measure.documents.node import Expectation
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.check import MeasuredCheck
 from meltcore.measure.node.certify.checks.gemm import MODEL_SHAPES
