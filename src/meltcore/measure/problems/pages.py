@@ -10,15 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 from meltcore.measure.problems.stories import ASIDES, GOODS, ITEMS, NAMES, TOWNS
-from meltcore.measure.problems.sums import Problem, Split, Sum, draw_main_operation, random_sum
+from meltcore.measure.problems.sums import Operation, Problem, Split, Sum, draw_main_operation, random_sum
 
 # A fact is 6 to 10 tokens, so 30 to 116 facts make pages of about 240 to 920 tokens, and the 26 facts that follow
 # the last needed one put it at least three 64-token pages back.
 MIN_FACTS, MAX_FACTS = 30, 116
 _NUM_FACTS_AFTER = 26
 _FACTS_PER_LINE = 6
+_COUNT, _PRICE, _HOME, _HOUSES = "{} counted {}: {}.", "Price of {}: {}.", "{} lives in {}.", "Houses in {}: {}."
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,6 @@ def page_problem(rng: random.Random, split: Split, *, num_facts: int | None = No
     return Problem(problem_text, f"{working_text} The answer is {question.sum.value}.", question.sum.value, "long")
 
 
-def _count_sentence(name: str, item: str, number: int) -> str:
-    return f"{name} counted {item}: {number}."
-
-
-def _price_sentence(goods: str, number: int) -> str:
-    return f"Price of {goods}: {number}."
-
-
-def _home_sentence(name: str, town: str) -> str:
-    return f"{name} lives in {town}."
-
-
-def _houses_sentence(town: str, number: int) -> str:
-    return f"Houses in {town}: {number}."
-
-
 def _draw_fillers(rng: random.Random, count: int, *, used_keys: list[tuple[str, ...]]) -> list[str]:
     """Draw `count` sentences in random order whose keys are not in `used_keys`.
 
@@ -79,11 +66,11 @@ def _draw_fillers(rng: random.Random, count: int, *, used_keys: list[tuple[str, 
     """
     num_per_type = max(1, count // 8)
     home_names = [name for name in rng.sample(NAMES, min(num_per_type, len(NAMES))) if (name,) not in used_keys]
-    sentences = [_home_sentence(name, rng.choice(TOWNS)) for name in home_names]
+    sentences = [_HOME.format(name, rng.choice(TOWNS)) for name in home_names]
     towns = [town for town in rng.sample(TOWNS, min(num_per_type, len(TOWNS))) if (town,) not in used_keys]
-    sentences += [_houses_sentence(town, rng.randint(100, 899)) for town in towns]
+    sentences += [_HOUSES.format(town, rng.randint(100, 899)) for town in towns]
     goods_names = [goods for goods in rng.sample(GOODS, min(num_per_type, len(GOODS))) if (goods,) not in used_keys]
-    sentences += [_price_sentence(goods, rng.randint(11, 99)) for goods in goods_names]
+    sentences += [_PRICE.format(goods, rng.randint(11, 99)) for goods in goods_names]
     sentences = sentences[:count]
     sentences += rng.sample(ASIDES, min(num_per_type // 2, count - len(sentences)))
     sentences += _draw_counts(rng, count - len(sentences), used_keys)
@@ -106,7 +93,7 @@ def _draw_counts(rng: random.Random, count: int, used_keys: list[tuple[str, ...]
     rng.shuffle(free_keys)
     lookalikes = [next(key for key in free_keys if key[i] == used_pair[i]) for used_pair in used_pairs for i in (0, 1)]
     keys = list(dict.fromkeys(lookalikes + free_keys))[:count]
-    return [_count_sentence(name, item, rng.randint(10, 99)) for name, item in keys]
+    return [_COUNT.format(name, item, rng.randint(10, 99)) for name, item in keys]
 
 
 def _extend_words(rng: random.Random, first_words: list[str], words: list[str], num_words: int) -> list[str]:
@@ -133,36 +120,25 @@ def _draw_count_keys(rng: random.Random) -> list[tuple[str, str]]:
     ]
 
 
-def _count_facts(keys: list[tuple[str, str]], sum_: Sum) -> dict[tuple[str, ...], str]:
-    return {key: _count_sentence(*key, number) for key, number in zip(keys, (sum_.a, sum_.b), strict=True)}
-
-
-def _two_digit_sum(rng: random.Random, operation: str) -> Sum:
+def _two_digit_sum(rng: random.Random, operation: Operation) -> Sum:
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     return Sum("+", a, b) if operation == "+" else Sum("-", max(a, b), min(a, b))
 
 
-def _total_question(rng: random.Random, split: Split) -> _Question:
+def _count_question(operation: Operation, text: str, rng: random.Random, split: Split) -> _Question:
     keys = _draw_count_keys(rng)
-    total = draw_main_operation(split, lambda: _two_digit_sum(rng, "+"))
-    (first_name, first_item), (second_name, second_item) = keys
-    question = f"How many are the {first_item} of {first_name} and the {second_item} of {second_name} together?"
-    return _Question(question, _count_facts(keys, total), total)
-
-
-def _difference_question(rng: random.Random, split: Split) -> _Question:
-    keys = _draw_count_keys(rng)
-    difference = draw_main_operation(split, lambda: _two_digit_sum(rng, "-"))
-    (first_name, first_item), (second_name, second_item) = keys
-    question = f"How many more are the {first_item} of {first_name} than the {second_item} of {second_name}?"
-    return _Question(question, _count_facts(keys, difference), difference)
+    result = draw_main_operation(split, lambda: _two_digit_sum(rng, operation))
+    facts: dict[tuple[str, ...], str] = {
+        key: _COUNT.format(*key, number) for key, number in zip(keys, (result.a, result.b), strict=True)
+    }
+    return _Question(text.format(*chain(*keys)), facts, result)
 
 
 def _cost_question(rng: random.Random, split: Split) -> _Question:
     goods = rng.choice(GOODS)
     cost = draw_main_operation(split, lambda: random_sum(rng, "*", max_value=999))
     question = f"How much do {cost.b} {goods} cost?"
-    return _Question(question, {(goods,): _price_sentence(goods, cost.a)}, cost)
+    return _Question(question, {(goods,): _PRICE.format(goods, cost.a)}, cost)
 
 
 def _town_question(rng: random.Random, split: Split) -> _Question:
@@ -170,13 +146,17 @@ def _town_question(rng: random.Random, split: Split) -> _Question:
     num_houses = draw_main_operation(split, lambda: Sum("+", rng.randint(100, 899), rng.randint(10, 99)))
     question = f"The town where {name} lives gets {num_houses.b} new houses. How many houses does it have then?"
     facts: dict[tuple[str, ...], str] = {
-        (name,): _home_sentence(name, town),
-        (town,): _houses_sentence(town, num_houses.a),
+        (name,): _HOME.format(name, town),
+        (town,): _HOUSES.format(town, num_houses.a),
     }
     return _Question(question, facts, num_houses)
 
 
-_QUESTIONS: list[Callable[[random.Random, Split], _Question]] = [_total_question, _difference_question, _cost_question]
+_QUESTIONS: list[Callable[[random.Random, Split], _Question]] = [
+    partial(_count_question, "+", "How many are the {1} of {0} and the {3} of {2} together?"),
+    partial(_count_question, "-", "How many more are the {1} of {0} than the {3} of {2}?"),
+    _cost_question,
+]
 # The town question is too hard for evaluation, but training needs it: there one name leads to the fact. Six trainings
 # without it only learned to find a count by one of its keys; the two with it learned to use both.
 _TRAINING_QUESTIONS = [*_QUESTIONS, _town_question]

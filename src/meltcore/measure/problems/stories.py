@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from meltcore.measure.problems.sums import Problem, Split, Sum, draw_main_operation, draw_step, random_sum
+from meltcore.measure.problems.sums import Operation, Problem, Split, Sum, draw_main_operation, draw_step, random_sum
 
 # ruff: noqa: SIM905 - a list of words is most readable as words
 
@@ -38,95 +39,92 @@ ASIDES = [
 _MAX_VALUE = 399
 
 
+@dataclass(frozen=True)
+class _Story:
+    """A story of two steps: `first_operation`, then the step that `draw_second` draws after it.
+
+    `text` names people as {0}, {1} and {2}, the counted things as {things}, and the operands of both steps.
+    """
+
+    num_people: int
+    things: list[str]
+    first_operation: Operation
+    draw_second: Callable[[random.Random, Sum], Sum]
+    text: str
+
+
+def _add(rng: random.Random, first: Sum) -> Sum:
+    return Sum("+", first.value, rng.randint(2, 99))
+
+
+def _subtract(rng: random.Random, first: Sum) -> Sum:
+    return Sum("-", first.value, rng.randint(1, min(99, first.value)))
+
+
+def _pay(rng: random.Random, first: Sum) -> Sum:
+    return Sum("-", first.value + rng.randint(1, 99), first.value)
+
+
+_STORIES = [
+    _Story(
+        2,
+        ITEMS,
+        "+",
+        _subtract,
+        "{0} has {first.a} {things}. {1} brings {first.b} more and takes {second.b} away. "
+        "How many {things} does {0} have now?",
+    ),
+    _Story(
+        2,
+        ITEMS,
+        "-",
+        _add,
+        "{0} has {first.a} {things} and gives {first.b} to {1}. Then {0} finds {second.b} more. "
+        "How many {things} does {0} have now?",
+    ),
+    _Story(
+        0,
+        GOODS,
+        "-",
+        _subtract,
+        "A shop has {first.a} {things}. It sells {first.b} on Monday and {second.b} on Friday. "
+        "How many {things} are left?",
+    ),
+    _Story(
+        3,
+        ITEMS,
+        "+",
+        _add,
+        "{0} has {first.a} {things}, {1} has {first.b} and {2} has {second.b}. "
+        "How many {things} do they have together?",
+    ),
+    _Story(
+        1,
+        ITEMS,
+        "*",
+        _add,
+        "{0} fills {first.b} boxes with {first.a} {things} each and keeps {second.b} more in a bag. "
+        "How many {things} are there in all?",
+    ),
+    _Story(
+        1,
+        GOODS,
+        "*",
+        _pay,
+        "{0} buys {first.b} {things} at {first.a} coins each and pays with {second.a} coins. How many coins come back?",
+    ),
+]
+
+
 def story_problem(rng: random.Random, split: Split) -> Problem:
     """Generate a story whose answer works both steps: "61 + 12 = 73. 73 - 20 = 53. The answer is 53"."""
-    question, first_step, second_step = rng.choice(_STORIES)(rng, split)
+    story = rng.choice(_STORIES)
+    names, things = rng.sample(NAMES, story.num_people), rng.choice(story.things)
+    first = draw_main_operation(split, lambda: random_sum(rng, story.first_operation, max_value=_MAX_VALUE))
+    second = draw_step(split, lambda: story.draw_second(rng, first))
     return Problem(
-        question,
-        f"{first_step.solved_text}. {second_step.solved_text}. The answer is {second_step.value}.",
-        second_step.value,
+        story.text.format(*names, things=things, first=first, second=second),
+        f"{first.solved_text}. {second.solved_text}. The answer is {second.value}.",
+        second.value,
         "medium",
     )
-
-
-_Story = tuple[str, Sum, Sum]
-
-
-def _draw_addition(rng: random.Random, split: Split, previous: Sum) -> Sum:
-    return draw_step(split, lambda: Sum("+", previous.value, rng.randint(2, 99)))
-
-
-def _draw_subtraction(rng: random.Random, split: Split, previous: Sum) -> Sum:
-    return draw_step(split, lambda: Sum("-", previous.value, rng.randint(1, min(99, previous.value))))
-
-
-def _gain_loss_story(rng: random.Random, split: Split) -> _Story:
-    first_name, second_name = rng.sample(NAMES, 2)
-    items = rng.choice(ITEMS)
-    first_step = draw_main_operation(split, lambda: random_sum(rng, "+", max_value=_MAX_VALUE))
-    second_step = _draw_subtraction(rng, split, first_step)
-    story = (
-        f"{first_name} has {first_step.a} {items}. "
-        f"{second_name} brings {first_step.b} more and takes {second_step.b} away."
-    )
-    return f"{story} How many {items} does {first_name} have now?", first_step, second_step
-
-
-def _loss_gain_story(rng: random.Random, split: Split) -> _Story:
-    first_name, second_name = rng.sample(NAMES, 2)
-    items = rng.choice(ITEMS)
-    first_step = draw_main_operation(split, lambda: random_sum(rng, "-", max_value=_MAX_VALUE))
-    second_step = _draw_addition(rng, split, first_step)
-    story = (
-        f"{first_name} has {first_step.a} {items} and gives {first_step.b} to {second_name}. "
-        f"Then {first_name} finds {second_step.b} more."
-    )
-    return f"{story} How many {items} does {first_name} have now?", first_step, second_step
-
-
-def _sales_story(rng: random.Random, split: Split) -> _Story:
-    goods = rng.choice(GOODS)
-    first_step = draw_main_operation(split, lambda: random_sum(rng, "-", max_value=_MAX_VALUE))
-    second_step = _draw_subtraction(rng, split, first_step)
-    story = f"A shop has {first_step.a} {goods}. It sells {first_step.b} on Monday and {second_step.b} on Friday."
-    return f"{story} How many {goods} are left?", first_step, second_step
-
-
-def _three_people_story(rng: random.Random, split: Split) -> _Story:
-    first_name, second_name, third_name = rng.sample(NAMES, 3)
-    items = rng.choice(ITEMS)
-    first_step = draw_main_operation(split, lambda: random_sum(rng, "+", max_value=_MAX_VALUE))
-    second_step = _draw_addition(rng, split, first_step)
-    story = (
-        f"{first_name} has {first_step.a} {items}, {second_name} has {first_step.b} and {third_name} has "
-        f"{second_step.b}."
-    )
-    return f"{story} How many {items} do they have together?", first_step, second_step
-
-
-def _boxes_story(rng: random.Random, split: Split) -> _Story:
-    name, items = rng.choice(NAMES), rng.choice(ITEMS)
-    first_step = draw_main_operation(split, lambda: random_sum(rng, "*", max_value=_MAX_VALUE))
-    second_step = _draw_addition(rng, split, first_step)
-    story = (
-        f"{name} fills {first_step.b} boxes with {first_step.a} {items} each and keeps {second_step.b} more in a bag."
-    )
-    return f"{story} How many {items} are there in all?", first_step, second_step
-
-
-def _change_story(rng: random.Random, split: Split) -> _Story:
-    name, goods = rng.choice(NAMES), rng.choice(GOODS)
-    first_step = draw_main_operation(split, lambda: random_sum(rng, "*", max_value=_MAX_VALUE))
-    second_step = draw_step(split, lambda: Sum("-", first_step.value + rng.randint(1, 99), first_step.value))
-    story = f"{name} buys {first_step.b} {goods} at {first_step.a} coins each and pays with {second_step.a} coins."
-    return f"{story} How many coins come back?", first_step, second_step
-
-
-_STORIES: list[Callable[[random.Random, Split], _Story]] = [
-    _gain_loss_story,
-    _loss_gain_story,
-    _sales_story,
-    _three_people_story,
-    _boxes_story,
-    _change_story,
-]
