@@ -18,7 +18,7 @@ from test_audio_decode import tone
 
 from meltcore.audio.decode import AudioLimits, Clip, decode
 from meltcore.audio.encode import make_encoder
-from meltcore.audio.encoders import AudioEncoders, missing_package
+from meltcore.audio.pool import AudioEncoders, missing_package
 from meltcore.common.errors import RequestError
 
 RATE = 24_000

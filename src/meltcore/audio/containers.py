@@ -24,11 +24,18 @@ from meltcore.audio.marks import (
     starts_after_mp3,
     starts_after_others,
 )
-from meltcore.audio.matroska import split_matroska
-from meltcore.audio.media_files import split_amr, split_asf, split_avi, split_flv, split_ts, split_wavpack
-from meltcore.audio.mp4 import split_mp4
+from meltcore.audio.media_files import (
+    split_amr,
+    split_asf,
+    split_avi,
+    split_flv,
+    split_matroska,
+    split_mp4,
+    split_ogg,
+    split_ts,
+    split_wavpack,
+)
 from meltcore.audio.mpeg import frame_runs, run_end
-from meltcore.audio.ogg import split_ogg
 from meltcore.audio.sample_files import restore_sizes, split_aiff, split_au, split_caf, split_w64, split_wav
 
 

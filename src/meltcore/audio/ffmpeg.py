@@ -28,10 +28,8 @@ from meltcore.audio.containers import (
     WAVPACK,
     Container,
 )
-from meltcore.audio.media_files import amr_frames
-from meltcore.audio.mp4 import has_fragments
+from meltcore.audio.media_files import amr_frames, first_packets, has_fragments
 from meltcore.audio.mpeg import announced_samples, frame_bytes
-from meltcore.audio.ogg import first_packets
 
 _BLOCK_S = 10.0  # of samples, which are yielded together
 # A container may announce a little more than its codec gives: encoders delay their signal and fill up frames. MP4

@@ -64,22 +64,19 @@ def english_name(language: str, param: str) -> str:
 
     Raises RequestError (400) for an unknown language; the error names the request's field `param`.
     """
-    folded = language.strip().casefold()
-    for code, names in _ALL_LANGUAGES:
-        if folded in (known.casefold() for known in (code, *names)):
-            return names[0]
+    if named := _named(language):
+        return named[0][1][0]
     raise RequestError(f"{param} {language[:60]!r} is not a known language; known are {', '.join(CODES)}", param=param)
 
 
 def code_among(name: str, languages: Sequence[str]) -> str | None:
     """Return the member of `languages` for a code or English name, in any case. Returns None if there is none."""
+    same = [member for member in languages if member.casefold() == name.strip().casefold()]
+    meant = [member for code, names in _named(name) for member in languages if member in (code, *names)]
+    return next(iter(same + meant), None)
+
+
+def _named(name: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the codes and names of the languages that `name` means: one for each script of the language."""
     folded = name.strip().casefold()
-    for member in languages:
-        if member.casefold() == folded:
-            return member
-    for code, names in _ALL_LANGUAGES:
-        if folded in (known.casefold() for known in (code, *names)):
-            for member in languages:
-                if member in names or member == code:
-                    return member
-    return None
+    return [(code, names) for code, names in _ALL_LANGUAGES if folded in map(str.casefold, (code, *names))]

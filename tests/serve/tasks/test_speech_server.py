@@ -26,7 +26,7 @@ import soundfile  # noqa: E402 - after the check above
 from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on the path added above
 
 from meltcore import Synthesizer  # noqa: E402
-from meltcore.audio.encoders import missing_package  # noqa: E402
+from meltcore.audio.pool import missing_package  # noqa: E402
 from meltcore.measure.documents.schema import TaskLoad  # noqa: E402
 from meltcore.measure.load.config import LoadConfig  # noqa: E402
 from meltcore.measure.load.run.runner import run_levels  # noqa: E402

@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from meltcore.audio.encoders import AudioEncoders, EncodedFile, missing_package
 from meltcore.audio.messages import DecodedClip
+from meltcore.audio.pool import AudioEncoders, EncodedFile, missing_package
 from meltcore.common.errors import RequestError
 from meltcore.protocol.synthesis import SynthesisReady, Synthesize, Synthesized
 from meltcore.serve.requests.admission import CHARS
