@@ -60,7 +60,6 @@ def run_on_all_nodes(
     import time
     from datetime import UTC, datetime
 
-    import msgspec
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
@@ -73,7 +72,7 @@ def run_on_all_nodes(
     from meltcore.measure.node.certify.judge import straggler_fraction
     from meltcore.measure.node.snapshot import shared_facts
     from meltcore.measure.report.nodes.nodes import nodes_page
-    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.page.console import print_document, print_page
     from meltcore.measure.report.page.html import write_page
     from meltcore.protocol.cluster import CommandEnded, RunOnNodes
 
@@ -104,7 +103,7 @@ def run_on_all_nodes(
         write_document(folder.path / NODES_FILE, report)
         console.print(f"report: {write_page(folder.report_path, nodes_page(report))}")
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_document(report)
     return report
 
 

@@ -2,14 +2,19 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.documents.schema import RunResult
-    from meltcore.measure.load.config import LoadConfig
+    from meltcore.measure.documents.schema import FleetLevel, FleetLoad, RunResult
+    from meltcore.measure.load.config import LoadConfig, Timeouts
+    from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 
 HELP = "Load an OpenAI-compatible server and measure throughput and latency: chat, translation, transcription, speech."
 
@@ -24,7 +29,10 @@ EXAMPLES = """\
   meltcore load https://api.example.com --model NAME --api-key KEY --workload prompts.jsonl
 """
 
-GPU_FILE = "gpus.jsonl"  # in the run folder: every sample of --monitor
+GPU_FILE = "gpus.jsonl"  # in the run folder: every sample of the recorded GPUs
+LEVELS_FILE = "levels.jsonl"  # in the run folder: each level of a fleet once it is over, which survives a kill
+# Options of LoadConfig that a load on a fleet has too.
+_FLEET_OPTIONS = ("processes", "seed", "api_key")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.common.errors import ConfigError
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.documents.values.formatting import result_warnings
     from meltcore.measure.report.load.levels import levels_tables
@@ -78,13 +85,10 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.measure.report.render import save_document
 
     config = _load_config(args)
-    if args.gpu is not None and not args.monitor:
-        raise ConfigError("--gpu selects the GPUs that --monitor records: add --monitor")
+    _check_gpu_option(args)
     console = Console(stderr=args.json)
     with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "load") as folder:
-        result = (
-            _measure_with_monitor(args, config, folder, console) if args.monitor else _measure(config, folder, console)
-        )
+        result = _measure(args, config, folder, console)
     notes = [reason for level in result.levels if level.verdict == "OK" for reason in level.reasons]
     try:
         save_document(folder.result_path, result)
@@ -101,46 +105,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_fleet(args: argparse.Namespace) -> int:
-    from meltcore.cli.load_fleet import run_fleet
+    """Measure all models of a server: alone, mixed and in pairs. Returns the exit status."""
+    import msgspec
+    from rich.console import Console
 
-    return run_fleet(args)
+    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.report.load.fleet_load import fleet_load_page
+    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.render import save_document
 
-
-def _measure(config: "LoadConfig", folder: "RunFolder", console: "Console") -> "RunResult":
-    from dataclasses import replace
-
-    from meltcore.measure.load.run.runner import level_bars, measure
-
-    with level_bars(config.levels, console) as on_progress:
-        return measure(replace(config, records_path=folder.requests_path), sys.argv[1:], on_progress)
-
-
-def _measure_with_monitor(
-    args: argparse.Namespace, config: "LoadConfig", folder: "RunFolder", console: "Console"
-) -> "RunResult":
-    """Measure the server while recording the GPUs. Raises NoDriverError without an NVIDIA driver."""
-    from meltcore.common.errors import MeltcoreError
-    from meltcore.measure.node.monitor.recording import attach_gpu_timelines, read_recording
-    from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
-
-    path = folder.path / GPU_FILE
+    config = _fleet_config(args)
+    console = Console(stderr=args.json)
+    with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "load-fleet") as folder:
+        result = _measure_fleet(args, config, folder, console)
     try:
-        monitor = Monitor(SamplerSettings(path=str(path), gpus=args.gpu))
-    except MeltcoreError:
-        path.unlink(missing_ok=True)  # nothing was measured
-        raise
-    with monitor:
-        result = _measure(config, folder, console)
-        monitor.stop()
-    result.notes += attach_gpu_timelines(result.levels, read_recording(path))
-    return result
+        save_document(folder.result_path, result)
+    finally:
+        if args.json:
+            sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+        else:
+            print_page(fleet_load_page(result), console)
+    console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
+    return result.exit_code
 
 
 def _load_config(args: argparse.Namespace) -> "LoadConfig":
     """Return the settings of the command line. Raises ConfigError for invalid or contradictory options."""
     from meltcore.common.errors import ConfigError
     from meltcore.common.options import check_unused, from_options
-    from meltcore.measure.load.config import LoadConfig, Timeouts
+    from meltcore.measure.load.config import LoadConfig
     from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
     from meltcore.measure.load.tasks.task import check_workload
 
@@ -149,8 +143,101 @@ def _load_config(args: argparse.Namespace) -> "LoadConfig":
         args.concurrency = LoadConfig.concurrency
     elif args.request_rate:
         raise ConfigError("--concurrency makes closed-loop levels and --request-rate open-loop ones: give one of them")
-    config = from_options(
-        LoadConfig, args, timeouts=Timeouts() if args.timeout is None else Timeouts(total_s=args.timeout)
-    )
+    config = from_options(LoadConfig, args, timeouts=_timeouts(args))
     check_workload(config)
     return config
+
+
+def _fleet_config(args: argparse.Namespace) -> "FleetLoadConfig":
+    """Return the settings of the command line. Raises ConfigError for options that only a load on one model has."""
+    from meltcore.common.options import check_unused, from_options
+    from meltcore.measure.load.config import LoadConfig
+    from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
+
+    check_unused(args, LoadConfig, "is for a load on one model, without --fleet", *_FLEET_OPTIONS)
+    _check_gpu_option(args)
+    return from_options(FleetLoadConfig, args, timeouts=_timeouts(args))
+
+
+def _timeouts(args: argparse.Namespace) -> "Timeouts":
+    from meltcore.measure.load.config import Timeouts
+
+    return Timeouts() if args.timeout is None else Timeouts(total_s=args.timeout)
+
+
+def _check_gpu_option(args: argparse.Namespace) -> None:
+    from meltcore.common.errors import ConfigError
+
+    if args.gpu is not None and not args.monitor:
+        raise ConfigError("--gpu selects the GPUs that --monitor records: add --monitor")
+
+
+def _measure(args: argparse.Namespace, config: "LoadConfig", folder: "RunFolder", console: "Console") -> "RunResult":
+    """Measure the server, with --monitor while the GPUs are recorded."""
+    from dataclasses import replace
+
+    from meltcore.measure.load.run.runner import level_bars, measure
+    from meltcore.measure.node.monitor.recording import attach_gpu_timelines, read_recording
+
+    path = folder.path / GPU_FILE
+    with _recorded(args, path, tries=args.monitor) as is_recorded, level_bars(config.levels, console) as on_progress:
+        result = measure(replace(config, records_path=folder.requests_path), sys.argv[1:], on_progress)
+    if is_recorded:
+        result.notes += attach_gpu_timelines(result.levels, read_recording(path))
+    return result
+
+
+def _measure_fleet(
+    args: argparse.Namespace, config: "FleetLoadConfig", folder: "RunFolder", console: "Console"
+) -> "FleetLoad":
+    """Run the load while the GPUs are recorded.
+
+    The GPUs are recorded with --monitor, or if the server is on this machine and the machine has GPUs.
+    """
+    import msgspec
+
+    from meltcore.measure.load.fleet.fleet_run import measure_fleet
+    from meltcore.measure.load.fleet.fleet_streams import level_line, level_status
+    from meltcore.measure.load.wire.connection import parse_target
+    from meltcore.measure.node.monitor.recording import attach_gpu_means, read_recording
+
+    levels_path, recording_path = folder.path / LEVELS_FILE, folder.path / GPU_FILE
+
+    def on_level(level: "FleetLevel") -> None:
+        with levels_path.open("ab") as file:
+            file.write(msgspec.json.encode(level) + b"\n")
+        console.print(level_line(level), markup=False, highlight=False, soft_wrap=True)
+
+    is_local = parse_target(config.url).host in ("localhost", "127.0.0.1", "::1")
+    with (
+        _recorded(args, recording_path, tries=args.monitor or is_local) as is_recorded,
+        level_status(console) as on_progress,
+    ):
+        result = measure_fleet(
+            config, sys.argv[1:], records_path=folder.requests_path, on_progress=on_progress, on_level=on_level
+        )
+    if is_recorded:
+        attach_gpu_means(result, read_recording(recording_path))
+    return result
+
+
+@contextmanager
+def _recorded(args: argparse.Namespace, path: "Path", tries: bool) -> Iterator[bool]:
+    """Record the GPUs during the block if `tries`. Yields whether the GPUs are recorded.
+
+    Raises NoDriverError if --monitor requires a recording and there is no driver.
+    """
+    from meltcore.common.errors import MeltcoreError
+    from meltcore.common.gpus.driver import NoDriverError
+    from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
+
+    monitor = None
+    if tries:
+        try:
+            monitor = Monitor(SamplerSettings(path=str(path), gpus=args.gpu))
+        except MeltcoreError as error:
+            path.unlink(missing_ok=True)  # nothing was measured
+            if args.monitor or not isinstance(error, NoDriverError):
+                raise
+    with monitor or nullcontext():
+        yield monitor is not None

@@ -81,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
     from datetime import UTC, datetime
     from pathlib import Path
 
-    import msgspec
     from rich.console import Console
 
     from meltcore.common.errors import ConfigError
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.measure.documents.fingerprint import take_fingerprint
     from meltcore.measure.documents.gaps import GAPS_PAGE, GpuProfile
     from meltcore.measure.report.nodes.profile import profile_page
-    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.page.console import print_document, print_page
     from meltcore.measure.report.render import save_document
     from meltcore.measure.trace.gaps import ProfileOptions, analyze_trace
     from meltcore.measure.trace.read import read_trace
@@ -116,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     save_document(page_path.with_suffix(".json"), profile, page_path)
     console = Console(stderr=args.json)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(profile), indent=2).decode())
+        print_document(profile)
     else:
         print_page(profile_page(profile), console)
     console.print(f"page: {page_path}", highlight=False, soft_wrap=True)

@@ -89,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
 def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:
     from pathlib import Path
 
-    import msgspec
     from rich.console import Console
 
     from meltcore.common.errors import ConfigError
@@ -102,7 +101,7 @@ def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:
         make_card,
         newest_documents,
     )
-    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.page.console import print_document, print_page
     from meltcore.measure.report.render import save_document
 
     newest, older = newest_documents(documents)
@@ -115,7 +114,7 @@ def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:
     folder = Path(args.out) if args.out else RunFolder.create("runs", "card").path
     page = save_document(folder / CARD_FILE, card)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(card), indent=2).decode())
+        print_document(card)
     print_page(card_page(card), console)
     console.print(f"page: {page}", highlight=False, soft_wrap=True)
     return card.exit_code

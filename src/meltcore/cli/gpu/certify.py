@@ -90,7 +90,6 @@ def _certify_nodes(args: argparse.Namespace) -> int:
 def _certify(args: argparse.Namespace) -> int:
     from contextlib import suppress
 
-    import msgspec
     from pynvml import NVMLError
     from rich.console import Console
 
@@ -102,7 +101,7 @@ def _certify(args: argparse.Namespace) -> int:
     from meltcore.measure.node.certify.expectations import make_baseline
     from meltcore.measure.node.node import Node
     from meltcore.measure.report.nodes.certificate import certificate_page, check_line
-    from meltcore.measure.report.page.console import print_blocks, print_page
+    from meltcore.measure.report.page.console import print_blocks, print_document, print_page
     from meltcore.measure.report.render import save_document
 
     check_hours(args.tier, args.hours)
@@ -129,7 +128,7 @@ def _certify(args: argparse.Namespace) -> int:
     save_document(folder.path / CERTIFICATE_FILE, certificate)
     print_page(certificate_page(certificate, folder.path), console)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(certificate), indent=2).decode())
+        print_document(certificate)
     return certificate.exit_code
 
 

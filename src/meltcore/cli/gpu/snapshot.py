@@ -41,15 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the snapshot, or what changed since an earlier one, and return the exit code."""
-    import msgspec
-
-    from meltcore.measure.node.snapshot import snapshot_lines
+    from meltcore.measure.node.snapshot import diff_snapshots, snapshot_lines
+    from meltcore.measure.report.page.console import print_document
 
     snapshot = _take_snapshot(args.gpu)
     if args.diff:
-        return _print_diff(args.diff, snapshot)
+        changes = diff_snapshots(_read_snapshot(args.diff), snapshot)
+        print("\n".join(changes) if changes else "no difference")
+        return EXIT_CHANGED if changes else 0
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode())
+        print_document(snapshot)
     else:
         print("\n".join(snapshot_lines(snapshot)))
     return 0
@@ -89,14 +90,6 @@ def _take_snapshot(requested: str | None) -> "Snapshot":
     finally:
         with suppress(NVMLError):  # the process ends soon, whether the driver answers or not
             nvml.close()
-
-
-def _print_diff(path: str, snapshot: "Snapshot") -> int:
-    from meltcore.measure.node.snapshot import diff_snapshots
-
-    changes = diff_snapshots(_read_snapshot(path), snapshot)
-    print("\n".join(changes) if changes else "no difference")
-    return EXIT_CHANGED if changes else 0
 
 
 def _read_snapshot(path: str) -> "Snapshot":

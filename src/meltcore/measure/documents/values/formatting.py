@@ -20,7 +20,6 @@ from meltcore.measure.documents.values.percentiles import TOO_SMALL
 NOT_MEASURED = "–"
 
 
-# The load generator's settings that define a workload.
 def client_line(levels: Sequence[LevelResult]) -> str:
     """Return a sentence on whether the load generator was late or used up its CPU.
 
@@ -43,6 +42,7 @@ def _is_measured(client: ClientLoad | None) -> bool:
     return client is not None and client.loop_lag_p99_ms is not None and client.cpu_utilization is not None
 
 
+# The load generator's settings that define a workload.
 _LOAD_SETTINGS = ("workload", "concurrency", "request_rate", "num_prompts", "max_tokens", "extra_body")
 
 

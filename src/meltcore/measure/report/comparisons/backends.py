@@ -10,7 +10,7 @@ from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_load_settings, format_number
 from meltcore.measure.report.load.levels import levels_tables
 from meltcore.measure.report.load.run import machine_section, notes_box
-from meltcore.measure.report.page.charts import NUM_COLORS, Line, Mark, line_chart
+from meltcore.measure.report.page.charts import NUM_COLORS, Line, Mark, line_figure
 from meltcore.measure.report.page.page import (
     Block,
     Box,
@@ -162,10 +162,8 @@ def _rate_chart(runs: Sequence[BackendRun], levels: Sequence[int], title: str) -
             Mark(level, None if found is None else found.output_tokens_per_s, run.backend) for level, found in rates
         ]
         lines.append(Line(run.backend, number % NUM_COLORS + 1, marks))
-    chart = line_chart(lines, label=f"{title}: output tok/s by concurrency", x_title="concurrency")
-    if chart is None:
-        return None
-    return Figure(f"{title}: output tok/s", chart, legend=[(line.name, line.color, False) for line in lines])
+    title = f"{title}: output tok/s"
+    return line_figure(title, lines, label=f"{title} by concurrency", x_title="concurrency")
 
 
 def _aspect_table(comparison: BackendComparison) -> Table:

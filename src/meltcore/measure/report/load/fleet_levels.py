@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from meltcore.measure.documents.schema import Distribution, FleetLevel, LevelResult, Part, StreamLoad
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_number
 from meltcore.measure.load.tasks.task import MeasuredTask, first_latency, percentile, task_of
-from meltcore.measure.report.page.charts import NUM_COLORS, Line, Mark, line_chart
+from meltcore.measure.report.page.charts import NUM_COLORS, Line, Mark, line_figure
 from meltcore.measure.report.page.page import (
     Block,
     Cell,
@@ -180,9 +180,6 @@ def _gpu_figure(levels: Sequence[FleetLevel]) -> Figure | None:
 
 
 def _chart(title: str, lines: Sequence[Line], unit: str, *, log_y: bool) -> Figure | None:
-    label = f"{title} against connections"
-    if not any(mark.y is not None for line in lines for mark in line.marks):
-        return None
-    chart = line_chart(lines, label=label, x_title="Connections", unit=unit, log_y=log_y)
-    legend = [(line.name, line.color, line.dashed) for line in lines]
-    return None if chart is None else Figure(title, chart, legend)
+    return line_figure(
+        title, lines, label=f"{title} against connections", x_title="Connections", unit=unit, log_y=log_y
+    )

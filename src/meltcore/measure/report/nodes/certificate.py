@@ -27,7 +27,7 @@ from meltcore.measure.documents.values.formatting import (
     format_time,
 )
 from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst_verdict
-from meltcore.measure.report.page.charts import NUM_COLORS, WIDE, Line, Mark, cell_grid, line_chart
+from meltcore.measure.report.page.charts import NUM_COLORS, WIDE, Line, Mark, cell_grid, line_figure
 from meltcore.measure.report.page.page import (
     Block,
     Box,
@@ -181,13 +181,18 @@ def certificate_charts(certificate: Certificate) -> list[Figure]:
         matrix = cell_grid(names, names, cells, "peer copies in GB/s")
         figures.append(Figure("Peer copies, unidirectional", matrix, note="GB/s from row to column."))
     lines = _bandwidth_lines([row for row in rows if row.key.startswith("collectives/")])
-    if max((len(check_index.marks) for check_index in lines), default=0) >= 3:
-        chart = line_chart(
-            lines, label="bus bandwidth by size", x_title="bytes per GPU", frame=WIDE, format_x=size_text
+    if max((len(line.marks) for line in lines), default=0) >= 3:
+        figure = line_figure(
+            "Collectives by size",
+            lines,
+            label="bus bandwidth by size",
+            x_title="bytes per GPU",
+            frame=WIDE,
+            format_x=size_text,
+            note="Bus bandwidth in GB/s of all GPUs together.",
         )
-        legend = [(check_index.name, check_index.color, False) for check_index in lines]
-        assert chart is not None, "measured bandwidths are drawn"
-        figures.append(Figure("Collectives by size", chart, legend, "Bus bandwidth in GB/s of all GPUs together."))
+        assert figure is not None, "measured bandwidths are drawn"
+        figures.append(figure)
     return figures
 
 

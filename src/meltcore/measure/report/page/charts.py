@@ -14,6 +14,7 @@ from itertools import groupby
 from markupsafe import Markup, escape
 
 from meltcore.measure.documents.values.formatting import format_number, format_percent
+from meltcore.measure.report.page.page import Figure
 
 Point = tuple[float, float]
 NUM_COLORS = 4
@@ -144,6 +145,25 @@ def line_chart(
     for line in lines:
         elements += _line_elements(line, x_scale, y_scale)
     return svg(frame.width, frame.height, label, elements)
+
+
+def line_figure(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    label: str,
+    x_title: str,
+    unit: str = "",
+    log_y: bool = False,
+    frame: Frame = NARROW,
+    format_x: Callable[[float], str] = "{:,g}".format,
+    note: str = "",
+) -> Figure | None:
+    """Draw lines as `line_chart` does, with a legend of all of them; returns None if there is nothing to draw."""
+    chart = line_chart(lines, label=label, x_title=x_title, unit=unit, log_y=log_y, frame=frame, format_x=format_x)
+    return (
+        None if chart is None else Figure(title, chart, [(line.name, line.color, line.dashed) for line in lines], note)
+    )
 
 
 def time_strips(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
@@ -29,6 +30,11 @@ from meltcore.measure.report.page.page import (
 )
 
 _MAX_SPACED_COLUMNS = 7  # columns; more fit into 80 characters without gaps
+
+
+def print_document(content: msgspec.Struct) -> None:
+    """Print a document on standard output as indented JSON, as it stands in its file."""
+    print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
 
 
 def print_page(page: Page, console: Console) -> None:
