@@ -22,8 +22,7 @@ from test_audio_decode import LIMITS, decoded, encoded, samples_of, tone
 from test_ffmpeg_formats import Recorder, recorded
 
 from meltcore.audio import checks
-from meltcore.audio.decode import decode
-from meltcore.audio.files import open_audio
+from meltcore.audio.decode import decode, open_audio
 from meltcore.audio.mpeg import frame_bytes
 from meltcore.common.errors import RequestError
 
