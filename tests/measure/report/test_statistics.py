@@ -133,8 +133,8 @@ def test_same_numbers_always_get_the_same_interval() -> None:
 
 
 def test_one_start_or_a_mean_of_zero_gives_no_interval() -> None:
-    assert compare_samples([1.0], [2.0]) == Change(1.0, 2.0, 1, 1, change=1.0)
-    assert compare_samples([0.0, 0.0], [1.0, 2.0]) == Change(0.0, 1.5, 2, 2)
+    assert compare_samples([1.0], [2.0]) == Change(1.0, 2.0, change=1.0)
+    assert compare_samples([0.0, 0.0], [1.0, 2.0]) == Change(0.0, 1.5)
 
 
 def test_sample_without_values_is_refused() -> None:

@@ -158,20 +158,17 @@ class _FleetRun:
         plan = _Plan(models=models, experiment_streams=[])
         if "interference" in config.parts and config.interference != PAIRS:
             plan.experiment = load_experiment(config.interference)
-            plan.experiment_streams = self._experiment_streams(plan.experiment, served)
+            plan.experiment_streams = [
+                Stream(
+                    name=stream.name,
+                    model=model.name,
+                    workload=stream.workload or tasks()[model.task].default_workload(model, config.sizes),
+                    connections=stream.concurrency or 0,
+                    rate=stream.rate,
+                )
+                for stream, model in zip(plan.experiment.streams, choose_models(plan.experiment, served), strict=True)
+            ]
         return plan
-
-    def _experiment_streams(self, spec: ExperimentSpec, served: Sequence[ServedModel]) -> list[Stream]:
-        return [
-            Stream(
-                name=stream.name,
-                model=model.name,
-                workload=stream.workload or tasks()[model.task].default_workload(model, self._config.sizes),
-                connections=stream.concurrency or 0,
-                rate=stream.rate,
-            )
-            for stream, model in zip(spec.streams, choose_models(spec, served), strict=True)
-        ]
 
     async def _run_parts(self) -> None:
         config, models = self._config, self.plan.models

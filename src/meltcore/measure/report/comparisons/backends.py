@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from meltcore.measure.documents.backends import START_OF, BackendComparison, BackendRun, BestBackend, SetUp
+from meltcore.measure.documents.backends import START_OF, BackendComparison, BackendRun, SetUp
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_load_settings, format_number
 from meltcore.measure.report.load.levels import levels_tables
@@ -56,7 +56,11 @@ def backends_page(comparison: BackendComparison) -> Page:
         subtitle=f"{comparison.model} on {', '.join(comparison.backends)}",
         sections=sections,
         footer="meltcore compare-backends · the same numbers stand in result.json",
-        conclusion="; ".join(_sentence(best) for best in comparison.best if not best.set_up),
+        conclusion="; ".join(
+            f"{best.model} at {best.levels[0]}: {best.backend or best.reason}"
+            for best in comparison.best
+            if not best.set_up
+        ),
     )
 
 
@@ -85,10 +89,6 @@ def best_table(comparison: BackendComparison) -> Table:
         for best in comparison.best
     ]
     return Table(columns, rows, note="Over several levels the rate is their geometric mean. One run per level.")
-
-
-def _sentence(best: BestBackend) -> str:
-    return f"{best.model} at {best.levels[0]}: {best.backend or best.reason}"
 
 
 def _set_up_section(comparison: BackendComparison, set_up: SetUp) -> Section:

@@ -28,8 +28,6 @@ class Change:
 
     old: float
     new: float
-    n_old: int
-    n_new: int
     change: float | None = None
     low: float | None = None
     high: float | None = None
@@ -45,14 +43,13 @@ def compare_samples(old: Sequence[float], new: Sequence[float], resamples: int =
     if not old_values.size or not new_values.size:
         raise ValueError("a sample without values compares with nothing")
     means = float(old_values.mean()), float(new_values.mean())
-    sizes = old_values.size, new_values.size
     if means[0] == 0:
-        return Change(*means, *sizes)
+        return Change(*means)
     change = means[1] / means[0] - 1
-    if min(sizes) < 2:
-        return Change(*means, *sizes, change=change)
+    if min(old_values.size, new_values.size) < 2:
+        return Change(*means, change=change)
     low, high = _bootstrap_interval(old_values, new_values, resamples)
-    return Change(*means, *sizes, change=change, low=low, high=high, p=_mann_whitney(old_values, new_values))
+    return Change(*means, change=change, low=low, high=high, p=_mann_whitney(old_values, new_values))
 
 
 def noise_floor(control: Sequence[float], n_old: int, n_new: int) -> float | None:

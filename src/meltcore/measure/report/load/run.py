@@ -66,7 +66,7 @@ def run_page(result: RunResult) -> Page:
         _weighted_section(result),
         *_mixed_sections(result.mixed),
         *_load_sections(result.levels),
-        _levels_section(result.levels),
+        Section("Levels", levels_tables(result.levels)) if result.levels else Section(),
         _timeline_section(result.levels),
         _level_details_section(result.levels),
         _answers_section(result),
@@ -212,10 +212,6 @@ def _load_sections(levels: Sequence[LevelResult]) -> list[Section]:
     note = "Lines break where the workload changes; levels compare only within one workload."
     blocks: list[Block] = [*([Text(note, "small")] if has_several_workloads else []), Figures(figures)]
     return [Section("Throughput and latency against load", blocks)] if figures else []
-
-
-def _levels_section(levels: Sequence[LevelResult]) -> Section:
-    return Section("Levels", levels_tables(levels)) if levels else Section()
 
 
 def _timeline_section(levels: Sequence[LevelResult]) -> Section:

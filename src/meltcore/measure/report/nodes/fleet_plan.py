@@ -32,7 +32,12 @@ def plan_page(plan: FleetPlan) -> Page:
     sections = [Section("Models", [_models(plan)])] if plan.models else []
     if plan.gpus:
         pictures = Figures([_picture(gpu) for gpu in plan.gpus], is_full_width=True)
-        note = " ".join([_NOTE, *map(_others_text, filter(_is_shared, plan.gpus)), plan.context_note])
+        others = [
+            f"Other processes use {size_text(gpu.others_bytes)} of {_name(gpu)}, which the plan leaves to them."
+            for gpu in plan.gpus
+            if gpu.others_bytes >= GIB / 100
+        ]
+        note = " ".join([_NOTE, *others, plan.context_note])
         sections.insert(0, Section("GPUs", [_gpus(plan), pictures, Text(note)]))
         rows = [Row([Cell(layout), Cell("fits" if fits else "does not fit")]) for layout, fits in plan.mig]
         columns = [Column("slices", align="text"), Column("all models", align="text")]
@@ -86,14 +91,6 @@ def _gpus_text(plan: FleetPlan) -> str:
 
 def _is_idle(gpu: PlannedGpu) -> bool:
     return len(gpu.parts) <= 1  # the driver's alone
-
-
-def _is_shared(gpu: PlannedGpu) -> bool:
-    return gpu.others_bytes >= GIB / 100
-
-
-def _others_text(gpu: PlannedGpu) -> str:
-    return f"Other processes use {size_text(gpu.others_bytes)} of {_name(gpu)}, which the plan leaves to them."
 
 
 def _numbers_text(gpus: list[PlannedGpu]) -> str:

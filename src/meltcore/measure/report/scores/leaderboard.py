@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meltcore.common.errors import ConfigError
@@ -101,45 +100,30 @@ def ranking_notes(entries: Sequence[NamedScore]) -> list[str]:
     reasons = [f"{entry.name}: {reason}" for entry in entries for reason in entry.score.not_comparable]
     for fact_name, fact in (*COMPARABILITY_FIELDS, _SAME_ENGINE):
         compared_entries = [entry for entry in entries if fact is not _SAME_ENGINE[1] or not entry.is_reference]
-        names_by_value = _names_by_fact(compared_entries, partial(_score_fact, fact))
-        if len(names_by_value) > 1:
-            reasons.append(f"the {fact_name} differ: {_format_groups(names_by_value)}")
+        if groups := _differing_groups(compared_entries, fact):
+            reasons.append(f"the {fact_name} differ: {groups}")
     return reasons
 
 
-def _score_fact(fact: Callable[[Score], str], entry: NamedScore) -> str:
-    return fact(entry.score)
-
-
-def _names_by_fact(entries: Sequence[NamedScore], fact: Callable[[NamedScore], str]) -> dict[str, list[str]]:
-    """Return a mapping from each value of the fact to the names of the entries that have it."""
-    names: dict[str, list[str]] = {}
+def _differing_groups(entries: Sequence[NamedScore], fact: Callable[[Score], str]) -> str:
+    """Return each value of the fact with the names of the entries that have it, or "" if all have the same value."""
+    names_by_value: dict[str, list[str]] = {}
     for entry in entries:
-        names.setdefault(fact(entry), []).append(entry.name)
-    return names
-
-
-def _format_groups(names_by_value: Mapping[str, Sequence[str]]) -> str:
-    return ", ".join(f"{value} ({', '.join(names)})" for value, names in names_by_value.items())
+        names_by_value.setdefault(fact(entry.score), []).append(entry.name)
+    groups = ", ".join(f"{value} ({', '.join(names)})" for value, names in names_by_value.items())
+    return groups if len(names_by_value) > 1 else ""
 
 
 def leaderboard_notes(entries: Sequence[NamedScore]) -> list[str]:
     """Return the differences that do not prevent a ranking but may explain a difference in score."""
     notes = []
-    durations = _names_by_fact(entries, lambda entry: format_duration(entry.score.duration_s))
-    if len(durations) > 1:
-        group_list = _format_groups(durations)
-        notes.append(f"The runs were not equally long, and a short one may be over before a GPU is warm: {group_list}.")
-    gpu_counts = _names_by_fact(entries, lambda entry: str(len(entry.score.devices)))
-    if len(gpu_counts) > 1:
-        notes.append(
-            f"A score is of all GPUs of its run together, and their numbers differ: {_format_groups(gpu_counts)}."
-        )
-    engines = _names_by_fact(entries, lambda entry: entry.score.engine)
-    if len(engines) > 1 and any(entry.is_reference for entry in entries):
-        notes.append(
-            f"A reference keeps the engine that it was measured with, and it differs: {_format_groups(engines)}."
-        )
+    if groups := _differing_groups(entries, lambda score: format_duration(score.duration_s)):
+        notes.append(f"The runs were not equally long, and a short one may be over before a GPU is warm: {groups}.")
+    if groups := _differing_groups(entries, lambda score: str(len(score.devices))):
+        notes.append(f"A score is of all GPUs of its run together, and their numbers differ: {groups}.")
+    groups = _differing_groups(entries, lambda score: score.engine)
+    if groups and any(entry.is_reference for entry in entries):
+        notes.append(f"A reference keeps the engine that it was measured with, and it differs: {groups}.")
     for package in ("torch", "triton"):
         versions = {entry.run.fingerprint.versions.get(package, "none") for entry in entries}
         if len(versions) > 1:

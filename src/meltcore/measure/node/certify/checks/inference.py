@@ -5,7 +5,6 @@ passed, a failure indicates a software fault, so it has its own fault code.
 """
 
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,7 +57,20 @@ class InferenceCheck(HardwareCheck):
         ]
         warn_throttled(judged, throttled)
         rows = [judged_row.row for judged_row in judged]
-        rows += [row for gpu_index, result in enumerate(results) for row in _speed_rows(context, gpu_index, result)]
+        # Speeds are recorded and not judged: all GPUs use the host's cores together.
+        rows += [
+            CertificateRow(
+                key=f"inference/concurrency-{level.concurrency}",
+                subject=context.label((gpu_index,)),
+                gpus=[gpu_index],
+                unit="tok/s",
+                verdict="RECORDED",
+                measured=level.output_tokens_per_s,
+            )
+            for gpu_index, result in enumerate(results)
+            if result is not None
+            for level in result.levels
+        ]
         return self.report(rows, [*make_findings(self.name, judged), *findings], conditions)
 
 
@@ -109,18 +121,3 @@ def _judge_demo(
     if busy and row.verdict == "PASS":
         judged.set_verdict("INVALID", "BUSY", "another program was computing on it")
     return judged
-
-
-def _speed_rows(context: CertifyContext, gpu_index: int, result: RunResult | None) -> Sequence[CertificateRow]:
-    """Return recorded speeds, which are not judged: all GPUs use the host's cores together."""
-    return [
-        CertificateRow(
-            key=f"inference/concurrency-{level.concurrency}",
-            subject=context.label((gpu_index,)),
-            gpus=[gpu_index],
-            unit="tok/s",
-            verdict="RECORDED",
-            measured=level.output_tokens_per_s,
-        )
-        for level in (result.levels if result is not None else [])
-    ]
