@@ -107,13 +107,6 @@ def run_on_all_nodes(
     return report
 
 
-def exit_status(report: "NodesReport") -> int:
-    """Return 0 if all nodes are alike, 1 if a node deviates, and 2 if a node has failed."""
-    from meltcore.measure.documents.verdicts import MEANINGS
-
-    return MEANINGS[report.verdict].exit_code
-
-
 def certificate_status(report: "NodesReport") -> int:
     """Return the exit status of the worst node in Nagios's terms: UNKNOWN if a node failed, WARN if a node is slow."""
     from meltcore.measure.documents.node import Certificate

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from sample_scores import sample_device, sample_scored_run
 
-from meltcore.cli.all_nodes import certificate_status, exit_status
+from meltcore.cli.all_nodes import certificate_status
 from meltcore.measure.documents.node import Certificate, CertificateRow, CheckReport, GpuSnapshot, Snapshot
 from meltcore.measure.documents.schema import Fingerprint
 from meltcore.measure.documents.values.nodes import NodesReport, make_report
@@ -202,8 +202,8 @@ def test_scores_are_compared_by_node_and_by_slowest_gpu() -> None:
     score, slowest = report.metrics
     assert (score.values[0].node, slowest.values[0].node, slowest.values[0].subject) == ("c", "c", "GPU 1")
     assert (score.values[0].is_slow, slowest.values[0].is_slow) == (True, True)
-    assert exit_status(report) == 1
+    assert report.exit_code == 1
 
     runs["b"].verdict, runs["b"].reasons = "FAILED", ["the engine ended"]
     report = report_on(*(ended(name, run, 1) for name, run in runs.items()), command="bench")
-    assert (report.nodes[1].status, report.nodes[1].reason, exit_status(report)) == ("failed", "the engine ended", 2)
+    assert (report.nodes[1].status, report.nodes[1].reason, report.exit_code) == ("failed", "the engine ended", 2)

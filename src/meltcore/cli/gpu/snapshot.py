@@ -57,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_on_nodes(args: argparse.Namespace) -> int:
-    from meltcore.cli.all_nodes import exit_status, refuse_with_ray, run_on_all_nodes
+    from meltcore.cli.all_nodes import refuse_with_ray, run_on_all_nodes
 
     refuse_with_ray(args, "diff", "gpu")
-    return exit_status(run_on_all_nodes(args, ["snapshot", "--json"], limit_s=_NODE_LIMIT_S))
+    return run_on_all_nodes(args, ["snapshot", "--json"], limit_s=_NODE_LIMIT_S).exit_code
 
 
 def _take_snapshot(requested: str | None) -> "Snapshot":

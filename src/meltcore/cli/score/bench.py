@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_on_all_nodes(args: argparse.Namespace) -> int:
     """Run the command on all nodes of a cluster. Returns the exit code."""
-    from meltcore.cli.all_nodes import exit_status, refuse_with_ray, run_on_all_nodes
+    from meltcore.cli.all_nodes import refuse_with_ray, run_on_all_nodes
     from meltcore.common.options import check_unused, from_options
     from meltcore.fleet.plan.cluster import absolute_path
     from meltcore.measure.score.config import BenchConfig
@@ -97,12 +97,11 @@ def _run_on_all_nodes(args: argparse.Namespace) -> int:
     command += ["--cpu"] * config.cpu
     if config.model:  # a node runs the command in a folder of its own
         command += ["--model", absolute_path(config.model) or config.model]
-    report = run_on_all_nodes(
+    return run_on_all_nodes(
         args,
         command,
         limit_s=config.duration_s + _START_LIMIT_S,
         needs_gpu=not config.cpu,
         takes_gpus=not config.cpu,
         out=config.out,
-    )
-    return exit_status(report)
+    ).exit_code

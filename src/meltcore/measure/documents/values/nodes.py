@@ -16,7 +16,7 @@ from meltcore.measure.documents.node import Certificate, Snapshot
 from meltcore.measure.documents.schema import Fingerprint, VersionedDocument
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.values.formatting import format_counts
-from meltcore.measure.documents.verdicts import CheckVerdict
+from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict
 from meltcore.protocol.cluster import CommandEnded
 
 NODES_FILE = "nodes.json"
@@ -88,6 +88,11 @@ class NodesReport(VersionedDocument, kw_only=True, tag_field="document", tag="no
     nodes: list[NodeResult]
     metrics: list[NodeMetric] = msgspec.field(default_factory=list)
     differences: list[NodeDifference] = msgspec.field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all nodes are alike, 1 if a node deviates, and 2 if a node has failed."""
+        return MEANINGS[self.verdict].exit_code
 
     @property
     def failed(self) -> list[NodeResult]:

@@ -194,6 +194,7 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
     served_model_facts = run_coroutine(_served_facts(config), uvloop.new_event_loop)
     levels = run_levels(config, on_progress)
     verdict = worst_verdict((level.verdict for level in levels), "PARTIAL")
+    monitored_from = "a level's release" if workload_task(config.workload).uploads else "after a level's release burst"
     return RunResult(
         command="load",
         status="partial" if verdict in CUT_SHORT else "complete",
@@ -206,14 +207,10 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
         notes=[
             *model_notes(served_model_facts),
             *([] if config.stream else [NOT_STREAMED]),
-            f"The client's event-loop lag and CPU utilization are measured from {_monitored_from(config)} to its end.",
+            f"The client's event-loop lag and CPU utilization are measured from {monitored_from} to its end.",
             *(reason for level in levels if level.verdict == "OK" for reason in level.reasons),
         ],
     )
-
-
-def _monitored_from(config: LoadConfig) -> str:
-    return "a level's release" if workload_task(config.workload).uploads else "after a level's release burst"
 
 
 async def _served_facts(config: LoadConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.node import Certificate, CertificateRow, Expectation, GpuSnapshot
+from meltcore.measure.documents.node import Certificate, Expectation, GpuSnapshot
 
 # Healthy machines differ by a few percent; acceptance floors of cloud providers are 85 to 90 %.
 PRIOR_FLOOR = 0.90
@@ -242,8 +242,9 @@ def make_baseline(certificate: Certificate) -> Baseline:
             f"the certificate of {certificate.started} says FAIL and cannot be a baseline: fix the node first"
         )
     values: dict[str, dict[str, float]] = {}
-    for row in (row for check in certificate.checks for row in check.rows if _usable_row(row)):
-        if row.measured is not None:
+    for row in (row for check in certificate.checks for row in check.rows):
+        is_usable = row.verdict in ("PASS", "RECORDED") or (row.verdict == "UNKNOWN" and not row.expectations)
+        if is_usable and row.measured is not None:
             uuids = "+".join(certificate.snapshot.gpus[gpu].uuid for gpu in row.gpus)
             values.setdefault(row.key, {})[uuids] = row.measured
     return Baseline(
@@ -252,10 +253,6 @@ def make_baseline(certificate: Certificate) -> Baseline:
         values=values,
         medians={key: median(measured.values()) for key, measured in values.items()},
     )
-
-
-def _usable_row(row: CertificateRow) -> bool:
-    return row.verdict in ("PASS", "RECORDED") or (row.verdict == "UNKNOWN" and not row.expectations)
 
 
 # --- all -------------------------------------------------------------------------------------------------------------
