@@ -18,6 +18,7 @@ from waiting import wait_until
 from meltcore.common.errors import EngineDeadError
 from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.readiness import PROBE_ID, probe_error
+from meltcore.fleet.run.replica import EngineExit
 from meltcore.fleet.run.restart_policy import NeverRestart, Outage, RestartAfterPause
 from meltcore.fleet.run.start_gate import WAVE, StartGate
 from meltcore.protocol.batch import BatchStats
@@ -265,8 +266,9 @@ def test_sigterm_drains_all_models() -> None:
 
 def test_pauses_double_until_deaths_are_too_many() -> None:
     policy = RestartAfterPause(first_pause_s=1.0, max_pause_s=3.0, max_deaths=4, window_s=100.0)
-    assert [policy.pause_s([0.0] * deaths, 1.0) for deaths in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, None]
-    assert policy.pause_s([0.0, 0.0, 0.0, 100.0], 101.0) == 1.0, "deaths of long ago do not count"
+    slow = [EngineExit(at_s, "", 0.0) for at_s in (0.0, 601.0, 1202.0, 1803.0)]  # each start took too long
+    assert [policy.pause_s(slow[:deaths]) for deaths in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, None]
+    assert policy.pause_s([*slow[:3], EngineExit(1903.0, "", 100.0)]) == 1.0, "exits before long service do not count"
 
 
 OUTAGE = Outage("m", "ready", "ready", True, True, frozenset({"failed"}), "exit status 7", None, 3, 1)

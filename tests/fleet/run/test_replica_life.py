@@ -97,7 +97,7 @@ class Policy(RestartAfterPause):
         super().__init__()
         self.pauses: list[float | None] = [0.0]
 
-    def pause_s(self, deaths_s: Any, now_s: float) -> float | None:
+    def pause_s(self, deaths: Any) -> float | None:
         return self.pauses[-1]
 
     async def prove(self, probe: Any, left_s: float) -> None:

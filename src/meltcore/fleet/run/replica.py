@@ -57,10 +57,14 @@ SERVED: frozenset[ReplicaState] = frozenset(("ready", "draining", "sleeping"))  
 
 
 class EngineExit(NamedTuple):
-    """The time at which an engine has died (monotonic seconds), and the engine's node in a cluster."""
+    """The end of an engine: its time (monotonic seconds), the engine's node in a cluster, and how long it was served.
+
+    `served_s` are the seconds that all engines of the replica have served until then.
+    """
 
     at_s: float
     node: str
+    served_s: float
 
 
 class ReplicaProcess(Protocol):
@@ -105,6 +109,7 @@ class ReplicaLife(Generic[_P]):
     state: ReplicaState = "waiting"
     reason: str = ""
     restarts: int = 0
+    served_s: float = 0.0  # by all of its processes that have ended
     deaths: list[EngineExit] = field(default_factory=list)
     started: asyncio.Future[Any] | None = None  # the first outcome of a start
     task: asyncio.Task[None] | None = None
@@ -129,11 +134,6 @@ class ReplicaLife(Generic[_P]):
     def node(self) -> str:
         """The cluster node of the replica, or "" for this machine."""
         return ""
-
-    @property
-    def deaths_s(self) -> list[float]:
-        """The times at which the replica's processes have died."""
-        return [death.at_s for death in self.deaths]
 
     @property
     def error(self) -> MeltcoreError | None:

@@ -130,8 +130,8 @@ class RestartPolicy(ABC):
         """
 
     @abstractmethod
-    def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
-        """Return the pause after exits at these times, or None if the engine is not started again."""
+    def pause_s(self, deaths: Sequence[EngineExit]) -> float | None:
+        """Return the pause after these exits, or None if the engine is not started again."""
 
     @abstractmethod
     def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
@@ -196,7 +196,7 @@ class NeverRestart(RestartPolicy):
     def tell(self, tell: Callable[[], None]) -> None:
         """Do nothing: the table of a ready server, or the error of a server that ends, already says it."""
 
-    def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
+    def pause_s(self, deaths: Sequence[EngineExit]) -> float | None:
         """Return None."""
         return None
 
@@ -225,14 +225,14 @@ class NeverRestart(RestartPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartAfterPause(RestartPolicy):
-    """Starts an engine that has died again after a pause, which doubles with each exit within `window_s`.
+    """Starts an engine that has died again after a pause, which doubles with each exit within `window_s` of service.
 
     Models fail and come back by themselves, and the server continues without them.
     """
 
     first_pause_s: float = 1.0
     max_pause_s: float = 60.0
-    max_deaths: int = 5  # within `window_s`; then it stays down
+    max_deaths: int = 5  # within `window_s` of service; then it stays down
     max_node_deaths: int = 3  # within `window_s` on a node of a cluster; then another node is tried
     window_s: float = 600.0
     probe_limit_s: float = 120.0  # for the answer to the readiness request
@@ -274,9 +274,12 @@ class RestartAfterPause(RestartPolicy):
         """Report it."""
         tell()
 
-    def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
-        """Return the pause after exits at these times. Returns None if there were too many exits."""
-        num_recent = sum(now_s - death_s < self.window_s for death_s in deaths_s)
+    def pause_s(self, deaths: Sequence[EngineExit]) -> float | None:
+        """Return the pause after these exits. Returns None if there were too many.
+
+        An exit counts until the replica has served for `window_s`, so that slow starts do not let it be forgotten.
+        """
+        num_recent = sum(deaths[-1].served_s - death.served_s < self.window_s for death in deaths)
         if num_recent >= self.max_deaths:
             return None
         doublings = max(0, num_recent - 1)

@@ -160,7 +160,9 @@ class SupervisedModel(ABC, Generic[_R]):
                 await replica.process.stop()
             else:
                 self._on_ready(replica, result)
+                ready_s = time.monotonic()
                 failure, is_final = EngineDeadError(await replica.process.wait()), False
+                replica.served_s += time.monotonic() - ready_s
             pause_s = self._after_end(replica, str(failure), is_final=is_final)
             await replica.process.leave()
             if pause_s is None:
@@ -178,10 +180,10 @@ class SupervisedModel(ABC, Generic[_R]):
         was_serving, num_open = replica.state in SERVED, round(self.stats.open_requests(replica.index))
         replica.reason = reason
         if not is_evicted:
-            replica.deaths.append(EngineExit(now_s, replica.node))
+            replica.deaths.append(EngineExit(now_s, replica.node, replica.served_s))
         pause_s = None
         if not is_final and not self._draining:
-            pause_s = ROOM_POLL_S if is_evicted else policy.pause_s(replica.deaths_s, now_s)
+            pause_s = ROOM_POLL_S if is_evicted else policy.pause_s(replica.deaths)
         self.stats.set("start_s", now_s + (pause_s or 0.0))
         if pause_s is None:
             event: ReplicaEvent = "gave up"
