@@ -309,9 +309,8 @@ def fleet_options(planner: FleetPlanner) -> FleetOptions:
     with loading_modules():
         from meltcore.fleet.run.engines import LocalLauncher, MakeLauncher, RayLauncher
         from meltcore.fleet.supervisor import FleetOptions
-        from meltcore.settings.fleet_file import load_fleet
 
-    server, local = load_fleet(planner.path).server, cast(MakeLauncher, LocalLauncher)
+    server, local = planner.spec.server, cast(MakeLauncher, LocalLauncher)
     return FleetOptions(
         log_folder=state_dir(),
         planner=planner,

@@ -39,9 +39,10 @@ _MAX_SIZES_SHOWN = 16
 
 
 class PlannerSource(NamedTuple):
-    """What a planner plans from: the path of a fleet.yaml, and the machine or the cluster as it was read."""
+    """What a planner has planned from: a fleet.yaml, its contents, and the machine or the cluster as it was read."""
 
     path: str
+    spec: FleetSpec
     site: OneMachine | Cluster
 
 
@@ -52,25 +53,31 @@ class FleetPlanner:
     node of a cluster it is when the node got its first engine.
     """
 
-    def __init__(self, path: Path, read: Callable[[FleetSpec], OneMachine | Cluster] = OneMachine.read) -> None:
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[FleetSpec], OneMachine | Cluster] = OneMachine.read,
+        spec: FleetSpec | None = None,
+    ) -> None:
         """Create a planner. `read` returns the machine or the cluster that the fleet may use.
 
-        Raises ConfigError if the file is not valid, or as `read` does.
+        `spec` has the contents of the file if they have been read already. Raises ConfigError if the file is not valid,
+        or as `read` does.
         """
         self.path = path
-        self._running_spec = self._next_spec = load_fleet(path)
-        self._site = read(self._running_spec)
+        self._running_spec = self.spec = load_fleet(path) if spec is None else spec  # as it runs, and as last planned
+        self._site = read(self.spec)
         self._looking = threading.Lock()  # `config` of a reload runs in a thread, beside `elsewhere`
 
     @classmethod
     def of(cls, planned: PlannerSource) -> FleetPlanner:
         """Return a planner with the file and the machine or cluster of a planner in another process."""
-        return cls(Path(planned.path), lambda _spec: planned.site)
+        return cls(Path(planned.path), lambda _spec: planned.site, planned.spec)
 
     @property
     def planned_from(self) -> PlannerSource:
         """What the planner plans from. The GPUs of a cluster keep their numbers with it."""
-        return PlannerSource(str(self.path), self._site)
+        return PlannerSource(str(self.path), self.spec, self._site)
 
     @property
     def site(self) -> OneMachine | Cluster:
@@ -92,16 +99,16 @@ class FleetPlanner:
         Unchanged models of the fleet `running` stay as they are, and other models are planned beside them. Raises
         ConfigError if the file is not valid. Raises ConfigError with the nearest plan if the fleet does not fit.
         """
-        self._next_spec = load_fleet(self.path)
+        self.spec = load_fleet(self.path)
         site = self._site if running is None else self._look(running.nodes, running.places)
-        found = _fitting(find_plan(self._next_spec, site, report, running), site.machine)
+        found = _fitting(find_plan(self.spec, site, report, running), site.machine)
         assert found.plan is not None
         assert found.placed is not None
         return msgspec.structs.replace(found.placed, room_bytes=_room(found.spec, found.plan, site.gpu_names))
 
     def accept(self) -> None:
         """Note that the fleet runs by the last plan."""
-        self._running_spec = self._next_spec
+        self._running_spec = self.spec
 
     def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> OneMachine | Cluster:
         """Read the nodes as they are now, without the memory of the fleet's engines at `places`."""
