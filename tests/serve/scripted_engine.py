@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from meltcore.common.process import start_ticks
-from meltcore.engine.host.client_sockets import open_sockets
+from meltcore.engine.host import client_sockets
 from meltcore.protocol.generation import (
     AddRequest,
     EngineStats,
@@ -46,6 +46,7 @@ from meltcore.settings.config import EngineConfig
 ERROR_TOKEN = 0
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 512
+client_sockets.ORPHAN_S = 4.0  # tests wait for the end of engines that have lost their server
 
 
 class Running:
@@ -95,7 +96,7 @@ class ScriptedEngine:
         self.running: dict[str, Running] = {}
         self.generated = 0
         self.steps = 0
-        self.sockets = open_sockets(Path(options.directory), options.client_count, ToEngine)
+        self.sockets = client_sockets.open_sockets(Path(options.directory), options.client_count, ToEngine)
         self.client_of: dict[str, int] = {}
         self.is_asleep = False
 

@@ -26,6 +26,7 @@ import meltcore.fleet.plan.cluster
 import meltcore.fleet.ray.cluster_driver
 import meltcore.fleet.run.served_model
 import meltcore.fleet.run.supervised_model
+import meltcore.serve.engines.remote_engine
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import describe_exit, end_async, start_async
 from meltcore.fleet.daemon import fleet_options, serve_recorded
@@ -56,6 +57,7 @@ HOST = "127.0.0.1"
 LINES = "lines"
 ROOM_POLL_S = RETRY_S = 0.1
 PING_S = 0.4
+ORPHAN_S = 4.0  # as scripted_engine.py has it
 _POLL_S = 0.02
 
 
@@ -259,6 +261,7 @@ def use_scripted_cluster(patch: Any = setattr) -> None:
     patch(meltcore.fleet.ray.cluster_driver, "_MAX_RETRY_S", RETRY_S)
     patch(meltcore.fleet.ray.cluster_driver, "_FIRST_RETRY_S", RETRY_S)
     patch(meltcore.fleet.ray.cluster_driver, "_PING_S", PING_S)
+    patch(meltcore.serve.engines.remote_engine, "ORPHAN_S", ORPHAN_S)
 
 
 def serve() -> int:

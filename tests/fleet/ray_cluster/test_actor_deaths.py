@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster, noted, starts
+from scripted_cluster import ORPHAN_S, ROOM_POLL_S, Node, ScriptedCluster, noted, starts
 from scripted_fleet import POLICY, fleet, rows, states
 from server_harness import RunningServer
 from waiting import WAIT_S, wait_until
@@ -20,7 +20,7 @@ from meltcore.common.process import start_ticks
 from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import find_fleet
 from meltcore.protocol.cluster import EngineEnded, KillEngine
-from meltcore.protocol.tcp import FIRST_CLIENT_S, ORPHAN_S
+from meltcore.protocol.tcp import FIRST_CLIENT_S
 
 pytestmark = pytest.mark.slow
 MODELS = "  gpu: {LOAD, memory: 30GiB, replicas: 2}\n"
