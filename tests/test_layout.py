@@ -1,4 +1,4 @@
-"""The layout of the package: which package may import which, and the size of files and functions (DESIGN.md)."""
+"""The layout of the package (docs/architecture.md): which package may import which, and the size of its files."""
 
 import ast
 import subprocess
