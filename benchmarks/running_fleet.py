@@ -26,7 +26,7 @@ from meltcore.fleet.daemon import find_fleet, fleet_options, serve_recorded
 from meltcore.fleet.plan.cluster import cluster_reader
 from meltcore.fleet.plan.planned import FleetPlanner
 from meltcore.fleet.plan.site import OneMachine
-from meltcore.serve.engines.engine_process import ENGINE_COMMAND
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 
 TEMPLATE = "{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
 _START_LIMIT_S, _END_LIMIT_S = 60.0, 10.0

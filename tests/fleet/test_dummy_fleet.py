@@ -16,7 +16,7 @@ for package in ("python_multipart", "sentencepiece", "soundfile", "soxr"):
 import meltcore  # noqa: E402
 from meltcore.cli.main import main  # noqa: E402
 from meltcore.fleet.plan.placement import PlacedFleet  # noqa: E402
-from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402 - after the checks for extras
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND  # noqa: E402 - after the checks for extras
 from meltcore.settings.fleet_file import load_fleet  # noqa: E402
 
 BUNDLED = Path(meltcore.__file__).parent / "bundled"

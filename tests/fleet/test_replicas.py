@@ -27,13 +27,13 @@ from meltcore.fleet.plan.placement import (
     shared_engine,
     visible_gpus,
 )
+from meltcore.fleet.processes.engine_process import EngineProcess
+from meltcore.fleet.processes.stuck_watch import StuckWatch
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.step_marks import StepMarks
-from meltcore.serve.engines.engine_process import EngineProcess
-from meltcore.serve.engines.stuck_watch import StuckWatch
 from meltcore.serve.requests.backend import STUCK_AFTER_S, Health
 from meltcore.serve.requests.exchange import set_exchange
 from meltcore.serve.requests.stats import ModelStats, ServerStats

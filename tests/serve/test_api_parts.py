@@ -26,10 +26,10 @@ from meltcore.common.errors import ConfigError, RequestError
 from meltcore.common.options import from_options
 from meltcore.common.sizes import size_text
 from meltcore.common.tasks import DEFAULT
+from meltcore.fleet.processes.engine_process import LocalEngineProcess
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.protocol.generation import EngineStats, FromEngine
 from meltcore.protocol.shell import EngineFailed
-from meltcore.serve.engines.engine_process import LocalEngineProcess
 from meltcore.serve.requests.admission import Admission, Load
 from meltcore.serve.requests.backend import Health
 from meltcore.serve.requests.log import BYTES_PER_WRITE, MAX_LINES_WAITING, Log

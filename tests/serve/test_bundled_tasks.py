@@ -20,10 +20,10 @@ for package in ("python_multipart", "sentencepiece", "soxr"):
 
 from meltcore.cli.main import main  # noqa: E402
 from meltcore.common.process import free_port  # noqa: E402
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND  # noqa: E402 - after the checks for extras
 from meltcore.fleet.run.restart_policy import RestartAfterPause  # noqa: E402
 from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases  # noqa: E402
 from meltcore.measure.problems.tones import render, tone_clip  # noqa: E402
-from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402 - after the checks for extras
 
 POLICY = RestartAfterPause()
 

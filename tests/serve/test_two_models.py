@@ -15,7 +15,7 @@ import pytest
 from server_harness import RunningServer, configure, make_model, running, serve_command
 from waiting import WAIT_S, wait_until
 
-from meltcore.serve.engines.engine_process import ENGINE_COMMAND
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.settings.fleet_spec import ModelSection
 
 NAMES = ("first", "second")

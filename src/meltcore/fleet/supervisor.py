@@ -39,6 +39,8 @@ from meltcore.fleet.plan.placement import (
 )
 from meltcore.fleet.plan.planned import FleetPlanner, NoFile
 from meltcore.fleet.plan.running_fleet import Running
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
+from meltcore.fleet.processes.stuck_watch import StuckWatch
 from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
 from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, log_folder
@@ -54,8 +56,6 @@ from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
 from meltcore.protocol.shell import ForgetClient
 from meltcore.protocol.sockets import SocketFolder
-from meltcore.serve.engines.engine_process import ENGINE_COMMAND
-from meltcore.serve.engines.stuck_watch import StuckWatch
 from meltcore.serve.http.http_server import tune_gc
 from meltcore.serve.http.listener import Acceptor, bind, raise_file_limit
 from meltcore.serve.requests.log import Log

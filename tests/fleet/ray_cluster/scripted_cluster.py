@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 
 import meltcore.fleet.plan.cluster
+import meltcore.fleet.processes.remote_engine
 import meltcore.fleet.ray.cluster_driver
 import meltcore.fleet.run.served_model
 import meltcore.fleet.run.supervised_model
-import meltcore.serve.engines.remote_engine
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import describe_exit, end_async, start_async
 from meltcore.fleet.daemon import fleet_options, serve_recorded
@@ -261,7 +261,7 @@ def use_scripted_cluster(patch: Any = setattr) -> None:
     patch(meltcore.fleet.ray.cluster_driver, "_MAX_RETRY_S", RETRY_S)
     patch(meltcore.fleet.ray.cluster_driver, "_FIRST_RETRY_S", RETRY_S)
     patch(meltcore.fleet.ray.cluster_driver, "_PING_S", PING_S)
-    patch(meltcore.serve.engines.remote_engine, "ORPHAN_S", ORPHAN_S)
+    patch(meltcore.fleet.processes.remote_engine, "ORPHAN_S", ORPHAN_S)
 
 
 def serve() -> int:

@@ -24,6 +24,7 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import start
+from meltcore.fleet.processes.remote_engine import RemoteEngineProcess, RemoteRun
 from meltcore.fleet.run.logs import find_logs
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.generation import (
@@ -52,7 +53,6 @@ from meltcore.protocol.tcp import (
 from meltcore.protocol.translation import Translate
 from meltcore.serve.engines.engine_link import EngineLink
 from meltcore.serve.engines.engine_sockets import RemoteSocket
-from meltcore.serve.engines.remote_engine import RemoteEngineProcess, RemoteRun
 from meltcore.settings.config import EngineConfig
 
 ENGINE = [sys.executable, str(program("scripted_engine.py"))]

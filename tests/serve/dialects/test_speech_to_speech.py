@@ -22,9 +22,9 @@ for package in ("python_multipart", "sentencepiece", "soxr"):
 
 from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on the path added above
 
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND  # noqa: E402
 from meltcore.measure.problems.tones import ToneClip, render, tone_clip  # noqa: E402
 from meltcore.models.checkpoints.checkpoint import BUNDLED_TRANSCRIBER  # noqa: E402
-from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402
 from meltcore.settings.fleet_spec import ModelSection  # noqa: E402
 from meltcore.settings.routes_section import ChatRoute, RoutesSection  # noqa: E402
 

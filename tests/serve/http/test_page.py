@@ -19,8 +19,8 @@ from browser import CHROMIUM, Browser, browser
 from server_harness import running, scripted_server, serve_command
 
 from meltcore.fleet.plan.placement import PlacedFleet
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.serve import status
-from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.serve.http.page import _FILE
 from meltcore.settings.fleet_file import parse_fleet
 from meltcore.settings.fleet_spec import ServerSection

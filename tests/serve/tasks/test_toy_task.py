@@ -13,8 +13,8 @@ import pytest
 from server_harness import RunningServer, fleet_command, running, serve_command, server_config
 from waiting import WAIT_S, wait_until
 
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.fleet.run.restart_policy import RestartAfterPause
-from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.settings.fleet_spec import ModelSection
 
 pytestmark = pytest.mark.slow

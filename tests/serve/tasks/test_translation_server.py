@@ -24,9 +24,9 @@ from translation_texts import write_tokenizer
 from waiting import wait_until
 
 from meltcore import Translator
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels
-from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.settings.fleet_spec import ModelSection
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading

@@ -17,6 +17,7 @@ from meltcore.common.errors import ConfigError, EngineDeadError, EngineEvictedEr
 from meltcore.common.process import STDERR, describe_exit, end_async, start_async
 from meltcore.fleet.plan.cluster import left_out_text
 from meltcore.fleet.plan.first_fit import Place
+from meltcore.fleet.processes.remote_engine import RemoteRun, RunEnded
 from meltcore.models.checkpoints.checkpoint import is_on_hub
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,
@@ -38,7 +39,6 @@ from meltcore.protocol.cluster import (
     ToDriver,
 )
 from meltcore.protocol.tcp import EngineAddress, KeyPair
-from meltcore.serve.engines.remote_engine import RemoteRun, RunEnded
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner

@@ -13,12 +13,12 @@ import msgspec
 
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import Placement, shared_engine
+from meltcore.fleet.processes.engine_process import EngineProcess, LocalEngineProcess
+from meltcore.fleet.processes.remote_engine import RemoteEngineProcess
 from meltcore.fleet.ray.cluster_driver import ClusterDriver
 from meltcore.fleet.run.replica import Replica
 from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.engines import FromEngine
-from meltcore.serve.engines.engine_process import EngineProcess, LocalEngineProcess
-from meltcore.serve.engines.remote_engine import RemoteEngineProcess
 from meltcore.settings.config import EngineConfig, PriorityClass, SharingSection
 
 if TYPE_CHECKING:

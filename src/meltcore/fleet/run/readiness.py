@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 from meltcore.common.errors import EngineDeadError
+from meltcore.fleet.processes.engine_process import EngineProcess
 from meltcore.fleet.run.replica import Replica
 from meltcore.protocol.engines import FromEngine
 from meltcore.protocol.shell import EngineOutputs, EngineReady
-from meltcore.serve.engines.engine_process import EngineProcess
 
 PROBE_ID = "readiness"
 

@@ -14,8 +14,8 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from meltcore.common.errors import EnginePendingError, MeltcoreError
 from meltcore.fleet.plan.placement import Placement
+from meltcore.fleet.processes.engine_process import EngineProcess
 from meltcore.protocol.shell import Asleep, Awake, EngineReady
-from meltcore.serve.engines.engine_process import EngineProcess
 
 ReplicaState = Literal[
     "waiting",  # until its model may run, and others on its GPUs have loaded

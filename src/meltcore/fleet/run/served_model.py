@@ -18,6 +18,7 @@ import msgspec
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.common.tasks import DEFAULT, Task
 from meltcore.fleet.plan.placement import Placement
+from meltcore.fleet.processes.engine_process import EngineProcess, common_limits
 from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.readiness import probe, probe_error
 from meltcore.fleet.run.replica import Replica
@@ -28,7 +29,6 @@ from meltcore.protocol.channel import AddModel, OpenModel, ReplicaEnded, Replica
 from meltcore.protocol.engines import FromEngine, shared_stats
 from meltcore.protocol.shell import Asleep, Awake, EngineOutputs, EngineReady, Loading, Sleep, Wake
 from meltcore.serve.engines.engine_link import socket_folder
-from meltcore.serve.engines.engine_process import EngineProcess, common_limits
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.settings.fleet_spec import ModelSection
 

@@ -19,6 +19,8 @@ from meltcore.common.gpus.machine import gpu_environment
 from meltcore.common.process import free_port
 from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import Placement
+from meltcore.fleet.processes.upstream_command import upstream_command
+from meltcore.fleet.processes.upstream_process import UpstreamProcess
 from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.replica import ReplicaLife
 from meltcore.fleet.run.supervised_model import ServerContext, SupervisedModel
@@ -27,8 +29,6 @@ from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.tasks.forwarding import forwarded_paths
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_replica import UpstreamReplica as Upstream
-from meltcore.serve.upstream.upstream_command import upstream_command
-from meltcore.serve.upstream.upstream_process import UpstreamProcess
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection
 

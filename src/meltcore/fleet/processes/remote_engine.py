@@ -12,12 +12,12 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from meltcore.common.errors import EngineEvictedError
+from meltcore.fleet.processes.engine_process import EXIT_LIMIT_S, EngineProcess
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.engines import FromEngine
 from meltcore.protocol.shell import Shutdown
 from meltcore.protocol.tcp import FIRST_CLIENT_S, ORPHAN_S, EngineAddress, write_address
 from meltcore.serve.engines.engine_link import EngineLink
-from meltcore.serve.engines.engine_process import EXIT_LIMIT_S, EngineProcess
 
 _REASON_S = 0.5  # for the cluster to tell why an engine has ended whose connection is lost
 _POLL_S = 0.02

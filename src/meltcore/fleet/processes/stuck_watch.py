@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from meltcore.serve.engines.engine_process import EngineProcess
+from meltcore.fleet.processes.engine_process import EngineProcess
 from meltcore.serve.requests.backend import STUCK_AFTER_S
 from meltcore.serve.requests.stats import ModelStats
 

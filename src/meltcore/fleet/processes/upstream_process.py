@@ -20,10 +20,10 @@ import msgspec
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import LoggedProcess, describe_exit
+from meltcore.fleet.processes.upstream_command import upstream_command
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_connection import UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.serve.upstream.upstream_command import upstream_command
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 
 _GUARD = (sys.executable, "-m", "meltcore.common.die_with_parent")

@@ -20,9 +20,9 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import free_port, group_members
-from meltcore.serve.upstream import upstream_process
-from meltcore.serve.upstream.upstream_command import upstream_command
-from meltcore.serve.upstream.upstream_process import UpstreamProcess
+from meltcore.fleet.processes import upstream_process
+from meltcore.fleet.processes.upstream_command import upstream_command
+from meltcore.fleet.processes.upstream_process import UpstreamProcess
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 from meltcore.settings.server_templates import TEMPLATES, UPSTREAM_TEMPLATES
 
@@ -193,7 +193,7 @@ def test_server_does_not_outlive_an_owner_that_is_killed(tmp_path: Path) -> None
     code = (
         "import asyncio, sys, pathlib, msgspec, time\n"
         "from meltcore.common.process import free_port\n"
-        "from meltcore.serve.upstream.upstream_process import UpstreamProcess\n"
+        "from meltcore.fleet.processes.upstream_process import UpstreamProcess\n"
         "from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection\n"
         "config = msgspec.json.decode(sys.argv[1], type=ModelSection)\n"
         "log, timeouts = pathlib.Path(sys.argv[2]), TimeoutsSection()\n"
