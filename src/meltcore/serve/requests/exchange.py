@@ -44,6 +44,7 @@ class Exchange:
         self.send = send
         self.arrived_s = time.monotonic()
         self.identity = request_id(scope)
+        self.body_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")
         self.key: ApiKey | None = None
         self.priority_class: PriorityClass | None = None
         self.timeout_s: float | None = None
@@ -64,11 +65,6 @@ class Exchange:
     def query(self) -> dict[str, str]:
         """The fields of the URL."""
         return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
-
-    @property
-    def body_type(self) -> str:
-        """The content type of the body. JSON is the default."""
-        return (header(self.scope, b"content-type") or b"application/json").decode("latin-1")
 
     async def body(self, limit_bytes: int) -> bytes:
         """Return the body. Raises RequestError (413), ClientDisconnectedError."""

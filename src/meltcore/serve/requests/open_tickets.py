@@ -81,7 +81,7 @@ class OpenTickets(Generic[_Child]):
         """Count every child of a request as in flight. Each child will be ended once."""
         for child in ticket.children:
             self._open[child.request_id] = child
-        self._stats.add("waiting_prompt_tokens", sum(child.waiting_tokens for child in ticket.children))
+            self._stats.add("waiting_prompt_tokens", child.waiting_tokens)
         self._stats.add("accepted", len(ticket.children))
         self._stats.set_in_flight(len(self._open))
 

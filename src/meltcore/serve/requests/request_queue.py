@@ -65,7 +65,7 @@ class RequestQueue:
         self._fair = FairQueue(stats, shares)
         self._shares = {name: share / sum(shares) for name, share in zip(CLASSES, shares, strict=True)}
         self._rate = DrainRate(max(1, len(stats.shared.rows) - 1))
-        self._waiting_units = waiting_units or (lambda: sum(stats.total(f"queue_units/{name}") for name in CLASSES))
+        self._waiting_units = waiting_units or self._queued_units
         self._is_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -105,6 +105,10 @@ class RequestQueue:
             self._watch()
         else:
             stats.queue_waits[ticket.priority_class].observe(0.0)
+
+    def _queued_units(self) -> float:
+        stats = self._stats
+        return stats.total("queue_requests") and sum(stats.total(f"queue_units/{name}") for name in CLASSES)
 
     def leave(self, ticket: Ticket[Any]) -> None:
         """Remove a request that has ended while it waited. No effect on a request that was started."""

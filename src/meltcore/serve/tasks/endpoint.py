@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,11 +47,7 @@ class Endpoint(ABC):
         self.choices = ModelChoice(models)
         self._config = config
         self._log = log
-
-    @property
-    def limit_bytes(self) -> int:
-        """The limit of a body in bytes."""
-        return max(MIN_UPLOAD_BYTES if self.has_uploads else 0, self._config.limits.max_body_bytes)
+        self.limit_bytes = max(MIN_UPLOAD_BYTES if self.has_uploads else 0, config.limits.max_body_bytes)  # of a body
 
     @abstractmethod
     async def respond(self, exchange: Exchange) -> None:
@@ -74,12 +70,12 @@ class Endpoint(ABC):
         exchange.fields["model"] = backend.names[0]
         return backend
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer one request."""
         exchange = current_exchange()
         exchange.receive, exchange.send = receive, send  # layers between the gate and the route may wrap them
         exchange.has_detail = scope["path"] in self.dwani_paths
-        await self.serve(exchange)
+        return self.serve(exchange)
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request, and write its log line. Only this method turns errors into an answer and a log line."""

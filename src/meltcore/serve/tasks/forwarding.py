@@ -7,6 +7,8 @@ finds the model's name. Then it passes the request to the model's backend, or to
 from __future__ import annotations
 
 import codecs
+from collections.abc import Awaitable
+from typing import NoReturn
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -45,17 +47,13 @@ class ForwardingEndpoint(Endpoint):
         super().__init__(models, config, log)
         self._own = own
         if own is not None:
-            self.has_uploads, self.dwani_paths = own.has_uploads, own.dwani_paths
+            self.limit_bytes, self.dwani_paths = own.limit_bytes, own.dwani_paths
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer one request."""
         if any(isinstance(backend, HttpBackend) for backend in self._models.backends):
-            await super().__call__(scope, receive, send)
-        elif self._own is not None:
-            await self._own(scope, receive, send)
-        else:
-            await discard_body(scope, receive)  # a client that is still sending would lose the answer to a reset
-            raise HTTPException(404)
+            return super().__call__(scope, receive, send)
+        return _not_found(scope, receive) if self._own is None else self._own(scope, receive, send)
 
     async def respond(self, exchange: Exchange) -> None:
         """Forward a request, or let `own` answer it. Raises RequestError, ClientDisconnectedError."""
@@ -84,6 +82,11 @@ class ForwardingEndpoint(Endpoint):
         if request is None:
             return RequestError("the body is neither a JSON object nor a form")
         return _not_served(self._models.find(name), path)
+
+
+async def _not_found(scope: Scope, receive: Receive) -> NoReturn:
+    await discard_body(scope, receive)  # a client that is still sending would lose the answer to a reset
+    raise HTTPException(404)
 
 
 def read_request(body: bytes, content_type: str) -> JsonRequest | None:

@@ -269,7 +269,7 @@ class HttpBackend:
         while True:
             replica = self._choose(tried)
             tried.add(replica.index)
-            may_retry = len(tried) <= RETRIES and bool(self._usable(tried))
+            may_retry = len(tried) <= min(RETRIES, len(self.replicas) - 1) and bool(self._usable(tried))
             self.tickets.place(ticket.child, replica.index)
             replica.num_open += 1
             replica.breaker.begin()
