@@ -32,7 +32,7 @@ from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 LEVELS = (10, 100, 400)
 VOCABULARY = 800  # below the bundled tokenizer's size
-# One core for the engine, as in a server; the API server and the client share the other.
+# The API server and the client share the other core. An engine that takes it too slows the process that is measured.
 ENGINE_THREADS = max(1, len(os.sched_getaffinity(0)) - 1)
 
 
@@ -73,14 +73,10 @@ def offline_tokens_per_s(requests: int) -> float:
 def measure_offline(requests: int) -> float:
     import random
 
-    import torch
-
     from meltcore import LLM, SamplingParams
     from meltcore.common.host_memory import keep_freed_memory
 
-    # As the engine process does: the two must differ by the API server alone.
-    torch.set_num_threads(ENGINE_THREADS)
-    keep_freed_memory()
+    keep_freed_memory()  # as the engine process does: the two must differ by the API server alone
     llm = LLM(BUNDLED_MODEL, enable_prefix_caching=False)
     draw = random.Random(0)
     prompts = [[draw.randrange(10, VOCABULARY) for _ in range(PROMPT_TOKENS)] for _ in range(requests)]
@@ -101,6 +97,7 @@ def main() -> None:
     if arguments.offline:
         print(json.dumps(measure_offline(arguments.offline)))
         return
+    os.environ["OMP_NUM_THREADS"] = str(ENGINE_THREADS)  # of the server's engine and of the offline processes
     costs: dict[int, list[float]] = {level: [] for level in LEVELS}
     over_http: list[float] = []
     offline: list[float] = []
