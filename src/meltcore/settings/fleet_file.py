@@ -225,14 +225,17 @@ def _convert_leaf(value: Any, hint: Any, base: Any, meta: tuple[Any, ...], path:
             raise msgspec.ValidationError
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        shown = "a value that is not shown" if extra.get("is_secret") else _shown(value)
-        if extra.get("is_address") and isinstance(value, str):
-            shown = _shown(shown_url(value))
-        if allowed:
-            raise FleetError(path, f"got {shown}; must be {_names(allowed, 'or')}{_hint(value, allowed)}") from error
         expected = extra.get("expected") or str(error).removeprefix("Expected ").partition(", got")[0].replace("`", "")
         quotes = "; put it in quotes" if base is str and isinstance(value, int | float) else ""
-        raise FleetError(path, f"got {shown}; must be {expected}{quotes}") from error
+        needed = f"{_names(allowed, 'or')}{_hint(value, allowed)}" if allowed else f"{expected}{quotes}"
+        raise FleetError(path, f"got {_shown_setting(value, extra)}; must be {needed}") from error
+
+
+def _shown_setting(value: Any, extra: dict[str, Any]) -> str:
+    """Return a value for an error. Keys are not shown, and addresses are shown without passwords."""
+    if extra.get("is_secret"):
+        return "a value that is not shown"
+    return _shown(shown_url(value) if extra.get("is_address") and isinstance(value, str) else value)
 
 
 def join(path: str, key: Any) -> str:

@@ -16,7 +16,7 @@ from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.client_monitor import ClientUsage
 from meltcore.measure.load.run.summary import LevelMeasurement
-from meltcore.measure.load.run.worker import FirstInterrupt, LoadWorker, LocalWorker, WorkerSettings
+from meltcore.measure.load.run.worker import FirstInterrupt, LoadWorker, LocalWorker, WorkerResult, WorkerSettings
 from meltcore.measure.load.run.worker_process import WorkerProcess
 from meltcore.measure.load.tasks.task import workload_task
 from meltcore.measure.load.wire.connection import Target
@@ -71,6 +71,17 @@ class LevelStream:
     def ended_s(self) -> float:
         """The time of the last answer, or the time of the release if there was no answer."""
         return max((record.ended_s for record in self.records), default=self.released_s)
+
+    @property
+    def num_prompts_used(self) -> int:
+        """The number of prompts from the first one to the last one that was sent."""
+        return max((record.index for record in self.records), default=-1) + 1
+
+    def add_result(self, result: WorkerResult) -> None:
+        """Add what a worker reported at its end."""
+        self.client_usages.append(result.usage)
+        died_at_s = [each for each in (self.server_died_s, result.server_died_s) if each is not None]
+        self.server_died_s = min(died_at_s, default=None)
 
 
 class StreamRunner:
@@ -133,12 +144,9 @@ class StreamRunner:
         finally:
             progress_task.cancel()
         for (stream, _), result in zip(senders, results, strict=True):
-            stream.client_usages.append(result.usage)
-            died_at_s = [each for each in (stream.server_died_s, result.server_died_s) if each is not None]
-            stream.server_died_s = min(died_at_s, default=None)
+            stream.add_result(result)
         for stream in streams:
-            used = max((record.index for record in stream.records), default=-1) + 1
-            self._num_prompts_used[stream.config.workload] += used
+            self._num_prompts_used[stream.config.workload] += stream.num_prompts_used
         report("done" if phase == "running" else phase)
 
     def measurement(self, stream: LevelStream) -> LevelMeasurement:
