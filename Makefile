@@ -1,4 +1,4 @@
-# `make demo` and `make test` build .venv first; a second run reuses it. `make help` lists the targets.
+# `make install` builds .venv, and so do other targets first; a second run reuses it. `make help` lists the targets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,9 +20,11 @@ GPU_WORKERS ?= 8
 GPU_PYTEST := $(BIN)/python -m pytest $$(grep -rl 'mark\.gpu' tests --include='test_*.py')
 GPU_SHARED := -n $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-gpu test-gpu-fast test-cluster test-real lint docs tables clean
+.PHONY: help install demo test test-fast test-gpu test-gpu-fast test-cluster test-real lint docs tables clean
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+install: $(STAMP)  ## Build .venv with Meltcore, its extras and the tools of tests.
 
 demo: $(STAMP)  ## Serve the bundled models as one fleet, open every route, load it with 10 to 10,000 connections, report.
 	@# Without the language model the demo runs too, and says that it is missing.
