@@ -18,9 +18,11 @@ from engine_client import EngineClient
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
+from meltcore.engine.host import shell as shell_module
+from meltcore.engine.host.device import describe_device
 from meltcore.engine.host.shell import STEP, EngineShell, _CudaProfiler
 from meltcore.protocol import engines
-from meltcore.protocol.generation import AddRequest, ToEngine
+from meltcore.protocol.generation import AddRequest, GenerationReady, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests, EngineFailed, Profile, ProfileDone, Shutdown
 from meltcore.protocol.sockets import socket_address
@@ -103,6 +105,35 @@ def test_whole_exception_of_a_failed_start_is_printed(tmp_path: Path, capsys: py
     assert printed.count("Traceback") == 2, "of the error and of its cause"
     assert "in read_weights" in printed
     assert printed.endswith("ValueError: shapes\ndiffer\n"), "no traceback of the second"
+
+
+@pytest.mark.parametrize(
+    ("device", "adapts"), [(describe_device(torch.device("cpu"), 1), True), ("NVIDIA H200", False)]
+)
+def test_only_an_engine_on_the_cpu_adapts_its_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, adapts: bool
+) -> None:
+    class IdleEngine:
+        has_work = False
+
+        def ready(self) -> GenerationReady:
+            return GenerationReady(
+                device, "float32", "dummy", [], 0.0, 64, 1, 512, 64, 64, ["float32"], "float32", "none"
+            )
+
+        def close(self) -> None:
+            pass
+
+    limits: list[int] = []
+    monkeypatch.setattr(shell_module, "CpuThreads", limits.append)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as to_engine, context.socket(zmq.PULL) as from_engine:
+        to_engine.bind(socket_address(tmp_path, "to-engine", 0))
+        from_engine.bind(socket_address(tmp_path, "from-engine", 0))
+        shell = EngineShell(tmp_path, ToEngine)
+        to_engine.send(msgspec.msgpack.encode([Shutdown()]))  # after the connection, for which it would wait
+        assert shell.serve(lambda _progress: IdleEngine()) == 0  # type: ignore[arg-type, return-value]
+        shell.close()
+    assert len(limits) == adapts
 
 
 def test_cuda_profiler_marks_range_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:

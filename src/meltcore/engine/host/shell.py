@@ -161,7 +161,7 @@ class EngineShell:
         gc.collect()
         gc.freeze()
         ready = engine.ready()
-        if ready.device == "cpu":
+        if ready.device == "CPU":  # as `describe_device` names it
             self._threads = CpuThreads(core_limit())
         self.send(ready)
         try:
