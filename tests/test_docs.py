@@ -253,10 +253,8 @@ def test_load_page_defines_every_metric_as_the_code_does() -> None:
         ("verbosity", None),
     ],
 )
-def test_serve_page_lists_what_an_unsupported_field_accepts(field: str, accepted: str | None) -> None:
-    [line] = [
-        line for line in generated_lines("docs/serve.md", "unsupported fields") if line.startswith(f"| `{field}`")
-    ]
+def test_api_page_lists_what_an_unsupported_field_accepts(field: str, accepted: str | None) -> None:
+    [line] = [line for line in generated_lines("docs/api.md", "unsupported fields") if line.startswith(f"| `{field}`")]
     values = re.findall(r"`([^`]+)`", line.split(" | ")[1])
 
     def decode(value: str) -> None:
@@ -270,9 +268,9 @@ def test_serve_page_lists_what_an_unsupported_field_accepts(field: str, accepted
         decode('"something else"')
 
 
-def test_gemma_template_of_the_serve_page_writes_its_turns() -> None:
+def test_gemma_template_of_the_api_page_writes_its_turns() -> None:
     """As the published one: the system message begins the first turn, and texts are trimmed."""
-    [source] = re.findall(r"^```jinja\n(.*?)^```", (ROOT / "docs/serve.md").read_text(), re.MULTILINE | re.DOTALL)
+    [source] = re.findall(r"^```jinja\n(.*?)^```", (ROOT / "docs/api.md").read_text(), re.MULTILINE | re.DOTALL)
     template = ChatTemplate(source, {"bos_token": "<bos>"})
     texts = [("system", "Be brief."), ("user", " Hi\n"), ("assistant", "Hello."), ("user", "Bye")]
     messages = [{"role": role, "content": content} for role, content in texts]
