@@ -124,9 +124,9 @@ def test_requests_of_other_api_servers_count() -> None:
 
 def test_dead_replica_gets_no_requests_and_keeps_its_counters() -> None:
     table = Table(model_stats(2))
-    table.stats.record_step(EngineStats(running=3, waiting=2, steps_total=7, pages_total=10), 1.0, 0)
-    table.stats.record_step(EngineStats(running=1, waiting=0, steps_total=5, pages_total=10), 1.0, 1)
-    assert table.stats.engines() == EngineStats(running=4, waiting=2, steps_total=12, pages_total=20)
+    table.stats.record_step(EngineStats(running=3, waiting=2, steps_total=7, num_pages=10), 1.0, 0)
+    table.stats.record_step(EngineStats(running=1, waiting=0, steps_total=5, num_pages=10), 1.0, 1)
+    assert table.stats.engines() == EngineStats(running=4, waiting=2, steps_total=12, num_pages=20)
     kept, lost = table.add(10), table.add(10)
     table.stats.mark_replica_dead(1)
     table.requests.end_all(RequestError("dead", status=500), "failed", replica=1)

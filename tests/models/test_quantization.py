@@ -140,7 +140,7 @@ def test_bundled_model_answers_in_fp8_and_reports_its_precision() -> None:
     llm = LLM(BUNDLED_MODEL, device="cpu", quantization="fp8", kv_cache_dtype="fp8", memory_bytes=2**27)
     ready = llm.engine.ready()
     assert (wide.dtype, ready.dtype) == ("float32", "float32+fp8-weights+fp8-kv")
-    assert ready.pages_total > 4 * wide.pages_total  # a byte instead of 4 each, and smaller weights beside them
+    assert ready.num_pages > 4 * wide.num_pages  # a byte instead of 4 each, and smaller weights beside them
     assert answers_right(llm, 24) >= 0.95
 
 

@@ -233,7 +233,7 @@ class ScriptedEngine:
             running=len(self.running),
             waiting=len(self.waiting),
             pages_used=len(self.running),
-            pages_total=64,
+            num_pages=64,
             steps_total=self.steps,
             generated_tokens_total=self.generated,
         )

@@ -342,16 +342,16 @@ class FFmpegFile:
 
     def _damage_reason(self, time_s: float, gap_s: float) -> str:
         """Return why a gap does not belong to the recording. Returns "" if later times and the header agree with it."""
-        later = self._least_later_times[self._num_packets :]
+        later = self._suffix_min_times_s[self._num_packets :]
         if self._last_s is not None and time_s - self._first_time_s > self._last_s + _JUMP_S:
             return f"it ends at {time_s:,.1f} s, and the header announces {self._last_s:,.1f} s"
         if gap_s >= _LONG_GAP_S and len(later) + 1 < _AGREEING_PACKETS:
             return f"{len(later) + 1} packets follow it, and beyond {_LONG_GAP_S:g} s {_AGREEING_PACKETS} must"
         if gap_s >= _JUMP_S and len(later):
             back_s = time_s - float(later[0])
-            is_back = self._is_passing_jump(time_s, gap_s) if self._container is MPEG_TS else back_s > gap_s / 2
-            if is_back:
-                return f"a later time is {back_s:,.1f} s before its end, and at most half of its length is accepted"
+            times_return = self._is_passing_jump(time_s, gap_s) if self._container is MPEG_TS else back_s > gap_s / 2
+            if times_return:
+                return f"a later time is {back_s:,.1f} s before the gap's end; at most half of the gap is accepted"
         return ""
 
     def _is_passing_jump(self, time_s: float, gap_s: float) -> bool:
@@ -375,7 +375,7 @@ class FFmpegFile:
         return np.array(times)
 
     @cached_property
-    def _least_later_times(self) -> npt.NDArray[np.float64]:
+    def _suffix_min_times_s(self) -> npt.NDArray[np.float64]:
         """For each packet, the smallest time of the packet itself and of all later packets."""
         return np.minimum.accumulate(self._packet_times[::-1])[::-1]
 

@@ -1,4 +1,4 @@
-"""Signals that end a command in order, with the servers, probes and samplers that it started."""
+"""Lets SIGTERM and SIGHUP interrupt a command as Ctrl-C does, so that it ends the processes that it started."""
 
 import os
 import signal

@@ -1,1 +1,1 @@
-"""The processes of a server: the supervisor, and servers in the background."""
+"""Runs a server: plans the fleet, starts and supervises its processes, and keeps servers in the background."""

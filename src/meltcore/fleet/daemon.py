@@ -1,4 +1,4 @@
-"""Servers that other commands find by port: servers started with `serve --daemon`, and all fleets.
+"""Keeps records of servers, so that other commands find them by port: servers of `serve --daemon`, and all fleets.
 
 Each server has a record (`COMMAND-PORT.json`) and a log in the state folder, `$XDG_STATE_HOME/meltcore` or
 `~/.local/state/meltcore`. `python -m meltcore.fleet.daemon` runs the server. It reads the server's configuration as
@@ -53,31 +53,31 @@ class DaemonRecord(msgspec.Struct, frozen=True):
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
+        """Whether the process of the record still runs."""
         return start_ticks(self.pid) == self.start_ticks
 
 
 class OneModel(msgspec.Struct, frozen=True, tag="serve"):
-    """A server of one model, for which there is no plan."""
+    """The source of a server with one model, which has no plan."""
 
     command: ClassVar[str] = "serve"
 
     def options(self, _log: Path) -> FleetOptions:
-        """Return the options of the server. The log is kept whole."""
+        """Return the options of the server. Its log has no size limit."""
         with loading_modules():
             from meltcore.fleet.supervisor import SERVE
         return SERVE
 
 
 class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
-    """A fleet, with the file and the machine or cluster from which its planner plans."""
+    """The source of a planned fleet: its file, and the machine or cluster for which it is planned."""
 
     planned: msgspec.Raw
     command: ClassVar[str] = "up"
 
     @classmethod
     def of(cls, planner: FleetPlanner) -> Self:
-        """Return the fleet of a planner."""
+        """Return the source from which a planner plans."""
         return cls(msgspec.Raw(msgspec.json.encode(planner.planned_from)))
 
     def options(self, log: Path) -> FleetOptions:
@@ -89,16 +89,16 @@ class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
 
 
 class _Served(msgspec.Struct, frozen=True):
-    """What the process of a server in the background reads from standard input."""
+    """The configuration that a server in the background reads from standard input."""
 
     fleet: PlacedFleet
     source: OneModel | PlannedFleet
 
 
 def state_dir() -> Path:
-    """Return the folder of records and logs, and create it if it is missing.
+    """Return the folder of records and logs.
 
-    Raises ConfigError if it cannot be used.
+    It is created if it is missing. Raises ConfigError if it cannot be used.
     """
     state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(state_home) / "meltcore"
@@ -176,7 +176,7 @@ def start(
 
 
 def running(command: str = "*") -> list[DaemonRecord]:
-    """Return the running servers, by port: all of them, or the servers of one command.
+    """Return the records of running servers by port: of all servers, or of one command.
 
     Removes the records of servers that no longer run.
     """
@@ -191,7 +191,7 @@ def running(command: str = "*") -> list[DaemonRecord]:
 
 
 def stop(records: list[DaemonRecord], timeout_s: float) -> int:
-    """Let each server drain and end. Returns 0 if all have ended within `timeout_s`, else 1."""
+    """Let each server drain and end. Return 0 if all servers end within `timeout_s`, or else 1."""
     for record in records:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(record.pid, signal.SIGTERM)
@@ -209,7 +209,7 @@ def stop(records: list[DaemonRecord], timeout_s: float) -> int:
 
 
 def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[DaemonRecord, list[dict[str, Any]]]:
-    """Wait until the server is ready. Returns its record and the rows of `ps` that show that it is ready."""
+    """Wait until the server is ready. Return its record, and the rows of `ps` that show this."""
 
     def poll() -> tuple[DaemonRecord, list[dict[str, Any]]] | None:
         record = next((record for record in running() if record.pid == process.pid), None)
@@ -224,7 +224,7 @@ def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[Daem
 
 
 def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
-    """Return the rows of `ps`. There are none before the server answers."""
+    """Return the rows of `ps`. The list is empty before the server answers."""
     from meltcore.fleet.admin.admin import call_admin
 
     with suppress(ConfigError):  # not up yet, or just gone: the caller looks at the process
@@ -234,7 +234,7 @@ def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
 
 
 def _pending(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the models that wait for memory on a node, and that no engine serves or loads, each with its reason."""
+    """Return the models that wait for memory on a node and have no engine, each with the reason."""
     states: dict[str, set[str]] = {}
     for row in rows:
         states.setdefault(row["model"], set()).add(row["state"])
@@ -270,7 +270,7 @@ def _connect_url(host: str, port: int) -> str:
 
 
 def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settings: Any) -> int:
-    """Serve, and keep a record of the server while it runs. Raises ConfigError as `supervisor.serve` does.
+    """Run a server, and keep its record while it runs. Raises ConfigError as `supervisor.serve` does.
 
     Output goes to the file `log`, or to the terminal if `log` is "". `supervisor.serve` explains `settings`.
     """
@@ -305,7 +305,7 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
 
 
 def fleet_options(planner: FleetPlanner) -> FleetOptions:
-    """Return the options of the fleet that a planner has planned. Raises ConfigError."""
+    """Return the options of the fleet that a planner has planned. Raises ConfigError for an invalid fleet.yaml."""
     with loading_modules():
         from meltcore.fleet.run.engines import LocalLauncher, MakeLauncher, RayLauncher
         from meltcore.fleet.supervisor import FleetOptions
@@ -321,7 +321,7 @@ def fleet_options(planner: FleetPlanner) -> FleetOptions:
 
 
 def find_fleet(port: int | None) -> DaemonRecord:
-    """Return the fleet on a port. None stands for the only fleet.
+    """Return the record of the fleet on a port. Without a port, return the record of the only fleet.
 
     Raises ConfigError if no fleet or several fleets match.
     """

@@ -75,7 +75,7 @@ EXIT_FORCED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:
-    """The differences between servers of `meltcore up` and of `meltcore serve`. The defaults are for `meltcore up`."""
+    """The options in which servers of `meltcore up` and `meltcore serve` differ. The defaults are for `meltcore up`."""
 
     command: str = "up"  # as which it prints lines
     model_title: Callable[[str, ModelSection], str] = lambda name, _model: name  # in the list of servers
@@ -102,7 +102,7 @@ def serve(
     on_bound: Callable[[int, Path], None] = lambda _port, _sockets: None,
     options: FleetOptions = SERVE,
 ) -> int:
-    """Serve until a signal or a failure. Returns the exit status.
+    """Run a server until a signal or a failure. Return the exit status.
 
     Raises ConfigError if the server cannot start, because the address is in use, or because a checkpoint or an engine
     fails that the policy requires.
@@ -151,7 +151,7 @@ async def _supervise(
 
 
 class Supervisor:
-    """One run of a server, from the bound socket to the exit status."""
+    """Runs a server once, from the bound socket to the exit status."""
 
     def __init__(
         self,
@@ -214,9 +214,9 @@ class Supervisor:
     async def run(
         self, listener: socket.socket, admin_listener: socket.socket | None, announce: Callable[[], None]
     ) -> int:
-        """Load, serve and drain. Returns the exit status. Raises MeltcoreError if loading fails.
+        """Load the models, serve, and drain. Return the exit status. Raises MeltcoreError if loading fails.
 
-        `announce` is called once commands such as `ps` get answers.
+        `announce` is called as soon as commands such as `ps` get answers.
         """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -246,7 +246,7 @@ class Supervisor:
             await asyncio.to_thread(self._log.close)
 
     def _engine_environment(self, placement: Placement, priority_class: PriorityClass) -> dict[str, str]:
-        """Return the variables that are added to an engine's environment: threads on the CPU, and MPS on a GPU."""
+        """Return variables for an engine's environment: the number of threads on a CPU, or MPS on a GPU."""
         environment = cpu_environment(self.fleet.spec, placement)
         if self._mps is None or not placed_gpus(placement):
             return environment
@@ -274,7 +274,7 @@ class Supervisor:
         return EXIT_FAILED if pool_failed.done() else 0
 
     async def start_each(self) -> None:
-        """Start API servers, engines and servers of commands. Each model becomes ready by itself."""
+        """Start API servers, engines and servers of commands. Each model becomes ready independently."""
         await self._launcher.connect()
         await self._pool.start()
         # Engines with a budget first, together: one without takes all that is free of its GPU. Other servers last.
@@ -287,14 +287,15 @@ class Supervisor:
         return 2 if model.kind != "engine" else 1 if model.memory is None else 0
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
-        """Return the settings and the engines of this fleet, with the nodes of its cluster as they are now.
+        """Return the settings and engines of this fleet, with the nodes of its cluster as they are now.
 
-        Some nodes may lack `checkpoints`, paths and hub ids. Raises ConfigError if the cluster cannot be read.
+        Each node says which of `checkpoints`, paths and hub ids, it cannot load. Raises ConfigError if the cluster
+        cannot be read.
         """
         return Running(self.fleet, self._places(), await self._launcher.read_nodes(checkpoints))
 
     def _places(self, without: Collection[ReplicaState] = ()) -> dict[tuple[str, int], Place]:
-        """Return the places of engines with a budget: as planned, or where the cluster has started them since.
+        """Return the places of engines with a budget. A place is the planned one, or one that the cluster chose later.
 
         Replicas in the states `without` are left out, so that their places are free for other engines.
         """
@@ -307,9 +308,9 @@ class Supervisor:
         return places
 
     async def add_fleet_model(self, name: str) -> ServedModel | UpstreamModel:
-        """Add a model of the fleet and begin to load it.
+        """Add a model to the fleet and begin to load it. Return the model.
 
-        `loading` of the result is done when the model is ready or has failed.
+        Its task `loading` is done when the model is ready or has failed.
         """
         config = self.fleet.spec.models[name]
         try:
@@ -333,7 +334,7 @@ class Supervisor:
         del self.models[model.number]
 
     def change_fleet(self, fleet: PlacedFleet) -> None:
-        """Replace models and routes by the ones of another fleet. The caller adds and removes models."""
+        """Replace the settings of models and routes by those of another fleet. The caller adds and removes models."""
         self.fleet = fleet
         self.turns.change_config(fleet.spec.residency, fleet.room_bytes)
         self._pool.change_routes(fleet.spec)
@@ -348,7 +349,7 @@ class Supervisor:
             print_ready([model], self._stats.api_servers)
 
     def _add_model(self, name: str, task: Task | None) -> ServedModel | UpstreamModel:
-        """Add a model. `task` is None for upstream servers, and for a model whose task is unknown."""
+        """Add a model. `task` is None for upstream servers, and for a model of an unknown task."""
         number, config = next(self._numbers), self.fleet.spec.models[name]
         stats = self._stats.add_model(number, config.replicas)
         if config.kind != "engine":
@@ -363,7 +364,7 @@ class Supervisor:
         return model
 
     async def start_together(self) -> bool:
-        """Load all models and show the progress. Returns False if a signal came meanwhile. Raises MeltcoreError."""
+        """Load all models and show the progress. Return False if a signal arrives meanwhile. Raises MeltcoreError."""
         progress, stop = LoadingProgress(), asyncio.create_task(self._stop.wait())
         loading = asyncio.create_task(self._load())
         while not loading.done() and not stop.done():
@@ -410,7 +411,7 @@ class Supervisor:
     # --- ending
 
     async def _drain(self, engines_ended: asyncio.Task[None]) -> None:
-        """Refuse new requests, let open requests finish within the limit, then end the rest."""
+        """Refuse new requests, wait for open requests within the limit, then end the rest."""
         limit_s = self.fleet.spec.timeouts.drain_s
         for model in self.models.values():
             model.drain("the server is going down and takes no new requests")
@@ -478,9 +479,9 @@ async def _rotate_logs(options: FleetOptions) -> None:
 
 
 def _new_log_folder(parent: Path, port: int) -> Path:
-    """Return an empty folder for the logs of a fleet on `port`. Logs of an earlier fleet are removed.
+    """Return an empty folder for the logs of a fleet on `port`.
 
-    Raises ConfigError.
+    Removes the logs of an earlier fleet. Raises ConfigError.
     """
     folder = log_folder(parent, port)
     try:

@@ -32,9 +32,9 @@ class ResidualStream:
         self._deferred_add: _AddNorm | None = partial(group.all_reduce_add_rms_norm, None, values) if group else None
 
     def read(self, norm: RMSNorm | None) -> tuple[torch.Tensor, Norm | None]:
-        """Return a layer's input and the norm that it must apply. None means that the input is normalized already.
+        """Return (input, norm) for the next layer. The layer applies `norm` to `input`, [tokens, hidden_size].
 
-        A `norm` of None reads the stream as it is.
+        The returned norm is None if the input is normalized already, or if the argument `norm` is None.
         """
         fused_norm = None if norm is None else norm.parameters_for_fusion()
         if self._deferred_add is None:

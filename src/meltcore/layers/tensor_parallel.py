@@ -171,11 +171,11 @@ class TensorParallelGroup:
     def all_reduce_add_rms_norm(
         self, residual: torch.Tensor | None, partial_sum: torch.Tensor, norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return residual + the sum of all ranks' partial sums, and the norm of the result.
+        """Return total = residual + the sum of all ranks' partial sums, and norm(total).
 
-        All tensors are [tokens, hidden_size]. The result replaces `residual` if it is given. `partial_sum` is
-        overwritten. The way is chosen by shapes and types alone, so that all ranks choose the same. Without a `norm`
-        the result is returned twice.
+        Without a `norm` return total twice. All tensors are [tokens, hidden_size]. The total is written to `residual`
+        if that is given. `partial_sum` is overwritten. Shapes and types alone select the kernel, so that all ranks
+        select the same one.
         """
         if norm is None:
             total = self.all_reduce(partial_sum)

@@ -15,9 +15,9 @@ TaskFinishReason = Literal["stop", "abort", "error", "deadline"]
 
 
 class TaskRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Asks the engine for one result. Requests run in order of `priority` (lower first), then of deadline and arrival.
+    """Asks the engine for one result. Requests run in order of `priority` (lower first), deadline and arrival.
 
-    A request that has not begun by `deadline_s` is ended. Without a deadline it may wait for any time.
+    If a request has not begun by `deadline_s`, the engine ends it. Without a deadline it may wait for any time.
     """
 
     request_id: str
@@ -37,7 +37,7 @@ class TaskTimes(msgspec.Struct, array_like=True, frozen=True):
 class TaskResult(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Holds the result of one request, or a part of the result.
 
-    The last part has a `finish_reason`. If that is "error", `error` holds the message.
+    The last part has a `finish_reason`. If this is "error", `error` has the text.
     """
 
     request_id: str
@@ -47,7 +47,7 @@ class TaskResult(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of the result, for the statistics of a task that has any."""
+        """Return the number of tokens of the result for the statistics, or 0 for a task without tokens."""
         return 0
 
 
@@ -68,7 +68,7 @@ class BatchStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class BatchReady(EngineReady, array_like=True, frozen=True):
-    """Reports that a batch engine can serve. A task adds its limits in a subclass with a tag.
+    """Reports that a batch engine can serve. Each task has a subclass with a tag and with its limits.
 
     `max_cost` limits the padded cost of the requests that run together, and so of each request.
     """
@@ -77,5 +77,5 @@ class BatchReady(EngineReady, array_like=True, frozen=True):
 
     @property
     def output_lengths(self) -> Literal["model", "synthetic"]:
-        """Return what ends a result: "synthetic" if random weights have no end of their own, else "model"."""
+        """Return "synthetic" if random weights end no output, so that the engine sets the lengths, else "model"."""
         return "synthetic" if self.has_synthetic_lengths else "model"

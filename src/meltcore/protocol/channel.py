@@ -23,7 +23,10 @@ MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a 
 
 
 class Setup(msgspec.Struct, tag="setup", frozen=True):
-    """The first message, with the descriptor of the server's statistics. The process answers with `Started`."""
+    """Starts a process, as the first message. The descriptor of the server's statistics comes with it.
+
+    The process answers with `Started`.
+    """
 
     config: FleetSpec  # without models and routes, which follow
     api_server: int  # its row of the statistics and its sockets to the engines, from 1 on
@@ -33,7 +36,10 @@ class Setup(msgspec.Struct, tag="setup", frozen=True):
 
 
 class OpenModel(msgspec.Struct, tag="open_model", frozen=True):
-    """The engines of a model are ready. The process answers with `ModelOpened` once the tokenizer is loaded too."""
+    """Reports that the engines of a model are ready.
+
+    The process answers with `ModelOpened` once it has the tokenizer.
+    """
 
     model: int
     engine: msgspec.Raw  # in msgpack: its type is one of the task's
@@ -41,7 +47,7 @@ class OpenModel(msgspec.Struct, tag="open_model", frozen=True):
 
 
 class StatusChanged(msgspec.Struct, tag="status", frozen=True):
-    """The new status of a model, and the reason that refused requests receive."""
+    """Reports the new status of a model, and the reason that refused requests receive."""
 
     model: int
     status: ModelStatus
@@ -49,15 +55,15 @@ class StatusChanged(msgspec.Struct, tag="status", frozen=True):
 
 
 class AddModel(msgspec.Struct, tag="add_model", frozen=True):
-    """Adds a model, with the descriptor of its statistics.
+    """Adds a model. The descriptor of the model's statistics comes with the message.
 
     The process loads the tokenizer of a model of Meltcore's own engines. For a model of other servers it answers with
     `ModelOpened`.
 
     Args:
         task: The model's task. None means that the task is unknown, because the model cannot be loaded.
-        engines: The number of each replica's engine, in whose folder its sockets are. None stands for a replica without
-            an engine.
+        engines: The number of each replica's engine, which names the folder of its sockets. None stands for a replica
+            without an engine.
         urls: The address of each replica of a model of other servers.
         open: The message that opened the model, for a process that starts later.
         status: The last status, for a process that starts later.
@@ -74,15 +80,15 @@ class AddModel(msgspec.Struct, tag="add_model", frozen=True):
 
 
 class RemoveModel(msgspec.Struct, tag="remove_model", frozen=True):
-    """Removes a model that has left the server. Its requests have ended."""
+    """Removes a model from the server. All its requests have ended."""
 
     model: int
 
 
 class RoutesChanged(msgspec.Struct, tag="routes", frozen=True):
-    """The models of languages and routes, sent at the start and after each change.
+    """Tells the process the configured models of languages and routes. Sent at the start and after each change.
 
-    `order` holds the names of the models that come first.
+    `order` has the names of the models that come first.
     """
 
     order: tuple[str, ...]
@@ -91,11 +97,11 @@ class RoutesChanged(msgspec.Struct, tag="routes", frozen=True):
 
 
 class AddConnection(msgspec.Struct, tag="connection", frozen=True):
-    """Passes a client's connection to the API server. The connection's descriptor comes with the message."""
+    """Passes a client's connection to the process. The connection's descriptor comes with the message."""
 
 
 class EndRequests(msgspec.Struct, tag="end", frozen=True):
-    """Ends every open request of a model, or of one of its replicas, with an error."""
+    """Ends the open requests of a model, or of one of its replicas, with an error."""
 
     model: int
     message: str
@@ -105,7 +111,7 @@ class EndRequests(msgspec.Struct, tag="end", frozen=True):
 
 
 class ReplicaStarted(msgspec.Struct, tag="replica_started", frozen=True):
-    """A replica's engine is being started, and the process binds the sockets to it.
+    """Reports that a replica's engine is being started. The process binds the sockets to which the engine connects.
 
     The statistics say when the replica receives requests.
     """
@@ -116,9 +122,9 @@ class ReplicaStarted(msgspec.Struct, tag="replica_started", frozen=True):
 
 
 class ReplicaEnded(msgspec.Struct, tag="replica_ended", frozen=True):
-    """A replica's engine has died or was stopped.
+    """Reports that a replica's engine has died or was stopped.
 
-    The process ends its requests with `message` and closes its sockets.
+    The process ends the replica's requests with `message` and closes the sockets.
     """
 
     model: int
@@ -134,13 +140,13 @@ class Exit(msgspec.Struct, tag="exit", frozen=True):
 
 
 class Started(msgspec.Struct, tag="started", frozen=True):
-    """The process serves connections; requests for a model are refused until it is open."""
+    """Reports that the process serves connections. It refuses requests for a model until the model is open."""
 
 
 class ModelOpened(msgspec.Struct, tag="opened", frozen=True):
-    """A model can be served.
+    """Reports that the process can serve a model.
 
-    With `synthetic`, its tokenizer is a substitute. For speech, the tokens are then a substitute.
+    If `synthetic` is true, the tokenizer of the model is a substitute. A speech model then has substitute tokens.
     """
 
     model: int
@@ -155,7 +161,7 @@ class ModelFailed(msgspec.Struct, tag="model_failed", frozen=True):
 
 
 class EngineUnreadable(msgspec.Struct, tag="unreadable", frozen=True):
-    """An engine sends messages that cannot be read."""
+    """Reports that the process received a message of an engine that it cannot decode."""
 
     model: int
     replica: int
@@ -182,7 +188,10 @@ _CONNECTION = _encode(AddConnection())
 
 
 class Channel(Generic[_Message]):
-    """One end of a channel. `message_type` is the union of the messages that arrive here."""
+    """Sends and receives messages at one end of a channel.
+
+    `message_type` is the union of the messages that arrive here.
+    """
 
     def __init__(self, sock: socket.socket, message_type: Any) -> None:
         sock.setblocking(False)
@@ -190,16 +199,16 @@ class Channel(Generic[_Message]):
         self._decode = msgspec.msgpack.Decoder(message_type).decode
 
     def send(self, message: ToAPIServer | FromAPIServer, descriptor: int | None = None) -> bool:
-        """Send a message without waiting.
+        """Send a message without waiting. Return whether it was sent.
 
-        Returns False if the other end is gone, or has read so little that the buffer is full.
+        It is not sent if the other end is gone, or has read so little that the buffer is full.
         """
         return self._send(_encode(message), descriptor)
 
     def send_connection(self, connection: socket.socket) -> bool:
-        """Pass `connection` to the other end and close our copy.
+        """Pass `connection` to the other end and close it in this process. Return whether it was sent.
 
-        Returns False in the same cases as `send`; our copy then stays open.
+        If it was not sent, for the same reasons as in `send`, the connection stays open in this process.
         """
         if not self._send(_CONNECTION, connection.fileno()):
             return False
@@ -207,7 +216,7 @@ class Channel(Generic[_Message]):
         return True
 
     def read(self, on_message: Callable[[_Message, list[int]], None], on_end: Callable[[], object]) -> None:
-        """Start to call `on_message` for each message with its descriptors, and `on_end` once at end-of-file."""
+        """Call `on_message` for each message with its descriptors from now on, and `on_end` once at end-of-file."""
 
         def on_readable() -> None:
             while self._socket.fileno() >= 0:

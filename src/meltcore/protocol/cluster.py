@@ -1,8 +1,8 @@
-"""Defines the JSON lines between a process of Meltcore and its child, the driver of a Ray cluster, over two pipes.
+"""Defines the JSON lines between a process of Meltcore and the driver process of a Ray cluster, over two pipes.
 
-Only the driver uses Ray: if a cluster loses its head node, the driver ends, but nothing else of Meltcore. `python -m
-meltcore.fleet.ray.driver ADDRESS` is the driver. At the end of its input it ends itself and everything that it has
-started.
+Only the driver uses Ray. If a cluster loses its head node, the driver ends, but nothing else of Meltcore. `python -m
+meltcore.fleet.ray.driver ADDRESS` is the driver. At the end of its input it ends, together with all processes that it
+has started.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
 
 
 class KillEngine(msgspec.Struct, tag="kill_engine", frozen=True):
-    """Ends an engine process now. `EngineEnded` follows."""
+    """Kills an engine process immediately. `EngineEnded` follows."""
 
     engine: int
 
@@ -106,7 +106,7 @@ class RunOnNodes(msgspec.Struct, tag="run_on_nodes", frozen=True):
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
-    """A node of the cluster.
+    """Describes a node of the cluster.
 
     Args:
         name: Host name. If several nodes have the same host name, the beginning of the node's id is added.
@@ -131,21 +131,21 @@ class Pong(msgspec.Struct, tag="pong", frozen=True):
 
 
 class Nodes(msgspec.Struct, tag="nodes", frozen=True):
-    """The living nodes, in the order of their names."""
+    """Answers `ReadNodes` with the living nodes, in the order of their names."""
 
     nodes: list[ClusterNode]
 
 
 class ClusterFailed(msgspec.Struct, tag="cluster_failed", frozen=True):
-    """Reports in one line why a question has no answer, or why the cluster cannot be reached."""
+    """Says in one line why a request cannot be answered, or why the cluster cannot be reached."""
 
     message: str
 
 
 class EngineListening(msgspec.Struct, tag="listening", frozen=True):
-    """An engine process runs and loads its model.
+    """Reports that an engine process runs and loads its model.
 
-    Clients reach the engine by `listening` at `host`. `pid` is the process id on its node.
+    Clients reach the engine at `host`, with the port and key in `listening`. `pid` is the process id on its node.
     """
 
     engine: int
@@ -155,17 +155,17 @@ class EngineListening(msgspec.Struct, tag="listening", frozen=True):
 
 
 class EngineOutput(msgspec.Struct, tag="output", frozen=True):
-    """What an engine process has printed since the last time."""
+    """Has the output that an engine process has written since the last such message."""
 
     engine: int
     data: bytes
 
 
 class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
-    """An engine process has ended, or could not be started.
+    """Reports that an engine process has ended, or could not be started.
 
-    With `no_room` nothing was started, because the node is gone or has too little memory; another node may take the
-    engine. With `is_evicted` the cluster has ended the engine, or its start, for lack of memory on the node; the
+    With `no_room` nothing was started, because the node is gone or has too little memory. Another node may take the
+    engine. With `is_evicted` the cluster has ended the engine, or its start, because the node ran out of memory. The
     process may still run.
     """
 
@@ -185,15 +185,15 @@ class ClusterState(msgspec.Struct, tag="cluster_state", frozen=True):
 
 
 class CommandStarted(msgspec.Struct, tag="command_started", frozen=True):
-    """The names of the nodes that run a command."""
+    """Answers `RunOnNodes` with the names of the nodes that run the command."""
 
     nodes: list[str]
 
 
 class CommandEnded(msgspec.Struct, tag="command_ended", frozen=True):
-    """The result of a command on a node. A `late` command was ended at its limit. A `failed` one has no process.
+    """Reports the end of a command on one node. "late": it exceeded its time limit. "failed": it did not start.
 
-    `output` is the command's standard output. `reason` is its last line on standard error, or why it did not end.
+    `output` is the command's standard output. `reason` is the last line of its standard error, or why it did not end.
     """
 
     node: str

@@ -1,4 +1,4 @@
-"""Defines what the server needs to know about the messages of all engines. Tags distinguish them for one decoder."""
+"""Joins the messages of all engines for the server. Tags distinguish them, so that one decoder reads all."""
 
 from functools import cache, reduce
 from operator import or_
@@ -15,12 +15,12 @@ FromEngine = EngineOutputs[Any, Any] | EngineReady | ShellFromEngine
 
 @cache
 def from_engine() -> Any:
-    """Return the union of the messages that engines of all tasks send, for a decoder."""
+    """Return the union of the message types that engines of all tasks send. A decoder takes this type."""
     return reduce(or_, (load(task.messages).FromEngine for task in tasks().values()))
 
 
 def shared_stats(stats: EngineStats | BatchStats) -> EngineStats:
-    """Return statistics in the form of the server's shared memory. Pages and tokens of a batch engine are 0."""
+    """Return statistics of an engine as EngineStats. For a batch engine the numbers of pages and tokens are 0."""
     if isinstance(stats, EngineStats):
         return stats
     return EngineStats(

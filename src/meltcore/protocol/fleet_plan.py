@@ -1,4 +1,4 @@
-"""The plan of a fleet as a document: GPUs, models and their memory in bytes, for the console and the page."""
+"""Describes the plan of a fleet as a document for the console and the page: GPUs, models and memory in bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class PlannedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of memory: its purpose, its bytes, and a note."""
+    """One part of a memory budget: its purpose, its bytes, and a note."""
 
     name: str
     size_bytes: int
@@ -16,7 +16,7 @@ class PlannedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """One model: its place, its context and concurrency, and how an engine of the model divides its memory budget.
+    """One model of a plan: its place, its context and concurrency, and the parts of its engine's memory budget.
 
     Args:
         place: "GPU 0", "CPU" or "another server". In a cluster the node's name comes first.
@@ -27,7 +27,7 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     task: str
     place: str
-    is_sleeping: bool
+    takes_turns: bool
     max_model_len: int | None
     concurrency: int | None
     budget_bytes: int
@@ -37,9 +37,9 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU and the bytes of each model on it, CUDA contexts included.
+    """One GPU and the bytes that each model takes on it, including CUDA contexts.
 
-    Of models that take turns, only the largest counts. The fleet may use `total_bytes`, which exclude the
+    Of the models that take turns, only the largest counts. The fleet may use `total_bytes`, which exclude the
     `others_bytes` of other processes.
     """
 
@@ -64,14 +64,14 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan of a fleet.
+    """The plan of a fleet, or the reason why there is none.
 
     Args:
         fits: True if the fleet fits as fleet.yaml describes it.
         changes: The changes to fleet.yaml that this plan makes, because only the nearest plan with changes fits.
         reason: What the fleet needs and which memory exists, if nothing fits. Such a plan has no GPUs and models.
-        other_changes: Other changes that are sufficient too: with unchanged concurrency and context, or with smaller
-            ones.
+        other_changes: Other changes that are sufficient too: with unchanged concurrency and context, or with
+            smaller ones.
         mig: Each layout of MIG slices of the first GPU, and whether the engines fit into it.
         context_note: What is known about the memory of CUDA contexts and of the driver.
     """
@@ -89,13 +89,13 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def has_smaller_settings(changes: Sequence[str]) -> bool:
-    """Return whether lines `models.NAME.KEY: VALUE` change concurrency or contexts."""
+    """Return whether the lines `models.NAME.KEY: VALUE` change concurrency or context of any model."""
     keys = [line.partition(": ")[0].rpartition(".")[2] for line in changes]
     return "max_num_seqs" in keys or "max_model_len" in keys
 
 
 def other_changes_text(changes: Sequence[str]) -> str:
-    """Return a text on the purpose of a plan's other changes."""
+    """Return a text that says what the other changes of a plan would achieve."""
     if has_smaller_settings(changes):
         return "with smaller settings, and fewer models that take turns"
     return "with context and concurrency as they are"

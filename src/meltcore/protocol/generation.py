@@ -42,18 +42,18 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
 
     @property
     def prompt(self) -> "array[int]":
-        """Return the prompt's token ids. Raises OverflowError for an id that is negative or needs more than 32 bits."""
+        """The token ids of the prompt. Raises OverflowError for an id that is negative or needs more than 32 bits."""
         return unpack_token_ids(self.prompt_token_ids)
 
     @property
     def prompt_length(self) -> int:
-        """Return the number of prompt tokens."""
+        """The number of prompt tokens."""
         token_ids = self.prompt_token_ids
         return len(token_ids) // _TOKEN_BYTES if isinstance(token_ids, bytes) else len(token_ids)
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Return token ids as the bytes that `AddRequest` takes: 4 per id, little endian."""
+    """Return token ids as bytes for `AddRequest`. Each id takes 4 bytes, little endian."""
     packed = array(_TOKEN_TYPECODE, token_ids)
     if _IS_SWAPPED:
         packed.byteswap()
@@ -61,7 +61,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(token_ids: bytes | list[int]) -> "array[int]":
-    """Return token ids, which may be packed. Raises OverflowError for an id that is negative or exceeds 32 bits."""
+    """Return token ids as an array. Raises OverflowError for an id that is negative or exceeds 32 bits."""
     unpacked = array(_TOKEN_TYPECODE, token_ids)
     if _IS_SWAPPED and isinstance(token_ids, bytes):
         unpacked.byteswap()
@@ -75,9 +75,9 @@ ToEngine = AddRequest | ShellToEngine
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Holds the log-probabilities at one position: of the token there, and of the most probable tokens.
+    """Holds the log-probabilities of the token at one position, and of the most probable tokens there.
 
-    They belong to the raw model distribution, before temperature and penalties.
+    They come from the raw model distribution, before temperature and penalties.
     """
 
     logprob: float
@@ -86,7 +86,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
-    """Holds the times at which the engine received, scheduled and finished a request and read its first token."""
+    """Holds the times at which the engine received and scheduled a request, read its first token, and finished it."""
 
     arrived_s: float
     scheduled_s: float
@@ -98,8 +98,8 @@ class SequenceOutput(msgspec.Struct, array_like=True, frozen=True):
     """Holds the new tokens of one sequence after a step.
 
     `token_ids` includes the end or stop token. The last output has a `finish_reason`: "stop" for an end or stop id
-    (`stop_token_id` says which), "length" for max_tokens or the context limit, "abort", or "error" with `error`.
-    `prompt_logprobs`, if requested, comes with the first token: one entry per prompt token after the first.
+    (`stop_token_id` has the id), "length" for max_tokens or the context limit, "abort", or "error" with `error`. If it
+    was requested, `prompt_logprobs` comes with the first token. It has one entry per prompt token after the first.
     """
 
     request_id: str
@@ -119,7 +119,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     running: int = 0
     waiting: int = 0
     pages_used: int = 0
-    pages_total: int = 0
+    num_pages: int = 0
     steps_total: int = 0
     step_s_total: float = 0.0
     prompt_tokens_total: int = 0
@@ -133,7 +133,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutputs(EngineOutputs[SequenceOutput, EngineStats], tag="outputs", array_like=True, frozen=True):
-    """Holds the outputs of one step."""
+    """Holds the outputs of one step, one per sequence."""
 
 
 class GenerationReady(EngineReady, tag="ready", array_like=True, frozen=True):
@@ -146,19 +146,19 @@ class GenerationReady(EngineReady, tag="ready", array_like=True, frozen=True):
     max_model_len: int
     max_num_seqs: int
     vocab_size: int
-    pages_total: int
+    num_pages: int
     page_size: int
     weight_dtypes: list[str]
     kv_cache_dtype: str
     speculative_decoding: str
 
-    LOWEST = ("max_model_len", "max_num_seqs", "pages_total")
+    LOWEST = ("max_model_len", "max_num_seqs", "num_pages")
 
     def describe_limits(self) -> str:
-        """Return the limits of requests in words."""
+        """Return a text with the limits of requests."""
         return (
             f"context {self.max_model_len} tokens, {self.max_num_seqs} sequences per step, "
-            f"{self.pages_total} KV pages of {self.page_size} tokens"
+            f"{self.num_pages} KV pages of {self.page_size} tokens"
         )
 
     def probe(self, request_id: str) -> AddRequest:

@@ -17,7 +17,7 @@ import msgspec
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
-    """Asks for the continuation of a prompt. Sampling is greedy if the temperature is 0.
+    """Asks for the tokens that follow a prompt. A temperature of 0 means greedy sampling.
 
     An id may be used again after its request has ended.
     """
@@ -29,13 +29,13 @@ class Generate(msgspec.Struct, tag="generate", frozen=True, omit_defaults=True):
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
-    """Ends the given requests that still run, with the finish reason "abort". Unknown ids are ignored."""
+    """Ends running requests with the finish reason "abort". Unknown ids are ignored."""
 
     ids: list[int]
 
 
 class LoadingLine(msgspec.Struct, tag="loading"):
-    """Reports the progress of a start: the current stage and the completed fraction of it (0 to 1)."""
+    """Reports the progress of a start: the current stage, and the completed fraction of this stage (0 to 1)."""
 
     stage: str
     fraction: float
@@ -45,7 +45,7 @@ class ReadyLine(msgspec.Struct, tag="ready", kw_only=True):
     """Reports that the engine can serve.
 
     `version` names the engine's code. `num_parameters` is the number of parameters of the published model. The fields
-    with a default are for the log; another engine may leave them out.
+    with a default are for the log, so another engine may leave them out.
     """
 
     version: str
@@ -56,16 +56,16 @@ class ReadyLine(msgspec.Struct, tag="ready", kw_only=True):
     vocab_size: int
     max_num_seqs: int
     max_model_len: int = 0
-    pages_total: int = 0
+    num_pages: int = msgspec.field(default=0, name="pages_total")
     page_size: int = 0
     load_s: float = 0.0
 
 
 class StepLine(msgspec.Struct, tag="step"):
-    """Holds the new tokens of one step: `tokens[i]` belong to request `ids[i]`, and each id occurs once.
+    """Holds the new tokens of one step. `tokens[i]` belong to the request `ids[i]`, and each id occurs once.
 
-    `finish_reasons` holds (id, finish reason) of the requests that have ended. `t_s` is `time.monotonic()` when the
-    tokens reached the host.
+    `finish_reasons` has (id, finish reason) of each request that has ended. `t_s` is the `time.monotonic()` at which
+    the tokens reached the host.
     """
 
     t_s: float

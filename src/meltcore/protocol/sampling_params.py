@@ -1,4 +1,4 @@
-"""Defines the sampling parameters of a request and their ranges."""
+"""Defines the sampling parameters of a request and the valid range of each parameter."""
 
 import msgspec
 
@@ -16,9 +16,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Holds the sampling parameters of one request, which `check` validates.
 
     The default is greedy. A `temperature` of 0 means greedy sampling, whatever the other fields are. A `top_k` of 0
-    means no limit. With `logprobs` None, no log-probabilities are returned; with n, those of the sampled token and of
-    the n most probable tokens. `prompt_logprobs` is the same for each prompt token except the first. `max_tokens`
-    counts generated tokens, the end token included.
+    means no limit. If `logprobs` is None, no log-probabilities are returned. If it is n, they are returned for the
+    sampled token and for the n most probable tokens. `prompt_logprobs` does the same for each prompt token except the
+    first. `max_tokens` counts generated tokens, including the end token.
     """
 
     max_tokens: int = 16
@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     def check(self, vocab_size: int) -> None:
-        """Check every field. Raises RequestError, which names the first field out of its range."""
+        """Raise RequestError that names the first field out of its range, if there is one."""
         _check_range("max_tokens", self.max_tokens, 1, None)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_range("temperature", self.temperature, 0.0, 2.0)

@@ -1,7 +1,7 @@
-"""Defines the messages between an API server and the process shell of an engine of any type.
+"""Defines the messages that engines of all types share with API servers.
 
-They travel as msgpack over ZeroMQ, one list of messages per send towards the engine, one message per send back. An
-engine adds the messages of its own requests (`protocol/generation.py`).
+They travel as msgpack over ZeroMQ. A send to the engine has a list of messages, a send from the engine has one message.
+Each engine adds the messages of its own requests (`protocol/generation.py`).
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,10 @@ class Profile(msgspec.Struct, tag="profile", array_like=True, frozen=True):
 
 
 class ForgetClient(msgspec.Struct, tag="forget", array_like=True, frozen=True):
-    """Ends all requests of an API server that has died. Their last outputs go to the sender of this message."""
+    """Ends all requests of an API server that has died.
+
+    Their last outputs go to the supervisor, which sends this message.
+    """
 
     client_index: int
 
@@ -60,14 +63,14 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True, frozen=True):
-    """Reports the progress of a start: the current stage and the completed fraction of it (0 to 1)."""
+    """Reports the progress of a start: the current stage, and the completed fraction of this stage (0 to 1)."""
 
     stage: str
     fraction: float
 
 
 class MemoryRow(msgspec.Struct, array_like=True, frozen=True):
-    """Holds one row of the memory table that is printed at the start."""
+    """Holds one row of the memory table that is printed at the start: a purpose, its bytes, and a note."""
 
     name: str
     size_bytes: int
@@ -90,34 +93,34 @@ class EngineReady(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def has_synthetic_lengths(self) -> bool:
-        """Return whether random weights give the answers, so that a rule decides the length of an answer."""
+        """Whether random weights generate the answers, so that a rule must decide the length of an answer."""
         return False
 
     def describe_limits(self) -> str:
-        """Return the limits of requests in words, for the start of a server."""
+        """Return a text with the limits of requests, which a server prints at its start."""
         raise NotImplementedError
 
     def probe(self, request_id: str) -> Any:
-        """Return the message of a tiny request, which an engine must answer before clients' requests are sent to it."""
+        """Return the message of a tiny request. An engine must answer it before it gets requests of clients."""
         raise NotImplementedError
 
 
 class EngineOutputs(msgspec.Struct, Generic[_Output, _Stats], array_like=True, frozen=True):
-    """Holds all outputs of one step, or the outputs for one API server."""
+    """Holds the outputs of one step: all of them, or those for one API server."""
 
     outputs: list[_Output]
     stats: _Stats
     step_ended_s: float
 
     def with_outputs(self, outputs: list[_Output]) -> Self:
-        """Return the same step with other `outputs`."""
+        """Return a copy of the message with other `outputs`."""
         return type(self)(outputs, self.stats, self.step_ended_s)
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """Reports that the engine cannot start or continue, and the process exits afterwards.
+    """Reports that the engine cannot start or continue.
 
-    `message` is one line for the user.
+    The process exits afterwards. `message` is one line for the user.
     """
 
     message: str
@@ -126,7 +129,7 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 class ProfileDone(msgspec.Struct, tag="profiled", array_like=True, frozen=True):
     """Reports the folder of a started profile, the file of a finished profile, or the reason of a failure.
 
-    With the cuda profiler the path is empty, because Nsight Systems writes the file.
+    The path is empty for the cuda profiler, because Nsight Systems writes the file.
     """
 
     path: str
@@ -134,7 +137,7 @@ class ProfileDone(msgspec.Struct, tag="profiled", array_like=True, frozen=True):
 
 
 class Asleep(msgspec.Struct, tag="asleep", array_like=True, frozen=True):
-    """Reports that the engine sleeps. With `error` it does not sleep, for this reason, and serves as before.
+    """Reports that the engine sleeps. If it cannot sleep, `error` has the reason, and it serves as before.
 
     Args:
         freed_bytes: Device memory that was released, or host memory for an engine on a CPU.
@@ -150,9 +153,9 @@ class Asleep(msgspec.Struct, tag="asleep", array_like=True, frozen=True):
 
 
 class Awake(msgspec.Struct, tag="awake", array_like=True, frozen=True):
-    """Reports that the engine serves again. With `error` it still sleeps, for this reason, and may be woken again.
+    """Reports that the engine serves again. If it still sleeps, `error` has the reason, and it may be woken again.
 
-    `bytes_copied` counts bytes of weights, from the host or from the checkpoint.
+    `bytes_copied` counts bytes of weights, which come from the host or from the checkpoint.
     """
 
     seconds: float

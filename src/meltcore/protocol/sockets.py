@@ -1,8 +1,8 @@
-"""Creates addresses for Unix sockets between the processes of a server, and a temporary folder for the sockets.
+"""Makes a temporary folder for the Unix sockets between the processes of a server, and the addresses of the sockets.
 
-A killed process leaves its folder behind. The folder's lock tells whether its process still lives: the kernel releases
-the lock when the process ends, for any reason. A process id would not tell: ids are reused, and containers that share a
-temporary folder have separate ids.
+A killed process leaves its folder behind. The folder's lock tells whether the process still lives: the kernel releases
+the lock when the process ends, for any reason. A process id would not tell this, because ids are reused, and containers
+that share a temporary folder have separate ids.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SocketFolder:
 
 
 def _create_locked_folder(prefix: str) -> tuple[Path, int]:
-    """Create a folder and return its path and the file descriptor that holds its lock."""
+    """Create a folder. Return its path, and the file descriptor that holds its lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix))
         try:
@@ -80,7 +80,7 @@ def _create_locked_folder(prefix: str) -> tuple[Path, int]:
 
 
 def _remove_stale_folders(prefix: str) -> None:
-    """Remove the folders of processes that have ended. A folder that cannot be removed stays, and delays no start."""
+    """Remove the folders of processes that have ended. A folder that cannot be removed is kept, and delays no start."""
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
             with suppress(OSError):
@@ -93,10 +93,10 @@ def _remove_stale_folders(prefix: str) -> None:
 
 
 def _lock_folder(folder_fd: int, path: Path) -> bool:
-    """Lock an open folder until its file descriptor is closed, and return whether that succeeded.
+    """Lock an open folder until its file descriptor is closed. Return whether the folder is locked now.
 
-    It fails when another process has the lock, or when `path` is no longer that folder. Raises OSError on a file system
-    without locks.
+    This fails if another process has the lock, or if `path` no longer leads to this folder. Raises OSError on a file
+    system without locks.
     """
     try:
         fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,7 +25,7 @@ _FILE_BYTES = len(_MARKING) * MAX_ENGINES * _WORD_BYTES
 
 
 def make_marks_file(path: Path) -> None:
-    """Make the file of a GPU, without marks. An existing file stays."""
+    """Create the file of a GPU without marks. An existing file is not changed."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(fd, _FILE_BYTES)
@@ -34,7 +34,7 @@ def make_marks_file(path: Path) -> None:
 
 
 class StepMarks:
-    """The marks of one GPU, as an engine of one class sees them."""
+    """Reads and writes the marks of one GPU for an engine of one class."""
 
     def __init__(self, path: Path, priority_class: PriorityClass) -> None:
         """Map the file and take a word. Raises ConfigError if the file cannot be used or all words are taken."""
@@ -57,7 +57,10 @@ class StepMarks:
             self.clear()  # what a predecessor that died has left
 
     def mark(self, until_s: float) -> None:
-        """Ask engines of lower classes to wait until a time of time.monotonic. The class `batch` asks no engine."""
+        """Ask engines of lower classes to wait until a time.monotonic().
+
+        The class `batch` is the lowest, so it asks no engine.
+        """
         if self._word is not None:
             self._words[self._word] = until_s
 

@@ -11,7 +11,7 @@ _PROBE_TEXT, _TONE_HZ = "नमस्ते", 220.0
 
 
 class Synthesize(TaskRequest, tag="synthesize", array_like=True, frozen=True, kw_only=True):
-    """Asks for the speech of one text in the voice of a reference. The engine cuts the text at sentence ends.
+    """Asks an engine to speak one text in the voice of a reference. The engine cuts the text at sentence ends.
 
     Args:
         voice: One of the engine's voices, or "" for the voice of `reference`.
@@ -32,10 +32,10 @@ class Synthesize(TaskRequest, tag="synthesize", array_like=True, frozen=True, kw
 
 
 class Synthesized(TaskResult, tag="synthesized", array_like=True, frozen=True, kw_only=True):
-    """Holds the next samples of a text's speech, in the format of `Synthesize.reference`.
+    """Holds the next samples of a spoken text, in the format of `Synthesize.reference`.
 
-    Results of a request arrive in order, one per chunk of its text. Joined, their samples are the whole speech: chunks
-    are cross-faded already. `chunk` counts from 1 to `chunks`; both are 0 when a request ends early.
+    Results of a request arrive in order, one per chunk of its text. Joined, their samples are the whole speech, because
+    chunks are already cross-faded. `chunk` counts from 1 to `chunks`. Both are 0 if a request ends early.
     """
 
     samples: bytes = b""
@@ -44,7 +44,7 @@ class Synthesized(TaskResult, tag="synthesized", array_like=True, frozen=True, k
 
 
 class SynthesisOutputs(EngineOutputs[Synthesized, BatchStats], tag="speech", array_like=True, frozen=True):
-    """Holds the outputs of one step."""
+    """Holds the outputs of one step, one per text."""
 
 
 class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=True):
@@ -70,14 +70,14 @@ class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=
     tokens: Literal["real", "synthetic"]
 
     def describe_limits(self) -> str:
-        """Return the limits of requests in words."""
+        """Return a text with the limits of requests."""
         return (
             f"speech synthesis with {len(self.voices)} voices, texts of up to {self.max_text:,} characters, "
             f"{self.max_cost:,} frames of open requests"
         )
 
     def probe(self, request_id: str) -> Synthesize:
-        """Return a request to speak one word, in the first voice or with a tone as the reference."""
+        """Return a request to speak one word in the first voice. If there are no voices, a tone is the reference."""
         reference_s = (self.min_reference_s + self.max_reference_s) / 2
         return Synthesize(
             request_id=request_id,
@@ -90,7 +90,7 @@ class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=
 
 
 def _make_tone(sample_rate: int, duration_s: float) -> bytes:
-    """Return float32 samples of a tone, as the reference for a model without voices."""
+    """Return float32 samples of a tone. It is the reference for a model without voices."""
     step = 2 * math.pi * _TONE_HZ / sample_rate
     return array("f", (0.3 * math.sin(step * index) for index in range(round(sample_rate * duration_s)))).tobytes()
 

@@ -5,8 +5,8 @@ socket to it. A file in the folder of the sockets says that the other end is on 
 makes a key pair, and the supervisor makes one for all clients. Secret keys stay on the machine that made them.
 
 A monotonic clock belongs to one machine. So every message begins with the sender's clock, and the receiver shifts the
-times in the message by the difference to its own clock. Durations before the send are kept, and the transport's is
-lost.
+times in the message by the difference to its own clock. Durations before the send are kept. The duration of the
+transport is lost.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class Listening(msgspec.Struct, frozen=True):
-    """The engine's report after it has bound its port: the port, and its public key."""
+    """Reports the port that an engine has bound, and the engine's public key."""
 
     port: int
     engine_key: str
@@ -61,7 +61,7 @@ class Listening(msgspec.Struct, frozen=True):
 class EngineAddress(msgspec.Struct, frozen=True):
     """The address of an engine, its public key, and the key pair of its clients.
 
-    `name` is the node's name in messages.
+    `name` is the name of the engine's node in messages.
     """
 
     name: str
@@ -72,17 +72,17 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """The address in ZeroMQ's form."""
+        """The address as a ZeroMQ endpoint."""
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
 def write_binding(directory: Path, binding: Binding) -> None:
-    """Tell the engine that will use `directory` to listen on TCP. Only this user may enter the folder."""
+    """Write a file that tells the engine of `directory` to listen on TCP. Only this user may enter the folder."""
     (directory / _BINDING).write_bytes(msgspec.json.encode(binding))
 
 
 def read_binding(directory: Path) -> Binding | None:
-    """Return the content that `write_binding` wrote, and remove the file.
+    """Return the `Binding` in the file of `write_binding`, and remove the file.
 
     Returns None for an engine whose clients are on this machine.
     """
@@ -95,31 +95,31 @@ def read_binding(directory: Path) -> Binding | None:
 
 
 def write_listening(directory: Path, listening: Listening) -> None:
-    """Write where the engine listens, for the process that started the engine."""
+    """Write a file with the port of the engine, for the process that started the engine."""
     part = directory / f"{_LISTENING}.part"
     part.write_bytes(msgspec.json.encode(listening))
     part.rename(directory / _LISTENING)
 
 
 def read_listening(directory: Path) -> Listening | None:
-    """Return the content that `write_listening` wrote, or None before the engine listens."""
+    """Return the `Listening` in the file of `write_listening`, or None before the engine listens."""
     path = directory / _LISTENING
     return msgspec.json.decode(path.read_bytes(), type=Listening) if path.exists() else None
 
 
 def write_address(directory: Path, address: EngineAddress) -> None:
-    """Tell clients that use `directory` that their engine is on another machine."""
+    """Write a file that tells clients of `directory` that their engine is on another machine."""
     (directory / _ADDRESS).write_bytes(msgspec.json.encode(address))
 
 
 def read_address(directory: Path) -> EngineAddress | None:
-    """Return the address that `write_address` wrote, or None for an engine on this machine."""
+    """Return the address in the file of `write_address`, or None for an engine on this machine."""
     path = directory / _ADDRESS
     return msgspec.json.decode(path.read_bytes(), type=EngineAddress) if path.exists() else None
 
 
 def is_remote(directory: Path) -> bool:
-    """Return whether an engine that will use `directory` is to listen on TCP."""
+    """Return whether the engine of `directory` has to listen on TCP."""
     return (directory / _BINDING).exists()
 
 
@@ -141,7 +141,7 @@ _TIMES = ("arrived_s", "deadline_s", "step_ended_s", "started_s", "scheduled_s",
 
 
 def encode_message(encoder: msgspec.msgpack.Encoder, message: Any) -> bytearray:
-    """Return a message with the clock of this machine before it."""
+    """Return the bytes of a message. The time.monotonic() of this machine comes first."""
     data = bytearray(CLOCK_BYTES)
     encoder.encode_into(message, data, CLOCK_BYTES)
     CLOCK.pack_into(data, 0, time.monotonic())
@@ -149,7 +149,7 @@ def encode_message(encoder: msgspec.msgpack.Encoder, message: Any) -> bytearray:
 
 
 def decode_message(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> tuple[_Message, float]:
-    """Return a message, and the seconds to add to its times to have them in the clock of this machine.
+    """Return a message, and the seconds that convert its times to the clock of this machine when added.
 
     Raises msgspec.DecodeError.
     """
@@ -159,7 +159,7 @@ def decode_message(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> t
 
 
 def shift_times(message: _Message, offset_s: float) -> _Message:
-    """Return a message with all its times moved by `offset_s`. A time of 0 or None is unset and stays."""
+    """Return a message in which `offset_s` is added to all times. A time of 0 or None is unset and not changed."""
     if not isinstance(message, msgspec.Struct):
         return message
     changes: dict[str, Any] = {}

@@ -24,7 +24,7 @@ class Transcribe(TaskRequest, tag="transcribe", array_like=True, frozen=True, kw
 
 
 class Word(msgspec.Struct, array_like=True, frozen=True):
-    """Holds one word, its times in seconds from the clip's beginning, and its token ids in the language.
+    """Holds one word, its times in seconds from the clip's beginning, and its token ids in the language's vocabulary.
 
     `logprob` is the log-probability of all its tokens together. `no_token_logprob` is the log-probability that none of
     its frames has a token.
@@ -48,7 +48,7 @@ class Transcript(TaskResult, tag="transcript", array_like=True, frozen=True, kw_
 
 
 class TranscriptionOutputs(EngineOutputs[Transcript, BatchStats], tag="transcripts", array_like=True, frozen=True):
-    """Holds the outputs of one step."""
+    """Holds the outputs of one step, one per clip."""
 
 
 class TranscriptionReady(BatchReady, tag="transcription_ready", array_like=True, frozen=True):
@@ -65,16 +65,16 @@ class TranscriptionReady(BatchReady, tag="transcription_ready", array_like=True,
 
     @property
     def has_synthetic_lengths(self) -> bool:
-        """Return whether the length of a transcript follows from the length of its clip."""
+        """Whether the length of a transcript follows from the length of its clip."""
         return self.weights == "dummy"
 
     def describe_limits(self) -> str:
-        """Return the limits of requests in words."""
+        """Return a text with the limits of requests."""
         clip_s = self.max_samples / self.sample_rate
         return f"transcription in {len(self.languages)} languages, clips of up to {clip_s:.0f} s"
 
     def probe(self, request_id: str) -> Transcribe:
-        """Return the shortest clip of silence."""
+        """Return a request to transcribe the shortest clip, which is silent."""
         silence = bytes(2 * self.min_samples)
         return Transcribe(request_id=request_id, samples=silence, language=self.languages[0], decoder="ctc")
 

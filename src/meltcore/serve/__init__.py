@@ -1,1 +1,4 @@
-"""The server: the HTTP API over one or several models, its API server processes, and the servers it calls. No torch."""
+"""The server: the HTTP API for all models, its processes, and the upstream servers that it calls.
+
+It never imports torch.
+"""

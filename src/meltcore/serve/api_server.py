@@ -1,7 +1,7 @@
-"""An API server process: `python -m meltcore.serve.api_server_main`, with its channel as standard input.
+"""Runs an API server process. The supervisor starts it, with the channel to the supervisor as standard input.
 
 The process serves the connections that the supervisor passes to it. It has its own sockets to the engines and its own
-row of the shared statistics. When the channel ends, the supervisor is gone, and the process ends.
+row of the shared statistics. The process ends when the channel ends, because then the supervisor has ended too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from meltcore.serve.upstream.http_backend import HttpBackend
 
 
 class APIServer:
-    """One API server process, from its setup until it ends."""
+    """Runs one API server process, from setup to exit."""
 
     def __init__(self, channel_socket: socket.socket, setup: Setup, stats_fd: int) -> None:
         config = self._config = setup.config
@@ -86,7 +86,7 @@ class APIServer:
         self._http = HttpServer(app, stats)
 
     async def run(self) -> None:
-        """Serve until the supervisor sends `Exit`."""
+        """Serve requests until the supervisor sends `Exit`."""
         self._channel.read(self._on_message, partial(os._exit, 0))
         self._channel.send(Started())
         await self._http.serve()
@@ -214,7 +214,10 @@ class APIServer:
         backend.connect(replica, folder, self._setup.api_server, on_unreadable)
 
     async def _load_text(self, number: int, backend: EngineBackend) -> Any:
-        """Return what the model needs beside its engines. Returns None if it needs nothing or the load fails."""
+        """Return the result of the backend's `load`, such as a tokenizer.
+
+        Returns None if it needs nothing or the load fails.
+        """
         try:
             return await asyncio.to_thread(backend.load)
         except MeltcoreError as error:

@@ -1,4 +1,4 @@
-"""GET /openapi.json, and Swagger UI for it at /docs. Swagger UI's files come from a Python package, not from a CDN."""
+"""Serves /openapi.json, and Swagger UI at /docs. The files of Swagger UI come from a Python package, not from a CDN."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _read(file: Path) -> tuple[bytes, bytes]:
 
 
 class ApiDocs:
-    """The routes as a raw ASGI application.
+    """Serves the routes of the API description as a raw ASGI application.
 
     They need no API key, because they contain nothing of a user or of a model.
     """

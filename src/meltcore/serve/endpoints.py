@@ -1,6 +1,6 @@
-"""The endpoints of requests that models answer.
+"""Lists the endpoints whose requests are answered by models.
 
-Each task names its own endpoints; dwani.ai's chats belong to no task.
+Each task names its own endpoints. The chat routes of dwani.ai belong to no task.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The API described in OpenAPI 3.1, from the structs that decode its requests."""
+"""Describes the API in OpenAPI 3.1. The schemas come from the structs that decode the requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _HEADERS = (
 
 
 def document() -> dict[str, Any]:
-    """Return the description in the form of OpenAPI 3.1, whose schemas are JSON schemas."""
+    """Return the API description as an OpenAPI 3.1 document, whose schemas are JSON schemas."""
     operations = [*(each for endpoint in endpoint_types() for each in endpoint.operations), *_OTHERS]
     structs = [operation.body for operation in operations if isinstance(operation.body, type)]
     _, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")

@@ -1,4 +1,4 @@
-"""All routes of the API, and the ASGI application that joins them."""
+"""Builds the ASGI application from all routes of the API."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def build_app(
     keys: ApiKeys,
     tracing: Tracing | None = None,
 ) -> ASGIApp:
-    """Build the ASGI application. A gate before it checks origins and keys."""
+    """Return the ASGI application. Its gate checks origins and keys before all routes."""
 
     def forwarding(own: Endpoint | None) -> ForwardingEndpoint:
         return ForwardingEndpoint(own, models, config, log)
@@ -80,9 +80,9 @@ def build_app(
 
 
 class _Shortcut:
-    """Passes requests that models answer directly to their endpoint, and all other requests to `app`.
+    """Passes a request that a model answers directly to its endpoint, and any other request to `app`.
 
-    Responses that Starlette makes by itself, such as a redirect, get a request id too.
+    Responses that Starlette makes without a handler, such as a redirect, get a request id too.
     """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
@@ -131,7 +131,7 @@ def _build_starlette(
 
 
 class _Endpoint:
-    """Calls a handler, and encodes its result or its error. The gate has checked the key."""
+    """Calls a handler, and encodes its return value or its error. The gate has already checked the key."""
 
     def __init__(self, handler: Handler, *, content_type: bytes = JSON) -> None:
         self._handler = handler
@@ -152,7 +152,7 @@ class _Endpoint:
 
 
 class _Handlers:
-    """The responses of all routes that no model answers."""
+    """Has the handlers of all routes that no model answers."""
 
     def __init__(self, models: ModelTable, config: FleetSpec, metrics: Metrics) -> None:
         self._models = models
@@ -161,11 +161,10 @@ class _Handlers:
         self._status = Status(models)
 
     async def health(self, exchange: Exchange) -> dict[str, Any]:
-        """Answer "ready", "degraded" or 503, by the models that can serve.
+        """Answer "ready" if all models can serve, "degraded" if some can, and status 503 if none can.
 
-        "degraded" names the models that cannot serve or lack a replica. The answer is 503 if no model can serve. A
-        model that sleeps can serve, because its requests wait. The answer is 508 if all models wait for the server that
-        sends this request.
+        "degraded" names the models that cannot serve or lack a replica. A model that sleeps can serve, because its
+        requests wait. The status is 508 if all models wait for the server that sends this request.
         """
         backends = self._models.backends
         problems = {backend.names[0]: backend.health.problem() for backend in backends}
@@ -194,7 +193,7 @@ class _Handlers:
     async def _check_circle(self, scope: Scope) -> None:
         """Raise RequestError (508) if all models wait in a circle.
 
-        The upstreams of each model then wait for a server which this request has passed.
+        In a circle the upstreams of each model wait for a server that this request has passed.
         """
         if not may_probe(scope):
             return
@@ -204,7 +203,7 @@ class _Handlers:
             raise RequestError("; ".join(found), status=LOOP_STATUS, code=CIRCLE_CODE)
 
     async def dwani_health(self, exchange: Exchange) -> dict[str, str]:
-        """Answer in dwani.ai's form."""
+        """Answer a health request in dwani.ai's form."""
         await self.health(exchange)
         return {"status": "healthy", "model": self._models.backends[0].names[0]}
 
@@ -248,7 +247,10 @@ class _Handlers:
         return await while_connected(exchange.scope, self._profile("stop"))
 
     async def _profile(self, action: Literal["start", "stop"]) -> dict[str, str]:
-        """Start or stop the profile of the first model: a trace in --profile-dir, or Nsight Systems' capture range."""
+        """Start or stop a profile of the first model.
+
+        It is a trace in --profile-dir, or the capture range of Nsight Systems.
+        """
         profiler = self._config.server.profiler
         directory = "" if profiler == "cuda" else str(self._config.server.profile_dir)
         backend = self._models.find(None)
@@ -267,14 +269,14 @@ class _Handlers:
 
 
 def _model_card(backend: Backend, name: str) -> dict[str, Any]:
-    """Return a model's card with the first of its names as `root`. The card of a model that sleeps has its status."""
+    """Return the card of a model. `root` is the model's first name. A model that sleeps has its status in the card."""
     status = backend.health.status
     card = backend.model_card(name) | {"root": backend.names[0]}
     return card if status == "ready" else card | {"status": status}
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
-    """Answer an unexpected exception in OpenAI's error form. Starlette then raises it again for the log."""
+    """Answer an unexpected exception in OpenAI's error form. Starlette raises the exception again for the log."""
     return _error_response(request, RequestError(f"the server failed: {type(error).__name__}", status=500))
 
 

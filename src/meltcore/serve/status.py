@@ -1,4 +1,4 @@
-"""GET /v1/status: the state of a running server for people, in JSON. GET /metrics has everything for machines."""
+"""Serves GET /v1/status: the state of a running server for people, in JSON. GET /metrics serves machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT_S = 0.9
 
 
 class Status:
-    """Reads the counts of all models, and the GPUs that the driver of this machine shows."""
+    """Reads the counts of all models, and the load of the GPUs of this machine."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
@@ -28,7 +28,7 @@ class Status:
         self._gpus = GpuLoadReader()
 
     async def read(self) -> dict[str, Any]:
-        """Return the status.
+        """Return the state of all models and GPUs, as /v1/status sends it.
 
         `languages` has the language codes for a translation, if no translation model limits them. `substitutes` has the
         languages that a model may not know, with the languages that the model gets instead.
@@ -60,14 +60,14 @@ def _model(backend: Backend) -> dict[str, Any]:
 
 
 class GpuLoadReader:
-    """Reads memory and utilization of all GPUs through NVML, at most about once per second."""
+    """Reads memory in use and utilization of all GPUs through NVML, at most about once per second."""
 
     def __init__(self) -> None:
         self._query: asyncio.Task[list[dict[str, Any]]] | None = None
         self._read_s = 0.0
 
     async def read(self) -> list[dict[str, Any]]:
-        """Return the GPUs. Returns no GPUs without a driver, or while the driver does not answer."""
+        """Return the load of each GPU. Returns no GPUs without a driver, or while the driver does not answer."""
         if self._query is None or (self._query.done() and time.monotonic() - self._read_s > _KEPT_S):
             self._query = asyncio.create_task(asyncio.to_thread(query_gpus))
             self._read_s = time.monotonic()

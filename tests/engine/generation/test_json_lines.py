@@ -175,7 +175,7 @@ def test_lines_survive_encoding() -> None:
             vocab_size=824,
             max_num_seqs=64,
             max_model_len=1152,
-            pages_total=10,
+            num_pages=10,
             page_size=64,
             load_s=1.0,
         ),

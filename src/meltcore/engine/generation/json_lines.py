@@ -117,7 +117,7 @@ def _ready_line(engine: GenerationEngine) -> ReadyLine:
         vocab_size=ready.vocab_size,
         max_model_len=ready.max_model_len,
         max_num_seqs=ready.max_num_seqs,
-        pages_total=ready.pages_total,
+        num_pages=ready.num_pages,
         page_size=ready.page_size,
         load_s=ready.load_s,
     )

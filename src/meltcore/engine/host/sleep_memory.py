@@ -96,7 +96,7 @@ class GpuSleepMemory:
     def memory_rows(self) -> list[MemoryRow]:
         """See `SleepMemory`."""
         size = self._pools.memory.size("weights")
-        return [MemoryRow("weights asleep", size, "of pinned host memory, from the first sleep with keep host on")]
+        return [MemoryRow("weights asleep", size, "pinned host memory, allocated at the first sleep with keep: host")]
 
     def sleep(self, keep: Keep) -> SleepResult:
         """See `SleepMemory`. The cache of torch's allocator is released too."""

@@ -215,7 +215,7 @@ def _rows(
     max_num_seqs: int,
     layout: PageLayout,
 ) -> list[MemoryRow]:
-    """Return the table for the user."""
+    """Return the rows of the memory table that the engine shows to its user, in bytes per purpose."""
     penalty_size = size_text(penalty_slots * PENALTY_BYTES * model.vocab_size)
     penalty_note = f"penalties of {penalty_slots:,} sequences ({penalty_size})"
     rows = [

@@ -20,22 +20,24 @@ from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.synthesis.chunks import MAX_SPEECH_S
 from meltcore.text.synthesis.vocabulary import load_vocabulary
 
-# Frames of one batch: more do not make a GPU faster, and delay what is due next. Of all requests that have begun.
+# The largest number of frames of one batch. Larger batches are not faster on a GPU, and delay the next utterance.
 MAX_BATCH_FRAMES = {"cuda": 8192, "cpu": 4096}
+# The largest number of frames of all requests that have begun.
 MAX_SYNTHESIS_COST = {"cuda": 262_144, "cpu": 32_768}
 # Sizes of tensors that live together in a layer, in units of the hidden size, besides those of the feed-forward; and in
 # the vocoder, in units of its sizes and of the transform. Guidance computes every frame twice.
 _SPEECH_TENSORS, _VOCODER_TENSORS, _SPECTRUM_TENSORS = 12, 4, 8
 _GUIDANCE_ROWS = 2
-# The longest step that is a CUDA graph, in frames, and the number of graphs: more frames keep a GPU busy
-# for longer than their launches take. And those of an engine with a budget in bytes.
+# The frames of the longest step that is a CUDA graph, and the number of graphs. A longer step keeps a GPU busy for
+# longer than its launches take. BUDGET_GRAPHS are the same two numbers for an engine with a budget in bytes.
 GRAPHS, BUDGET_GRAPHS = (4096, 8), (2048, 4)
-# For workspaces of libraries and fragmentation. An engine with a budget in bytes on a GPU computes them instead.
+# The fraction of memory for workspaces of libraries and fragmentation. An engine on a GPU with a budget in bytes
+# computes these two instead.
 _RESERVE = 0.1
 
 
 def max_speech_s(config: IndicF5Config) -> float:
-    """Return the seconds of the longest chunk with its reference."""
+    """Return the length in seconds of the longest chunk of speech, including the reference audio."""
     return min(MAX_SPEECH_S, (config.max_frames - 2) * config.mel.hop / config.mel.sample_rate)
 
 

@@ -177,11 +177,11 @@ class SpeechSampler:
                 chosen.append(utterance)
         for utterance in chosen:
             del self._waiting[utterance.key]
-        batch = self._tensors(chosen)
+        batch = self._make_batch(chosen)
         self._batches.append(batch)
         return batch
 
-    def _tensors(self, utterances: list[Utterance]) -> _Batch:
+    def _make_batch(self, utterances: list[Utterance]) -> _Batch:
         device, frames = self.model.device, max(utterance.frames for utterance in utterances)
         lengths = [utterance.frames for utterance in utterances]
 

@@ -1,4 +1,4 @@
-"""The admin side of a fleet: ps, metrics, reload, restart, sleep and wake over HTTP, at a Unix socket or a port.
+"""Serves the admin requests of a fleet over HTTP, at a Unix socket or a port. `meltcore ps` and `reload` use it.
 
 The socket is in the folder of the server's sockets, which only the user of the server may enter. The port listens on
 127.0.0.1 only. Web pages cannot use the port: a request is refused if it has the header Origin, or a Host that is not
@@ -68,7 +68,7 @@ class AdminServer:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> None:
-        """Start to serve. Raises MeltcoreError if requests are not accepted in time."""
+        """Start the server. Raises MeltcoreError if it does not accept requests in time."""
         self._tasks = [asyncio.create_task(server.serve(sockets=sockets)) for server, sockets in self._servers]
         deadline_s = time.monotonic() + _START_LIMIT_S
         while not all(server.started for server, _ in self._servers):

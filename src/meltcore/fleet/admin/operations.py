@@ -31,7 +31,7 @@ _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """One engine in `meltcore ps`. The field names are the columns of the table and the keys of --json."""
+    """One engine in `meltcore ps`. The names of the fields are the columns of the table and the keys of --json."""
 
     model: str
     replica: int
@@ -59,7 +59,7 @@ class ReloadResult(msgspec.Struct, frozen=True):
 
 
 class FleetModels(Protocol):
-    """The part of the supervisor that operations read and change."""
+    """Defines the methods of the supervisor by which operations read and change a fleet."""
 
     fleet: PlacedFleet
     port: int
@@ -67,23 +67,26 @@ class FleetModels(Protocol):
     turns: Turns
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
-        """Return the settings and the engines of the fleet. Raises ConfigError if its cluster cannot be read."""
+        """Return the settings and the places of the running engines.
+
+        Raises ConfigError if the cluster cannot be read.
+        """
 
     async def add_fleet_model(self, name: str) -> Model:
-        """Add a model of the fleet and begin to load it."""
+        """Add a model to the fleet and begin to load it."""
 
     def forget_model(self, model: Model) -> None:
-        """Remove a model that has ended."""
+        """Remove a model whose engines have ended."""
 
     def change_fleet(self, fleet: PlacedFleet) -> None:
-        """Replace the fleet by the fleet of a reload."""
+        """Replace the settings of the fleet by those that a reload has read."""
 
     def broadcast(self, message: EndRequests) -> None:
         """Send a message to all API servers."""
 
 
 class FleetOperations:
-    """Changes a running fleet, one operation at a time."""
+    """Changes a running fleet. Operations run one after another."""
 
     def __init__(self, supervisor: FleetModels, planner: FleetPlanner) -> None:
         """Create the operations. `planner` plans the fleet.yaml of the fleet."""
@@ -92,15 +95,15 @@ class FleetOperations:
         self._lock = asyncio.Lock()
 
     def rows(self) -> list[EngineRow]:
-        """Return the engines of all models."""
+        """Return one row for each engine of all models."""
         models = self._supervisor.models.values()
         return [row for model in models for row in _rows(model, self._supervisor.port)]
 
     async def restart(self, name: str | None) -> list[str]:
-        """Replace the engines of a model, one after another. Returns the names of the models.
+        """Replace the engines of the model `name`, or of all models, one after another. Return the names of the models.
 
-        Without a `name` the engines of all models are replaced. Raises ConfigError if the name is unknown. Raises
-        ConfigError also if an engine does not come back; the remaining engines are then not replaced.
+        Raises ConfigError if the name is unknown. Raises ConfigError also if an engine does not come back; the
+        remaining engines are then not replaced.
         """
         async with self._lock:
             models = list(self._supervisor.models.values()) if name is None else [self._find(name)]
@@ -109,13 +112,13 @@ class FleetOperations:
             return [model.name for model in models]
 
     async def sleep(self, name: str) -> str:
-        """Put a sleepable model to sleep until a request wakes it. Returns the model's name. Raises ConfigError."""
+        """Put a sleepable model to sleep until a request wakes it. Return the model's name. Raises ConfigError."""
         model = self._find(name)
         await self._supervisor.turns.sleep(model)
         return model.name
 
     async def wake(self, name: str) -> str:
-        """Wake a model before its turn. Returns the model's name. Raises ConfigError if the model does not wake."""
+        """Wake a model before its turn. Return the model's name. Raises ConfigError if the model does not wake."""
         model = self._find(name)
         await self._supervisor.turns.wake(model)
         return model.name
@@ -146,10 +149,10 @@ class FleetOperations:
             raise ConfigError(started.reason)
 
     async def reload(self) -> ReloadResult:
-        """Read fleet.yaml again: end removed models, start added models, and replace changed models.
+        """Read fleet.yaml again. End removed models, start added models, and replace changed models.
 
-        Other models keep running. Raises ConfigError if the file is invalid, or if it changes settings of the server,
-        which cannot change while the server runs. Nothing has changed then.
+        Other models continue. If the file is invalid, or changes settings that cannot change while the server runs,
+        raise ConfigError and change nothing.
         """
         planner = self._planner
         async with self._lock:
@@ -181,7 +184,7 @@ class FleetOperations:
             return result
 
     async def _replace(self, model: Model) -> Model:
-        """End a model and add its successor. At every moment the model's names lead to one of the two."""
+        """End a model and add its successor. The model's names always lead to one of the two."""
         await self._end(model, "replaced in")
         successor = await self._supervisor.add_fleet_model(model.name)
         self._supervisor.forget_model(model)
@@ -219,10 +222,11 @@ async def _wait_idle(model: Model, limit_s: float) -> None:
 
 
 def check_startable(spec: FleetSpec) -> FleetSpec:
-    """Return the configuration as a server runs it: the hashes of keys, the endpoint of traces, checkpoints for shapes.
+    """Return the configuration in the form in which a server runs it.
 
-    For a start, a plan or a reload; no process is started. Two configurations can be compared only if both are
-    returned by this function. Raises ConfigError if a key, a program, an endpoint or a model's shapes cannot be used.
+    Keys become hashes, the endpoint of traces is resolved, and `shapes` become checkpoints. No process is started. Two
+    configurations can be compared only if this function has returned both. Raises ConfigError if a key, a program, an
+    endpoint or a model's shapes cannot be used.
     """
     for name, model in spec.models.items():
         if model.kind != "engine":
@@ -277,7 +281,7 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
 
 
 def _state(model: Model, replica: Replica | UpstreamServer) -> str:
-    """Return the state of a replica for operators. A replica without a process sleeps if its model sleeps."""
+    """Return the state of a replica as operators see it. If a model sleeps, a replica without a process sleeps too."""
     if model.status == "failed":
         return "failed"
     return "sleeping" if replica.state == "unloaded" else replica.state
@@ -303,9 +307,9 @@ def _upstream_row(model: UpstreamModel, replica: int, port: int) -> EngineRow:
 
 
 def _memory_bytes(replica: Replica) -> int:
-    """Return the bytes that an engine holds.
+    """Return the bytes of memory that an engine holds.
 
-    An engine that sleeps has reported the number. For an engine that is awake it is the sum of its memory table. CUDA
+    An engine that sleeps has reported this number. For an engine that is awake it is the sum of its memory table. CUDA
     graphs beyond the engine's reserve, and weights that sleep in host memory, are not counted.
     """
     if replica.state in ("sleeping", "unloaded"):

@@ -1,1 +1,1 @@
-"""The plan of a fleet: what engines need, which GPUs there are, and which engine goes where."""
+"""Plans a fleet: what each engine needs, which GPUs exist, and which engine runs on which GPU."""

@@ -1,4 +1,4 @@
-"""A Ray cluster for the plan of a fleet: its nodes, read by a driver process, and what may run on them."""
+"""Describes a Ray cluster for the plan of a fleet. A driver process reads its nodes."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class Cluster(Site, frozen=True, tag="cluster"):
     def machine(self) -> Machine:
         """All nodes as one machine: their GPUs, their host memory, and the driver version of the first node with a GPU.
 
-        A GPU that is gone has no memory. Memory that Ray has given to other jobs, or may not give away, counts as used,
-        because NVML shows only what these jobs have allocated so far.
+        A GPU that is gone counts with 0 bytes. Memory that Ray has given to other jobs, or may not give away, counts as
+        used, because NVML shows only what these jobs have allocated so far.
         """
         there = {(node.name, gpu.number): _as_used(node, gpu) for node in self.nodes for gpu in node.machine.gpus}
         driver = next((node.machine.driver for node in self.nodes if node.machine.gpus), "")
@@ -106,11 +106,11 @@ class Cluster(Site, frozen=True, tag="cluster"):
         return {node.name: node.machine.host_bytes for node in self.nodes}
 
     def lacking(self, checkpoint: str | None) -> list[ClusterNode]:
-        """Return the nodes that cannot load a checkpoint, which is a path or a hub id."""
+        """Return the nodes that cannot load a checkpoint. The checkpoint is a path or an id of the hub."""
         return [node for node in self.nodes if checkpoint in node.missing]
 
     def launched_by(self, _local: _T, on_ray: Callable[[str], _T]) -> _T:
-        """Return `on_ray` of the cluster's address."""
+        """Return `on_ray(address)`, because engines of a cluster are started by Ray."""
         return on_ray(self.address)
 
     def now(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Self:
@@ -126,11 +126,11 @@ class Cluster(Site, frozen=True, tag="cluster"):
         )
 
     def taking_turns(self, _sleepable: tuple[str, ...]) -> tuple[str, ...]:
-        """Return no models. Ray counts the memory of a sleeping model as used, so other models cannot have it."""
+        """Return an empty tuple, because no model takes turns. Ray counts the memory of a sleeping model as used."""
         return ()
 
     def why_no_turns(self, spec: FleetSpec) -> tuple[str, ...]:
-        """Return why sleepable models do not take turns, if the fleet has sleepable models."""
+        """Return the reason why sleepable models take no turns in a cluster, or no reason if the fleet has none."""
         if any(model.residency == "sleepable" for model in spec.models.values()):
             return ("on Ray, which counts the memory of engines that sleep, models do not take turns",)
         return ()
@@ -152,12 +152,12 @@ class Cluster(Site, frozen=True, tag="cluster"):
                     )
 
     def check(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
-        """Raise ConfigError if the nodes of a model cannot load it, or if the GPUs of an engine are not on one node."""
+        """Raise ConfigError if a model's nodes cannot load it, or if the GPUs of one engine are on several nodes."""
         self._check_loadable(spec, lacking)
         self._check_one_node(spec)
 
     def _check_loadable(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
-        """Raise ConfigError if no node can load a model, or if a node that its `device` names cannot load it."""
+        """Raise ConfigError if no node can load a model, or a node of the model's `device` cannot load it."""
         for name, nodes in lacking.items():
             named = {self.gpu_nodes[number] for group in spec.models[name].replica_gpus for number in group}
             if len(nodes) == len(self.nodes) or named.intersection(node.name for node in nodes):
@@ -165,7 +165,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
                 raise ConfigError(model_lacking_text(spec, name, needed))
 
     def _check_one_node(self, spec: FleetSpec) -> None:
-        """Raise ConfigError if the GPUs of an engine are not on one node."""
+        """Raise ConfigError if the GPUs of one engine are on several nodes."""
         gpu_nodes = self.gpu_nodes
         largest = max(Counter(gpu_nodes).values(), default=0)
         for name, model in spec.models.items():
@@ -185,8 +185,8 @@ class Cluster(Site, frozen=True, tag="cluster"):
                         f"{' and '.join(nodes)}; tensor parallelism does not go over nodes"
                     )
 
-    def placed(self, spec: FleetSpec, plan: Plan, kept: Mapping[str, tuple[Place, ...]]) -> PlacedFleet:
-        """Return a planned fleet with the place of each replica. GPUs are numbered on their node.
+    def place_fleet(self, spec: FleetSpec, plan: Plan, kept: Mapping[str, tuple[Place, ...]]) -> PlacedFleet:
+        """Return a planned fleet with the place of each replica. A place has the numbers of the GPUs on their node.
 
         Models in `kept` stay where they are. Raises ConfigError for settings that a cluster cannot run, and if a node
         lacks the resources of its engines.
@@ -213,7 +213,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
 
 
 def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
-    """Return a GPU of a node on which all memory counts as used, except what Ray can give to this fleet."""
+    """Return a GPU of a node. All its memory counts as used, except what Ray can give to this fleet."""
     if (size := node.gib.get(gpu.number)) is None:
         return gpu
     left_bytes = round((size - node.reserved_gib.get(gpu.number, 0.0)) * 2**30)
@@ -221,9 +221,9 @@ def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
 
 
 def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequence[Place]) -> ClusterNode:
-    """Return a node without the engines of the fleet.
+    """Return a node as it would be without the engines of the fleet.
 
-    The memory where an engine is counts as it was before the engine.
+    A GPU with an engine counts as it was before the engine started.
     """
     own = [place for place in places if place.node == now.name]
     if before is None or not own or now.problem:
@@ -240,12 +240,12 @@ def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequen
 
 
 def left_out_text(nodes: Iterable[ClusterNode]) -> str:
-    """Return which of these nodes are left out, and why. Returns "" if none is left out."""
+    """Return a text that says which of these nodes are left out, and why. Returns "" if none is left out."""
     return "; ".join(f"node {node.name} is left out: {node.problem}" for node in nodes if node.problem)
 
 
 def lacking_text(checkpoint: str | None, nodes: Sequence[ClusterNode]) -> str:
-    """Return why these nodes cannot load a checkpoint. Returns "" if `nodes` is empty."""
+    """Return a text that says why these nodes cannot load a checkpoint. Returns "" if `nodes` is empty."""
     if checkpoint is None or not nodes:
         return ""
     if checkpoint.startswith("/"):
@@ -290,8 +290,8 @@ def node_checkpoints(spec: FleetSpec) -> list[str]:
 def node_checkpoint(model: ModelSection) -> str | None:
     """Return the path or the hub id that each node of a model must be able to load.
 
-    Returns None if nodes need not be asked. This holds for hub ids of models with `shapes` or random weights, which may
-    be planned before their checkpoint exists.
+    Returns None if nodes need not check the checkpoint. This holds for hub ids of models with `shapes` or random
+    weights, which may be planned before their checkpoint exists.
     """
     if model.kind != "engine" or not model.checkpoint:
         return None
@@ -309,13 +309,16 @@ def absolute_path(checkpoint: str) -> str | None:
 
 
 def lacking_nodes(spec: FleetSpec, site: Site, kept: Collection[str]) -> dict[str, list[ClusterNode]]:
-    """Return for each model, by name, the nodes that cannot load it. Models in `kept` are loaded already."""
+    """Return the nodes that cannot load a model, by model name.
+
+    Models in `kept` are left out, because they run already.
+    """
     found = {name: site.lacking(node_checkpoint(spec.models[name])) for name in spec.models.keys() - set(kept)}
     return {name: found[name] for name in spec.models if found.get(name)}
 
 
 def model_lacking_text(spec: FleetSpec, name: str, nodes: Sequence[ClusterNode]) -> str:
-    """Return why these nodes cannot load a model."""
+    """Return a text that says why these nodes cannot load a model."""
     return f"models.{name}.checkpoint: {lacking_text(node_checkpoint(spec.models[name]), nodes)}"
 
 

@@ -1,4 +1,4 @@
-"""The memory that processes take of a GPU beside their budgets: CUDA contexts, kernel code and driver memory.
+"""Has the GPU memory that processes take beside their budgets: CUDA contexts, kernel code and driver memory.
 
 `context_memory.json` has one row per GPU type and driver, which `benchmarks/context_memory.py` measures. Without a row
 the plan uses assumed values, and says so.
@@ -19,7 +19,7 @@ _PROCESS_BYTES = 800 * MIB  # of an engine process of a task that was not measur
 
 
 class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Bytes beside the budgets on one GPU type with one driver.
+    """The bytes of GPU memory beside the budgets, for one GPU type and one driver.
 
     Args:
         gpu: NVML's name of the GPU, or "" for assumed values.
@@ -40,7 +40,7 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     is_other_driver: bool = False
 
     def process_bytes(self, task: str = "", ranks: int = 1) -> int:
-        """Return the bytes of an engine process of this task beside its budget.
+        """Return the bytes that an engine process of this task takes beside its budget.
 
         The process is one of `ranks` tensor-parallel ranks. With several ranks, each also holds a buffer into which the
         other ranks write.
@@ -58,7 +58,7 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def note(self) -> str:
-        """A sentence that says where the numbers come from."""
+        """A sentence for the plan that says where the numbers come from."""
         low, high = (size_text(pick(self.processes.values() or [_PROCESS_BYTES])) for pick in (min, max))
         each = low if low == high else f"{low} to {high}"
         what = f"Of each process {each} for its CUDA context and kernels, and {size_text(self.driver_bytes)} of a GPU"
@@ -75,13 +75,13 @@ ASSUMED = ContextMemory(
 
 
 def context_table() -> tuple[ContextMemory, ...]:
-    """Return the measured rows."""
+    """Return the rows of context_memory.json, which were measured."""
     text = (resources.files("meltcore.fleet.plan") / _TABLE).read_bytes()
     return msgspec.json.decode(text, type=tuple[ContextMemory, ...])
 
 
 def find_contexts(gpu: str | None, driver: str = "") -> ContextMemory:
-    """Return the row of a GPU type and driver, else a row of the type with another driver, else ASSUMED.
+    """Return the row of a GPU type and driver. Without one, return a row of the type with another driver, or ASSUMED.
 
     `gpu` is NVML's name. None stands for a GPU that is only planned for, and takes the first row.
     """

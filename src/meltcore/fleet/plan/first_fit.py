@@ -12,7 +12,7 @@ from meltcore.fleet.plan.context_memory import ASSUMED
 
 
 class PlannedEngine(NamedTuple):
-    """One replica of a model to place. The engine takes `size_bytes` on each of its GPUs, including `resident_bytes`.
+    """One replica of a model that has to be placed. It takes `size_bytes` on each of its GPUs, with `resident_bytes`.
 
     The resident bytes are the CUDA context of the engine's process. For a model that takes turns they also include what
     the engine holds while it sleeps.
@@ -29,12 +29,15 @@ class PlannedEngine(NamedTuple):
 
     @property
     def awake_bytes(self) -> int:
-        """Bytes that the engine frees while it sleeps."""
+        """The bytes that the engine frees while it sleeps."""
         return self.size_bytes - self.resident_bytes if self.sleeps else 0
 
 
 class FilledGpu(NamedTuple):
-    """A GPU and the engines on it. Of the models that take turns one is awake at a time, and the largest counts."""
+    """A GPU and the engines on it.
+
+    Only one of the models that take turns is awake at a time, so only the largest counts.
+    """
 
     number: int
     total_bytes: int
@@ -44,17 +47,17 @@ class FilledGpu(NamedTuple):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the driver and of all engines.
+        """The bytes of the driver and of all engines on the GPU.
 
-        Of the models that take turns, all count with their bytes while asleep, and the largest also with its bytes
-        while awake.
+        A model that takes turns counts with its bytes while asleep. The largest one counts with its bytes while awake,
+        too.
         """
         resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
         return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
 
 
 class Place(NamedTuple):
-    """The place of an engine that stays: its node, which is "" for this machine, and its GPUs.
+    """The place of an engine that stays: its node, and its GPUs on this node. The node is "" for this machine.
 
     An engine on the CPU has no GPUs.
     """
@@ -68,7 +71,7 @@ Kept = Mapping[tuple[str, int], Place | None]  # by model and replica; None: tha
 
 
 class Host(NamedTuple):
-    """The host memory of a node for the engines on its CPU, each as (model, replica, bytes). None is no limit.
+    """The host memory of a node, and the engines on its CPU as (model, replica, bytes). None means no limit of memory.
 
     The engines on the node's GPUs keep `pinned_bytes` of their weights in host memory while they sleep.
     """
@@ -80,18 +83,18 @@ class Host(NamedTuple):
 
     @property
     def engine_bytes(self) -> int:
-        """Bytes of the engines on the CPU."""
+        """The bytes of the engines on the CPU."""
         return sum(size for _, _, size in self.engines)
 
     @property
     def free_bytes(self) -> float:
-        """Bytes that are left, infinite without a limit."""
+        """The bytes of host memory that are left, or infinity if there is no limit."""
         total = float("inf") if self.total_bytes is None else self.total_bytes
         return total - self.pinned_bytes - self.engine_bytes
 
 
 class _Room:
-    """A GPU while engines are placed on it."""
+    """The state of a GPU while engines are placed on it."""
 
     def __init__(self, gpu: FilledGpu) -> None:
         self.gpu, self._engines = gpu, list(gpu.engines)
@@ -135,7 +138,7 @@ def place(engines: Sequence[PlannedEngine], gpus: Sequence[FilledGpu]) -> tuple[
 
 
 def _place_alike(engines: Sequence[PlannedEngine], rooms: Sequence[_Room], replicas: Counter[tuple[str, str]]) -> bool:
-    """Place engines that differ only in their replica. Returns whether all fit.
+    """Place engines that differ only in their replica. Return whether all of them fit.
 
     `replicas` has the number of replicas by node and model. Each GPU is examined once. After an engine is placed, only
     the GPUs of its node are examined again, because nothing has changed on other nodes.
@@ -175,7 +178,7 @@ def _place_alike(engines: Sequence[PlannedEngine], rooms: Sequence[_Room], repli
 def keep(
     engines: Iterable[PlannedEngine], gpus: Sequence[FilledGpu], kept: Kept
 ) -> tuple[list[PlannedEngine], list[FilledGpu]]:
-    """Return the engines that are still to be placed, and the GPUs with the engines that stay."""
+    """Return two lists: the engines that have to be placed, and the GPUs with the engines that stay."""
     stay: dict[int, list[PlannedEngine]] = {gpu.number: list(gpu.engines) for gpu in gpus}
     to_place = []
     for engine in engines:
@@ -191,11 +194,10 @@ def keep(
 def place_on_hosts(
     engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host], lacking: Lacking | None = None
 ) -> tuple[Host, ...] | None:
-    """Place engines on CPUs, the largest first.
+    """Place engines on CPUs, the largest first. Return the hosts with their engines.
 
-    Returns the hosts with their engines, or None if an engine does not fit. Replicas of a model go to different nodes
-    if possible, then to the node with the most free memory. `engines` has (model, replica, bytes). Nodes in `lacking`
-    cannot load a model.
+    Returns None if an engine does not fit. Replicas of a model go to different nodes if possible, then to the node with
+    the most free memory. `engines` has (model, replica, bytes). Nodes in `lacking` cannot load a model.
     """
     free_bytes = [host.free_bytes for host in hosts]
     if any(size < 0 for size in free_bytes):
@@ -218,7 +220,7 @@ def place_on_hosts(
 def keep_on_hosts(
     engines: Iterable[tuple[str, int, int]], hosts: Sequence[Host], kept: Kept
 ) -> tuple[list[tuple[str, int, int]], list[Host]]:
-    """Return the engines that are still to be placed on CPUs, and the hosts with the engines that stay."""
+    """Return two lists: the engines that have to be placed on CPUs, and the hosts with the engines that stay."""
     stay: dict[str, list[tuple[str, int, int]]] = {host.node: list(host.engines) for host in hosts}
     to_place = []
     for engine in engines:

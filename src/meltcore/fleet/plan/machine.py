@@ -27,7 +27,7 @@ _HUB_LIMIT_S = 15.0  # for all checkpoints together: half of what a node of a cl
 def read_machine() -> Machine:
     """Return the visible GPUs and the available host memory.
 
-    If GPUs seem to be there but cannot be used, the result has no GPUs and the reason.
+    If the machine has GPUs that cannot be used, return no GPUs and the reason.
     """
     try:
         gpus, driver = read_gpus()
@@ -52,7 +52,10 @@ def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
 
 
 def unloadable(checkpoints: Iterable[str]) -> dict[str, str]:
-    """Return which of these absolute paths and hub ids this machine cannot load, each with the reason."""
+    """Return the checkpoints that this machine cannot load, each with the reason.
+
+    They are absolute paths and hub ids.
+    """
     from meltcore.models.checkpoints.hub import hub_problems
 
     asked = list(checkpoints)
@@ -110,12 +113,12 @@ def _visible_devices(names: list[str]) -> Iterator[tuple[Nvml, list[Any]]]:
         ) from error
     with closing(nvml):
         try:
-            there = nvml.gpus()
+            all_handles = nvml.gpus()
         except (GpuLostError, NVMLError) as error:
             raise ConfigError(f"the GPUs cannot be listed: {error}") from error
         if any(is_number(name) for name in names):
-            check_order(map(nvml.name, there), os.environ)
-        handles = [_handle(nvml, there, name) for name in names]
+            check_order(map(nvml.name, all_handles), os.environ)
+        handles = [_handle(nvml, all_handles, name) for name in names]
         for at, (handle, name) in enumerate(zip(handles, names, strict=True)):
             if handle in handles[:at]:
                 raise ConfigError(f"{VISIBLE} names GPU {name} twice; CUDA sees no GPU then")
@@ -161,20 +164,20 @@ def _read(nvml: Nvml, number: int, handle: Any) -> VisibleGpu:
     return VisibleGpu(number, name, total_bytes, used_bytes)
 
 
-def _handle(nvml: Nvml, there: list[Any], name: str) -> Any:
+def _handle(nvml: Nvml, all_handles: list[Any], name: str) -> Any:
     """Return NVML's handle of a GPU that CUDA_VISIBLE_DEVICES names.
 
     The name is a number, a UUID, or the beginning of a UUID.
     """
     name = name.strip()
     if is_number(name):
-        if int(name) >= len(there):
+        if int(name) >= len(all_handles):
             source = f"{VISIBLE} names" if VISIBLE in os.environ else "there is the device file of"
-            raise ConfigError(f"{source} GPU {name}, and the driver has {len(there)} GPUs, numbered from 0")
-        return there[int(name)]
+            raise ConfigError(f"{source} GPU {name}, and the driver has {len(all_handles)} GPUs, numbered from 0")
+        return all_handles[int(name)]
     if name.startswith("MIG-"):
         return nvml.device_by_uuid(name)
-    matching = [handle for handle in there if nvml.uuid(handle).startswith(name)]
+    matching = [handle for handle in all_handles if nvml.uuid(handle).startswith(name)]
     if len(matching) != 1:
         raise ConfigError(f"{VISIBLE} names {name!r}, which matches {len(matching)} GPUs of this machine")
     return matching[0]

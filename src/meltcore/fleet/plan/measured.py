@@ -1,4 +1,4 @@
-"""The memory of a running fleet as NVML reports it, beside what was planned."""
+"""Shows the memory of a running fleet: the bytes that NVML reports beside the planned bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meltcore.fleet.plan.machine import process_bytes, read_gpus
 
 
 def add_measured(rows: list[dict[str, Any]]) -> str:
-    """Add the planned bytes with the CUDA context, and the bytes by NVML, to each engine of `meltcore ps`.
+    """Add two numbers to each engine of `meltcore ps`: the planned bytes with the CUDA context, and the bytes by NVML.
 
     `rows` are the answer of /ps and are changed in place. They get the keys "with context" and "NVML" in bytes, or None
     if the number is unknown. Returns a line with both totals. Raises ConfigError if NVML does not answer or there is no

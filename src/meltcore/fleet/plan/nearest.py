@@ -29,7 +29,7 @@ _P = TypeVar("_P")
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Writes each YAML alias as the value that it stands for, because models that shared a mapping may now differ."""
+    """Writes the value of each YAML alias in full, because models that shared a mapping may now differ."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -103,9 +103,10 @@ def _nearest(
     *,
     may_shrink: bool,
 ) -> Fitting | None:
-    """Return the fleet that fits and keeps most of the fields in this order. Returns None if no fleet fits.
+    """Return the fleet that fits and keeps the most fields.
 
-    After `deadline_s` no more changes are taken back. With `may_shrink`, concurrency and contexts may be changed too.
+    Fields are kept in the given order. Returns None if none fits. After `deadline_s` no more changes are taken back.
+    With `may_shrink`, concurrency and contexts may be changed too.
     """
     steps = reversed(
         list(_steps(spec, known, may_shrink))
@@ -127,7 +128,7 @@ def _nearest(
 
 
 def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> Iterator[FleetSpec]:
-    """Yield fleets that need less and less memory, by less concurrency, shorter contexts, sleep, and then the CPU."""
+    """Yield fleets that need less and less memory: first by concurrency, then by contexts, by sleep, and by the CPU."""
     models = dict(spec.models)
     engines = [name for name, model in models.items() if model.kind == "engine" and model.memory is None]
     by_priority = sorted(engines, key=lambda name: _PRIORITIES.index(models[name].priority))
@@ -181,9 +182,9 @@ def _restored(
             yield candidate, plan
 
     def restored(field: str, names: Sequence[str]) -> Iterator[tuple[FleetSpec, _P]]:
-        """Take back a field for all models if that fits, else for each half.
+        """Take back a field for all models if that fits, or else for each half of the models.
 
-        A single model gets the field back partly.
+        A single model may get back a part of its old value.
         """
         values = {name: _between(original.models[name], changed.models[name], field) for name in names}
         as_it_was = {name: found[0] for name, found in values.items()}
@@ -207,7 +208,7 @@ def _restored(
 
 
 def _between(before: ModelSection, after: ModelSection, field: str) -> list[ModelSection]:
-    """Return the model with one field as it was, then with values between both, the nearest to the old value first."""
+    """Return the model with the old value of one field, then with smaller changes of it, the smallest change first."""
     old, new = getattr(before, field), getattr(after, field)
     if old == new:
         return []

@@ -21,9 +21,9 @@ HOST_PROCESS_BYTES = 768 * 2**20
 
 
 def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) -> dict[str, EngineNeeds]:
-    """Return the memory of each model with an engine of Meltcore's own. Raises ConfigError if it cannot be known.
+    """Return the memory that each model of Meltcore's own engines needs. Raises ConfigError if it cannot be known.
 
-    `known` has the memory of models that was computed before. The memory of new models is added.
+    `known` has the memory of models that was computed before. The memory of new models is added to it.
     """
     known, needs = {} if known is None else known, {}
     for name, model in spec.models.items():
@@ -35,9 +35,9 @@ def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) ->
 
 
 def known_needs(known: dict[str, EngineNeeds], name: str, model: ModelSection) -> EngineNeeds:
-    """Return the memory of a model's engine from `known`, and add it there if the model is new.
+    """Return the memory that a model's engine needs from `known`. For a new model, compute it and add it there.
 
-    For a new model the checkpoint is opened, which may download files from the Hub.
+    To compute it the checkpoint is opened, which may download files from the Hub.
     """
     key = repr(model)  # without its name: models of a fleet are often alike
     if key not in known:
@@ -46,9 +46,9 @@ def known_needs(known: dict[str, EngineNeeds], name: str, model: ModelSection) -
 
 
 def read_fleet_sizes(spec: FleetSpec) -> None:
-    """Read the sizes of all models in parallel.
+    """Read the sizes of all models in parallel, on their devices and on the CPU.
 
-    The sizes as engines on the CPU are read too, because the nearest plan may put a model there.
+    The nearest plan may put any model on the CPU.
     """
     engines = [model for model in spec.models.values() if model.kind == "engine"]
     on_cpu = [msgspec.structs.replace(model, device="cpu", residency="always_on") for model in engines]
@@ -56,7 +56,7 @@ def read_fleet_sizes(spec: FleetSpec) -> None:
 
 
 def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> tuple[int, int]:
-    """Return the host memory in bytes of all engines on the CPU, and the pinned bytes of weights that sleep."""
+    """Return two numbers of bytes: host memory of all engines on the CPU, and pinned memory of weights that sleep."""
     pinned = (
         model.replicas * model.tensor_parallel_size * pinned_bytes(spec, needs, name)
         for name, model in spec.models.items()
@@ -66,7 +66,7 @@ def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> tuple[int, int
 
 
 def cpu_engines(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> Iterator[tuple[str, int, int]]:
-    """Yield the engines on the CPU as (model, replica, bytes of host memory)."""
+    """Yield (model, replica, bytes of host memory) for each engine on the CPU."""
     for name, model in spec.models.items():
         if name in needs and model.device == "cpu":
             for replica in range(model.replicas):
@@ -93,7 +93,7 @@ def pinned_bytes(spec: FleetSpec, needs: dict[str, EngineNeeds], name: str) -> i
 
 
 def named_needs(name: str, model: ModelSection) -> EngineNeeds:
-    """Return the memory of a model's engine. An error names the model."""
+    """Return the memory that a model's engine needs. Errors name the model."""
     try:
         return engine_needs(model, on_cpu=model.device == "cpu")
     except UnknownSizesError as error:

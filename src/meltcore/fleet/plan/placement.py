@@ -34,7 +34,7 @@ class PlacedFleet(msgspec.Struct, frozen=True):
 
 
 class Placement(NamedTuple):
-    """The settings of one replica's engine, and the variables that are added to its environment."""
+    """The settings of one replica's engine, and variables for the environment of its process."""
 
     engine: EngineConfig
     environment: dict[str, str]
@@ -44,10 +44,10 @@ class Placement(NamedTuple):
 
 
 def loaded_section(name: str, model: ModelSection) -> ModelSection:
-    """Return a model as its engines load it: without settings that are for the plan alone.
+    """Return a model as its engines load it. Settings that only the plan needs are removed.
 
-    Its `shapes` become the checkpoint for random weights without a checkpoint. Raises ConfigError if they stand for a
-    GGUF file, because no configuration describes the blocks of a GGUF file.
+    Its `shapes` become the checkpoint if it has random weights and no checkpoint. Raises ConfigError if they stand for
+    a GGUF file, because no configuration describes the blocks of a GGUF file.
     """
     if model.kind != "engine":
         return model
@@ -76,7 +76,7 @@ def engine_config(model: ModelSection) -> EngineConfig:
 
 
 def place_replicas(fleet: PlacedFleet, name: str) -> list[Placement]:
-    """Return a placement for each replica. A single replica finds its GPUs by itself, and a CPU is not divided.
+    """Return one placement per replica. A single replica chooses its own GPUs, and a CPU is not divided.
 
     Raises ConfigError for too few GPUs, and as `visible_gpus` does.
     """
@@ -109,7 +109,7 @@ def place_replicas(fleet: PlacedFleet, name: str) -> list[Placement]:
 
 
 def _on_named_gpus(name: str, model: ModelSection, engine: EngineConfig) -> list[Placement]:
-    """Return the placements of a model whose GPUs are named. Raises ConfigError if a GPU is not visible."""
+    """Return one placement per replica on the GPUs that the model names. Raises ConfigError if a GPU is not visible."""
     gpus, placements = visible_gpus(), []
     for numbers in model.replica_gpus:
         missing = [number for number in numbers if number >= len(gpus)]
@@ -142,7 +142,7 @@ def cpu_environment(spec: FleetSpec, placement: Placement) -> dict[str, str]:
 
 
 def _most_awake(models: Mapping[str, ModelSection], member: str) -> int:
-    """Return how many engines of models that take turns on the CPU can be awake together, including those of `member`.
+    """Return how many engines on the CPU can be awake together, of models that take turns, with those of `member`.
 
     The models share memory of the size of the largest one. A model of unknown size is awake alone. A member that is
     always on takes no turns.
@@ -193,7 +193,7 @@ def placed_gpus(placement: Placement) -> frozenset[str]:
 def shared_engine(
     placement: Placement, sharing: SharingSection, priority_class: PriorityClass, folder: Path
 ) -> EngineConfig:
-    """Return the settings of a placed engine with the mark files of its GPUs, which are created in `folder`.
+    """Return the settings of a placed engine, with the mark files of its GPUs. The files are created in `folder`.
 
     All engines on the CPU of a machine share one file.
     """

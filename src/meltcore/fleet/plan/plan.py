@@ -37,13 +37,14 @@ MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g
 
 
 class Plan(NamedTuple):
-    """The result of a plan: GPUs with their engines, models on the CPU, and the needs by model.
+    """The result of a plan: GPUs with their engines, models on the CPU, and the memory that each model needs.
 
     Args:
         changes: the changes to the file with which the fleet fits. No changes mean that the file fits as it is.
         sleeping: the models that take turns.
-        other_changes: alternative changes with which the fleet fits too. They either leave concurrency and contexts as
-            in the file, or make them smaller so that fewer models take turns.
+        other_changes: alternative changes with which the fleet fits too. They either leave concurrency and contexts
+            as in
+            the file, or make them smaller so that fewer models take turns.
         is_cut: whether the search ran out of time. Fewer changes may then be enough.
     """
 
@@ -58,7 +59,7 @@ class Plan(NamedTuple):
     is_cut: bool = False
 
     def replicas(self, model: str) -> tuple[tuple[int, ...], ...]:
-        """Return the GPU numbers of each replica of a model. A replica on the CPU has no numbers."""
+        """Return the GPU numbers of each replica of a model. A replica on the CPU has an empty tuple."""
         placed: dict[int, list[int]] = {}
         for gpu in self.gpus:
             for engine in gpu.engines:
@@ -67,9 +68,9 @@ class Plan(NamedTuple):
         return tuple(tuple(sorted(placed[replica])) for replica in sorted(placed))
 
     def nodes(self, model: str) -> tuple[str, ...]:
-        """Return the node of each replica of a model, "" for this machine.
+        """Return the node of each replica of a model.
 
-        Returns an empty list for an upstream model.
+        The node is "" for this machine. An upstream model has no nodes.
         """
         found = {engine.replica: gpu.node for gpu in self.gpus for engine in gpu.engines if engine.model == model}
         found |= {replica: host.node for host in self.hosts for name, replica, _ in host.engines if name == model}
@@ -145,7 +146,7 @@ def _try(
     *,
     in_turns: Callable[[tuple[str, ...]], tuple[str, ...]],
 ) -> Plan | None:
-    """Return the plan with all models awake, else the plan in which sleepable models take turns.
+    """Return the plan with all models awake. If it does not fit, return the plan in which sleepable models take turns.
 
     Returns None if neither plan fits. `known` has the needs of models, and is kept from one fleet to the next.
     """
@@ -193,7 +194,7 @@ def gpu_engines(
 
 
 def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
-    """Return each MIG layout of a GPU of this size with whether it holds the engines of a plan, as (layout, fits).
+    """Return (layout, fits) for each MIG layout of a GPU of this size: whether the engines of a plan fit into it.
 
     An engine with several ranks fits no layout, because a process sees only one MIG device, without peer access and
     NCCL to another one.
@@ -224,7 +225,7 @@ def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
 
 
 def with_needs(spec: FleetSpec, needs_by_name: Mapping[str, EngineNeeds]) -> FleetSpec:
-    """Return the fleet with the memory of each model. Models with a context and a concurrency get these too."""
+    """Return the fleet with the memory that each model needs. Models with a context and a concurrency get these too."""
     models = dict(spec.models)
     for name, needs in needs_by_name.items():
         model = models[name]
@@ -248,7 +249,7 @@ def describe_plan(
     reason: str = "",
     others_bytes: Mapping[int, int] | None = None,
 ) -> FleetPlan:
-    """Return the document of a plan. Without a plan the document has only the reason.
+    """Return the document of a plan. If no fleet fits, it has only the reason.
 
     Args:
         spec: the fleet.
@@ -316,7 +317,7 @@ def _describe_model(spec: FleetSpec, plan: Plan, name: str) -> PlannedModel:
         name=name,
         task=model.task,
         place=_place_text(plan, name),
-        is_sleeping=name in plan.sleeping,
+        takes_turns=name in plan.sleeping,
         max_model_len=needs.max_model_len if needs else None,
         concurrency=needs.concurrency if needs else None,
         budget_bytes=needs.budget_bytes if needs else int(model.memory or 0),

@@ -1,4 +1,7 @@
-"""The plan of `meltcore plan`, `up` and `reload`, which gives each engine its GPUs and its budget before any starts."""
+"""Plans a fleet for `meltcore plan`, `up` and `reload`.
+
+Each engine gets its GPUs and its budget before any engine starts.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _MAX_SIZES_SHOWN = 16
 
 
 class PlannerSource(NamedTuple):
-    """What a planner has planned from: a fleet.yaml, its contents, and the machine or the cluster as it was read."""
+    """The inputs of a plan: a fleet.yaml, its contents, and the machine or the cluster as it was read."""
 
     path: str
     spec: FleetSpec
@@ -47,7 +50,7 @@ class PlannerSource(NamedTuple):
 
 
 class FleetPlanner:
-    """Plans a fleet.yaml, as often as it changes.
+    """Plans the fleet of a fleet.yaml, again each time that the file changes.
 
     Memory counts as it was before the fleet had engines there. On this machine this is when the fleet was started; on a
     node of a cluster it is when the node got its first engine.
@@ -71,12 +74,12 @@ class FleetPlanner:
 
     @classmethod
     def of(cls, planned: PlannerSource) -> FleetPlanner:
-        """Return a planner with the file and the machine or cluster of a planner in another process."""
+        """Return a planner with the inputs of a planner in another process."""
         return cls(Path(planned.path), lambda _spec: planned.site, planned.spec)
 
     @property
     def planned_from(self) -> PlannerSource:
-        """What the planner plans from. The GPUs of a cluster keep their numbers with it."""
+        """The inputs of the planner. With them the GPUs of a cluster keep their numbers in another process."""
         return PlannerSource(str(self.path), self.spec, self._site)
 
     @property
@@ -107,11 +110,11 @@ class FleetPlanner:
         return msgspec.structs.replace(found.placed, room_bytes=_room(found.spec, found.plan, site.gpu_names))
 
     def accept(self) -> None:
-        """Note that the fleet runs by the last plan."""
+        """Store the last plan as the one by which the fleet runs."""
         self._running_spec = self.spec
 
     def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> OneMachine | Cluster:
-        """Read the nodes as they are now, without the memory of the fleet's engines at `places`."""
+        """Return the nodes as they are now, without the memory of the fleet's engines at `places`."""
         with self._looking:
             self._site = site = self._site.now(nodes, places)
         return site
@@ -128,12 +131,12 @@ class FleetPlanner:
         places: Mapping[tuple[str, int], Place],
         failed_nodes: Collection[str] = (),
     ) -> Place | None:
-        """Return another place for an engine that cannot start where the plan has put it.
+        """Return another place for an engine that cannot start at its planned place, or None if there is none.
 
-        Returns None if there is no place. The rules of the plan hold. GPUs are numbered on their nodes.
+        The rules of the plan hold. GPUs are numbered on their nodes.
 
         Args:
-            start: the engine.
+            start: the message that starts the engine.
             nodes: the nodes as they are now.
             places: the places of the other engines.
             failed_nodes: nodes on which the engine must not be placed either.
@@ -171,10 +174,7 @@ class FleetPlanner:
         return place and Place(place.node, tuple(site.gpus[number][1] for number in place.gpus))
 
     def why_nowhere(self, start: StartEngine) -> str:
-        """Return why `elsewhere` has just found no place for an engine.
-
-        Either no memory is free, or none is free on the model's `device`.
-        """
+        """Return why `elsewhere` has just found no place: no memory is free, or none on the model's `device`."""
         spec, site = self._running_spec, self._site
         model, size = spec.models.get(start.model), f"{size_text(start.config.memory_bytes or 0)} free for it"
         groups = [] if model is None or model.kind == "url" else model.replica_gpus
@@ -191,13 +191,13 @@ class FleetPlanner:
 
 
 class NoFile(FleetPlanner):
-    """The planner of a server without a fleet.yaml."""
+    """Stands in for the planner of a server that has no fleet.yaml."""
 
     def __init__(self) -> None:
         """Create a planner that plans nothing."""
 
     def checkpoints(self) -> list[str]:
-        """Raise ConfigError, because there is no file to read again."""
+        """Raise ConfigError, because the server has no file to read again."""
         raise ConfigError("this server was started without a fleet.yaml: end it, and start it with other options")
 
 
@@ -209,14 +209,14 @@ def print_unplanned(line: str) -> None:
 def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None] = lambda _line: None) -> FleetSpec:
     """Return the fleet with the GPUs and the budget of each engine.
 
-    A model whose sizes are unknown is left as it is: it loads last, and then takes the memory that is left or fails.
-    Raises ConfigError if GPUs are missing, or if the other models do not fit.
+    A model whose sizes are unknown is not changed. It loads last, takes the memory that is left, and may fail. Raises
+    ConfigError if GPUs are missing, or if the other models do not fit.
     """
     return _fitting(find_plan(spec, OneMachine.of(machine), report), machine).spec
 
 
 class FoundPlan(NamedTuple):
-    """The plan of a fleet for a machine or a cluster, and the nearest plan that fits. Without a fit the plan is None.
+    """The plan of a fleet for a machine or a cluster, and the nearest plan that fits. A plan that does not fit is None.
 
     Args:
         spec: the fleet as it is planned, with all its models.
@@ -241,7 +241,7 @@ class FoundPlan(NamedTuple):
 
     @property
     def others_bytes(self) -> dict[int, int]:
-        """Bytes of each GPU that other processes use, by the number of the GPU."""
+        """The bytes that other processes use of each GPU, by the number of the GPU."""
         return {gpu.number: gpu.total_bytes - left for gpu, left in zip(self.gpus, self.gpu_bytes, strict=True)}
 
 
@@ -302,7 +302,7 @@ def find_plan(
         planned = with_plan(known, plan)
         models = {name: planned.models.get(name, spec.models[name]) for name in spec.models}
         spec = msgspec.structs.replace(spec, models=models)
-        placed = site.placed(msgspec.structs.replace(spec, models=models | kept), plan, kept_places)
+        placed = site.place_fleet(msgspec.structs.replace(spec, models=models | kept), plan, kept_places)
     obstacles = (*site.why_no_turns(known), *lacking_texts, *filter(None, [left_out]))
     return FoundPlan(spec, known, plan, nearest, placed, gpus, gpu_bytes, kept, obstacles)
 
@@ -313,29 +313,26 @@ def _contexts(machine: Machine) -> ContextMemory:
 
 
 def _usable(spec: FleetSpec, machine: Machine) -> tuple[VisibleGpu, ...]:
-    """Return the GPUs that the file allows. Raises ConfigError if the memory of a GPU is unknown."""
+    """Return the GPUs that fleet.yaml allows. Raises ConfigError if the memory of such a GPU is unknown."""
     limits = {gpu.id: gpu.memory or 0 for gpu in spec.gpus}
     gpus = tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
     return tuple(gpu.with_known_size(limits.get(gpu.number, 0)) for gpu in gpus)
 
 
 def _free_bytes(gpus: Sequence[VisibleGpu], contexts: ContextMemory) -> list[int]:
-    """Return the bytes of each GPU that other processes do not use.
-
-    The driver's bytes are included: the plan counts them.
-    """
+    """Return the bytes of each GPU that other processes do not use. They include the bytes of the driver."""
     return [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
 
 
 def _fitting(found: FoundPlan, machine: Machine) -> FoundPlan:
-    """Return `found` if the fleet fits. Raises ConfigError with the nearest plan if it does not."""
+    """Return `found` if the fleet fits. Otherwise raise ConfigError, whose text has the nearest plan."""
     if found.plan is None:
         raise ConfigError(does_not_fit(found, machine))
     return found
 
 
 def _room(spec: FleetSpec, plan: Plan, names: Sequence[str]) -> dict[str, int]:
-    """Return the bytes of each GPU, by name, that sleepable models share: what other engines leave."""
+    """Return the bytes of each GPU, by name, that sleepable models share. Other engines need the rest."""
     room = {}
     for gpu, name in zip(plan.gpus, [names[gpu.number] for gpu in plan.gpus], strict=True):
         resident = sum(
@@ -377,9 +374,9 @@ def _check_no_numbers(spec: FleetSpec, left_out: str) -> None:
 
 
 def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
-    """Check the GPUs that a file names. On a machine without GPUs, models that may run anywhere go to the CPU.
+    """Check the GPUs that a file names. On a machine without GPUs, move models that may run anywhere to the CPU.
 
-    Raises ConfigError if GPUs seem to be there but cannot be used, because no model moves to the CPU due to a fault.
+    Raises ConfigError for GPUs that cannot be used, because a fault must not move a model to the CPU.
     """
     if any(model.kind != "url" and model.device != "cpu" for model in spec.models.values()):
         machine.checked()
@@ -416,7 +413,7 @@ def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
 
 
 def _memory_text(gpu: VisibleGpu, free_bytes: int, limit_bytes: int | None) -> str:
-    """Return in words what a fleet may use of a GPU, and why it may not use the rest."""
+    """Return a text that says how much of a GPU a fleet may use, and why not more."""
     if limit_bytes is not None and limit_bytes < free_bytes:
         return f"{size_text(limit_bytes)} (its `memory` under `gpus` is the limit)"
     used_bytes = gpu.total_bytes - free_bytes
@@ -425,9 +422,9 @@ def _memory_text(gpu: VisibleGpu, free_bytes: int, limit_bytes: int | None) -> s
 
 
 def _gpus_text(spec: FleetSpec, gpus: Sequence[VisibleGpu], gpu_bytes: Sequence[int]) -> str:
-    """Return in words which GPUs a fleet may use.
+    """Return a text that says which GPUs a fleet may use.
 
-    Equal GPUs are given as their count, and a single GPU by its number.
+    Equal GPUs are counted; a single GPU is named by its number.
     """
     limits = {gpu.id: gpu.memory for gpu in spec.gpus}
     numbers: dict[str, list[int]] = {}  # by what there is
@@ -445,7 +442,7 @@ def _gpus_text(spec: FleetSpec, gpus: Sequence[VisibleGpu], gpu_bytes: Sequence[
 
 
 def _engines_text(spec: FleetSpec, needs: Mapping[str, EngineNeeds]) -> str:
-    """Return in words how much GPU memory the models need. Returns "" if all models are on the CPU."""
+    """Return a text that says how much GPU memory the models need. Returns "" if all models are on the CPU."""
     texts = []
     for name, model in spec.models.items():
         if model.device != "cpu" and model.kind != "url":
@@ -456,7 +453,10 @@ def _engines_text(spec: FleetSpec, needs: Mapping[str, EngineNeeds]) -> str:
 
 
 def does_not_fit(found: FoundPlan, machine: Machine) -> str:
-    """Return the error of a fleet that does not fit: what it needs, what there is, and changes with which it fits."""
+    """Return the error of a fleet that does not fit.
+
+    It says what is needed, what exists, and which changes would help.
+    """
     spec, nearest = found.known, found.nearest
     needs = fleet_needs(spec)
     parts = []

@@ -1,4 +1,4 @@
-"""A running fleet as the plan of a reload sees it: the places of its engines, and the models that stay as they are."""
+"""Describes a running fleet to the plan of a reload: the places of its engines, and the unchanged models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 
 class Running(NamedTuple):
-    """A running fleet as it was placed, and the place of each engine now, by model and replica.
+    """A running fleet as it was placed, and the current place of each engine, by model and replica.
 
     GPUs are numbered on their node. `nodes` are the nodes of the fleet's cluster as they are now.
     """
@@ -31,10 +31,10 @@ class Running(NamedTuple):
 def unchanged_models(
     spec: FleetSpec, running: Running, places: Mapping[tuple[str, int], Place]
 ) -> dict[str, ModelSection]:
-    """Return the models, by name, of a fleet with budgets that already run with the same settings.
+    """Return the models, by name, that already run with the same settings as in a new fleet with budgets.
 
-    `places` are the places of running engines. The GPUs there have the numbers of the fleet. A model counts as changed
-    if the file no longer allows its GPUs.
+    `places` are the places of running engines, with the GPU numbers of the fleet. A model counts as changed if the file
+    no longer allows its GPUs.
     """
     before = running.fleet.spec.engines
     return {
@@ -60,8 +60,7 @@ def place_engine(
 ) -> Place | None:
     """Return a place for one engine, by model and replica, beside engines that stay. Returns None if it fits nowhere.
 
-    All engines count as awake there, because models that take turns have memory for turns only on the GPUs of their
-    plan.
+    All engines count as awake, because models that take turns have memory for turns only on the GPUs of their plan.
     """
     needs = fleet_needs(spec)
     engines = {(each.model, each.replica): each for each in gpu_engines(spec, needs, (), contexts)}

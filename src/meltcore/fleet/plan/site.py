@@ -1,4 +1,4 @@
-"""What a plan needs to know of the machines where engines run: nodes, GPUs, host memory, and what is refused there.
+"""Describes to a plan the machines where engines run: nodes, GPUs, host memory, and which settings are refused there.
 
 A single machine is a site of one node without a name. `fleet/plan/cluster.py` has the site of a Ray cluster.
 """
@@ -36,13 +36,13 @@ class Site(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> tuple[tuple[str, int], ...]:
-        """Each GPU as its node and its number on the node. The index of a GPU is its number in the fleet."""
-        there = [(node.name, gpu.number) for node in self.nodes for gpu in node.machine.gpus]
-        return tuple(dict.fromkeys([*self.known_gpus, *there]))
+        """All GPUs, each as (node, number on the node). The index of a GPU is its number in the fleet."""
+        present_gpus = [(node.name, gpu.number) for node in self.nodes for gpu in node.machine.gpus]
+        return tuple(dict.fromkeys([*self.known_gpus, *present_gpus]))
 
     @property
     def gpu_nodes(self) -> list[str]:
-        """The node of each GPU."""
+        """The name of the node of each GPU."""
         return [node for node, _ in self.gpus]
 
     @property
@@ -51,11 +51,11 @@ class Site(msgspec.Struct, frozen=True):
         return {node.name: node.machine.host_bytes for node in self.nodes}
 
     def lacking(self, checkpoint: str | None) -> list[ClusterNode]:
-        """Return the nodes that cannot load a checkpoint, which is a path or a hub id."""
+        """Return the nodes that cannot load a checkpoint. The checkpoint is a path or an id of the hub."""
         return [node for node in self.nodes if checkpoint in node.missing]
 
     def places(self, engines: Mapping[tuple[str, int], Place]) -> dict[tuple[str, int], Place]:
-        """Return the places of the engines whose GPUs still exist. The GPUs get their numbers in the fleet."""
+        """Return the places of the engines whose GPUs still exist. GPUs have their numbers in the fleet."""
         numbers = {gpu: number for number, gpu in enumerate(self.gpus)}
         nodes = {node.name for node in self.nodes}
         found = {}
@@ -67,7 +67,7 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class OneMachine(Site, frozen=True, tag="machine"):
-    """This machine. Its memory counts as it was when the fleet was started."""
+    """The site of this machine. Its memory counts as it was when the fleet was started."""
 
     title = "this machine"
 
@@ -88,11 +88,11 @@ class OneMachine(Site, frozen=True, tag="machine"):
 
     @property
     def gpu_names(self) -> list[str]:
-        """The name of each GPU, as CUDA_VISIBLE_DEVICES has it."""
+        """The name of each GPU in CUDA_VISIBLE_DEVICES."""
         return visible_gpus() if self.machine.gpus else []
 
     def launched_by(self, local: _T, _on_ray: Callable[[str], _T]) -> _T:
-        """Return `local`."""
+        """Return `local`, because this machine starts its engines itself."""
         return local
 
     def now(self, _nodes: Sequence[ClusterNode], _places: Mapping[tuple[str, int], Place]) -> Self:
@@ -104,7 +104,7 @@ class OneMachine(Site, frozen=True, tag="machine"):
         return sleepable
 
     def why_no_turns(self, _spec: FleetSpec) -> tuple[str, ...]:
-        """Return no reasons."""
+        """Return no reasons, because sleepable models take turns on this machine."""
         return ()
 
     def check_numbers(self, _spec: FleetSpec, _kept: Collection[str]) -> None:
@@ -113,7 +113,7 @@ class OneMachine(Site, frozen=True, tag="machine"):
     def check(self, _spec: FleetSpec, _lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
         """Do nothing, because all engines are on one node, which is checked when they start."""
 
-    def placed(self, spec: FleetSpec, plan: Plan, kept: Mapping[str, tuple[Place, ...]]) -> PlacedFleet:
+    def place_fleet(self, spec: FleetSpec, plan: Plan, kept: Mapping[str, tuple[Place, ...]]) -> PlacedFleet:
         """Return a planned fleet with the place of each replica. Models in `kept` stay where they are."""
         replicas = {name: plan.replicas(name) or ((),) * spec.models[name].replicas for name in plan.needs}
         places = {name: tuple(Place("", numbers) for numbers in groups) for name, groups in replicas.items()}

@@ -37,10 +37,10 @@ class EngineProcess(ABC):
         self._failure_reason: str | None = None  # as the engine reported it
 
     async def prepare(self) -> None:  # noqa: B027 - an engine of this machine needs nothing
-        """Do what must be done before API servers can connect. Raises EngineDeadError."""
+        """Prepare the start so that API servers can connect to the engine. Raises EngineDeadError."""
 
     async def start(self) -> EngineReady:
-        """Start the engine and wait until it can serve.
+        """Start the engine and wait until it can serve. Return its ready message.
 
         Raises ConfigError with the reason that the engine reports. Raises EngineDeadError if it dies without a reason.
         """
@@ -65,7 +65,7 @@ class EngineProcess(ABC):
 
     @abstractmethod
     async def _exited(self) -> str:
-        """Wait until the process has ended. Returns how it has ended."""
+        """Wait until the process has ended. Return a text that says how it ended."""
 
     @property
     def node(self) -> str | None:
@@ -79,14 +79,14 @@ class EngineProcess(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process immediately."""
 
     @abstractmethod
     def is_stopped(self) -> bool:
         """Return whether the process is stopped (SIGSTOP, SIGTSTP or a debugger)."""
 
     async def wait(self) -> str:
-        """Wait until the process has ended. Returns the reason."""
+        """Wait until the process has ended. Return the reason as text."""
         exit_text = await self._exited()
         return f"{self._failure_reason} ({exit_text})" if self._failure_reason else exit_text
 
@@ -109,15 +109,18 @@ class EngineProcess(ABC):
         await self.leave()
 
     async def leave(self) -> None:
-        """Close the sockets to an engine that has ended. Can be called twice."""
+        """Close the sockets to an engine that has ended. This method can be called twice."""
         self.close_link()
 
     async def wait_freed(self) -> None:  # noqa: B027 - the process of an engine of this machine has ended
-        """Wait until an engine that has ended, and for which `leave` was called, cannot hold memory any more."""
+        """Wait until the memory of an ended engine is free. `leave` must have been called before."""
 
     @property
     def is_evicted(self) -> bool:
-        """Whether the cluster has ended the engine for lack of memory on its node. This is no fault of the engine."""
+        """Whether the cluster has ended the engine because its node ran out of memory.
+
+        This is no fault of the engine.
+        """
         return False
 
     def close_link(self) -> None:
@@ -126,13 +129,13 @@ class EngineProcess(ABC):
             self._link.close()
 
     def fail(self, reason: str) -> None:
-        """End an engine that cannot be used. `reason` is reported instead of the reason that the engine gives."""
+        """End an engine that cannot be used. `reason` replaces the reason that the engine gives."""
         self.kill()
         self._receive(EngineFailed(reason))
 
     @property
     def loaded(self) -> EngineReady | None:
-        """The engine's limits once it can serve, else None."""
+        """The engine's ready message, or None before the engine can serve."""
         ready = self._ready
         return ready.result() if ready is not None and ready.done() and ready.exception() is None else None
 
@@ -209,7 +212,7 @@ class LocalEngineProcess(EngineProcess):
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process immediately."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
@@ -220,6 +223,9 @@ class LocalEngineProcess(EngineProcess):
 
 
 def common_limits(engines: Sequence[EngineReady]) -> EngineReady:
-    """Return the smallest limits of all replicas, with the memory table of the first replica."""
+    """Return one ready message for all replicas: each limit is the smallest one.
+
+    The memory table is the first replica's.
+    """
     lowest = {name: min(getattr(engine, name) for engine in engines) for name in engines[0].LOWEST}
     return msgspec.structs.replace(engines[0], load_s=max(engine.load_s for engine in engines), **lowest)

@@ -1,4 +1,4 @@
-"""An engine process on another node, which a cluster starts there and which is reached over TCP."""
+"""Runs an engine process on another node. The cluster starts the process, and this server reaches it over TCP."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _KILL_S = 1.0  # for the cluster to tell that a killed engine has ended; its nod
 
 
 class RunEnded(NamedTuple):
-    """How an engine process has ended.
+    """Says how an engine process has ended.
 
-    `is_evicted` says that the cluster has ended it for lack of memory on its node.
+    `is_evicted` is True if the cluster has ended the process because its node ran out of memory.
     """
 
     reason: str
@@ -36,7 +36,7 @@ class RunEnded(NamedTuple):
 
 
 class RemoteRun(NamedTuple):
-    """An engine process on a node: the address at which it listens, its process id there, and how it has ended."""
+    """Describes an engine process on a node: its address, its process id on the node, and how it has ended."""
 
     address: EngineAddress
     pid: int
@@ -56,21 +56,21 @@ class EngineCluster(Protocol):
         """Start an engine process on a node. Raises EngineDeadError if the process does not run.
 
         Args:
-            start: the engine.
-            on_output: receives what the process prints.
+            start: the message that describes the engine.
+            on_output: receives the standard output and standard error of the process.
             on_place: receives the node and the GPUs on which the process is started.
             failed_nodes: number of the engine's exits by node. These nodes are avoided if other nodes have memory.
         """
 
     def kill_engine(self, engine: int) -> None:
-        """End an engine process now."""
+        """Kill an engine process immediately."""
 
 
 class RemoteEngineProcess(EngineProcess):
-    """Starts an engine on a node, and calls `on_message` for each of its messages to the supervisor.
+    """Starts an engine on a node. Each of the engine's messages to the supervisor is passed to `on_message`.
 
-    The process counts as ended when the cluster says so, or when its connection is lost. In the latter case its node
-    ends the process, or the process ends by itself.
+    The process counts as ended when the cluster says so, or when its connection is lost. After a lost connection its
+    node ends the process, or the process ends without help.
     """
 
     def __init__(
@@ -107,7 +107,10 @@ class RemoteEngineProcess(EngineProcess):
         self._unseen_s = 0.0  # when one whose address is not known has ended by itself, where its start was evicted
 
     async def prepare(self) -> None:
-        """Start the process. Raises EngineDeadError, and EnginePendingError if no process can be started now."""
+        """Start the process.
+
+        Raises EngineDeadError if it fails, and EnginePendingError if no process can be started now.
+        """
         self._on_output(b"")  # its log exists from the start, also of an engine that prints nothing
         try:
             run = await self._cluster.start_engine(self._start, self._on_output, self._on_place, self._failed_nodes)
@@ -125,7 +128,7 @@ class RemoteEngineProcess(EngineProcess):
         return (await asyncio.shield(self._run.ended)).reason
 
     async def leave(self) -> None:
-        """Close the connection. An engine that still runs, because only its actor has died, is asked to end before.
+        """Close the connection. If only the actor has died and the engine still runs, ask the engine to end before.
 
         An engine that does not end counts as an orphan from now on.
         """
@@ -161,7 +164,10 @@ class RemoteEngineProcess(EngineProcess):
 
     @property
     def is_evicted(self) -> bool:
-        """Whether the cluster has ended the engine for lack of memory on its node. This is no fault of the engine."""
+        """Whether the cluster has ended the engine because its node ran out of memory.
+
+        This is no fault of the engine.
+        """
         return self._run is not None and self._run.ended.done() and self._run.ended.result().is_evicted
 
     def _receive(self, message: FromEngine) -> None:
@@ -210,7 +216,7 @@ class RemoteEngineProcess(EngineProcess):
 
 
 async def _is_closed(host: str, port: int, limit_s: float) -> bool:
-    """Return whether a node refuses connections to a port, so that the process that listened there has closed it."""
+    """Return whether a node refuses connections to a port. The process that listened there has closed the port then."""
     try:
         async with asyncio.timeout(limit_s):
             _, writer = await asyncio.open_connection(host, port)

@@ -1,6 +1,6 @@
 """Ends an engine that runs but makes no progress.
 
-Otherwise the requests of such an engine wait until their time limit, and the engine gets more requests meanwhile.
+Without this watch the requests of such an engine would wait until their time limit, and more requests would join them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONFIRM_S = 5.0
 
 
 class StuckWatch:
-    """Detects replicas of one model that no longer finish steps, for the supervisor."""
+    """Runs in the supervisor, and detects replicas of one model that no longer finish steps."""
 
     def __init__(
         self, engines: Callable[[], Sequence[EngineProcess]], stats: ModelStats, *, profiles: bool = False
@@ -45,7 +45,7 @@ class StuckWatch:
             self.check(time.monotonic())
 
     def check(self, now_s: float) -> None:
-        """End each replica that has looked stuck for CONFIRM_S. `now_s` is the current time in monotonic seconds."""
+        """End each replica that has looked stuck for CONFIRM_S. `now_s` is the current time.monotonic()."""
         for replica, engine in enumerate(self._engines()):
             problem = None if self._ended_engines.get(replica) is engine else self._problem(replica, engine, now_s)
             if problem is None:
@@ -55,7 +55,7 @@ class StuckWatch:
                 engine.fail(problem)
 
     def _problem(self, replica: int, engine: EngineProcess, now_s: float) -> str | None:
-        """Return why a replica looks stuck, or None if it does not.
+        """Return why a replica looks stuck, or None if it makes progress or is idle.
 
         An idle replica is never reported, even if SIGSTOP suspended it.
         """

@@ -1,4 +1,4 @@
-"""Command lines of upstream servers in a fleet: a template or the user's own, filled with the model's settings."""
+"""Makes the command lines of upstream servers in a fleet, from a template or from the user's own command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 class UpstreamCommand(NamedTuple):
-    """The command that starts one replica. `environment` is the whole environment of the process."""
+    """The command that starts one replica. `environment` has all variables of the process."""
 
     arguments: list[str]
     environment: dict[str, str]

@@ -73,7 +73,7 @@ class UpstreamProcess:
         self._process: LoggedProcess | None = None
 
     async def start(self) -> float:
-        """Start the server and wait until it has answered a request. Returns the seconds that this took.
+        """Start the server and wait until it has answered a request. Return the seconds from the start to this answer.
 
         Raises ConfigError if the server ends before it answers, or if it takes longer than `timeouts.start_s`. The
         message contains the end of the server's output.
@@ -99,7 +99,7 @@ class UpstreamProcess:
         return time.monotonic() - started_s
 
     async def wait(self) -> str:
-        """Wait until the server has ended. Returns the reason, with the end of the server's output."""
+        """Wait until the server has ended. Return the reason, followed by the end of the server's output."""
         assert self._process is not None
         while self._process.running:  # noqa: ASYNC110 - a process of LoggedProcess has no event
             await asyncio.sleep(_POLL_S)
@@ -119,17 +119,17 @@ class UpstreamProcess:
         """Return immediately, because `leave` has already ended the process group."""
 
     def kill(self) -> None:
-        """End the process group now."""
+        """Kill the process group immediately."""
         if self._process is not None:
             self._process.stop(0.0)
 
     def fail(self, reason: str) -> None:
-        """End a server that cannot be used, and print why."""
+        """Report the reason why a server cannot be used, and kill the server."""
         self._report(f"{self._name}: {reason}")
         self.kill()
 
     async def post(self, path: str, limit_s: float) -> None:
-        """Send a POST without a body.
+        """Send a POST request without a body.
 
         Raises ConfigError if the answer is not 200, or does not come within the limit.
         """
@@ -151,9 +151,9 @@ class UpstreamProcess:
         return self._process.log_tail() if self._process is not None else ""
 
     def _how_it_ended(self) -> str:
-        """Return the server's exit status, as the guard process passes it on.
+        """Return a text with the server's exit status, or with the signal that has killed the server.
 
-        If a signal has killed the server, the text names the signal.
+        The guard process passes the exit status on.
         """
         assert self._process is not None
         status = self._process.returncode or 0
@@ -189,7 +189,7 @@ class UpstreamProcess:
         await process.wait_for_async(poll, deadline_s - time.monotonic(), failure)
 
     async def _probe(self, deadline_s: float) -> None:
-        """Let the server answer one request.
+        """Send one small request to the server and wait for the answer.
 
         Raises ConfigError if the server refuses the request, and UpstreamError if it does not answer.
         """

@@ -1,1 +1,1 @@
-"""Ray clusters. This is the only package that imports ray, in a driver process of its own (`protocol/cluster.py`)."""
+"""Runs engines and commands in Ray clusters. Only this package imports ray, in a driver process of its own."""

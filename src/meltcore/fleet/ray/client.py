@@ -1,4 +1,4 @@
-"""Lets a driver process run a command on all nodes of a cluster, and collects the answers of the nodes."""
+"""Lets a driver process run a command on all nodes of a cluster, and collects one answer per node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EXIT_LIMIT_S = 40.0  # for the driver to end the commands
 
 
 def run_on_nodes(address: str, request: RunOnNodes, on_node: Callable[[CommandEnded], None]) -> list[CommandEnded]:
-    """Run a command on every node, and return the answer of each node, in the order of the nodes' names.
+    """Run a command on every node. Return one `CommandEnded` per node, in the order of the nodes' names.
 
     `on_node` is called for each node when its command ends. A node that does not answer is `late` or `failed`. Raises
     ConfigError if the cluster cannot be reached, and ProcessError if the driver process cannot be started.
@@ -81,7 +81,10 @@ def _started(lines: queue.SimpleQueue[bytes], address: str) -> list[str]:
 def _collect(
     lines: queue.SimpleQueue[bytes], names: list[str], deadline_s: float, on_node: Callable[[CommandEnded], None]
 ) -> dict[str, CommandEnded]:
-    """Return the answers by node. After the deadline or the driver's end, each missing answer gets the reason."""
+    """Return the answers by node.
+
+    After the deadline or the driver's end, a missing answer is replaced by the reason.
+    """
     ended: dict[str, CommandEnded] = {}
 
     def add(answer: CommandEnded) -> None:

@@ -1,4 +1,7 @@
-"""The supervisor's side of a cluster's driver process: starts engines on nodes, and is notified of their ends."""
+"""Starts the driver process of a cluster for the supervisor.
+
+The driver starts engines on nodes and reports their ends.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 15.0  # between two tries to have the cluste
 
 
 class ClusterDriver:
-    """The driver process of one fleet. When the process ends, engines continue, and the process is started again."""
+    """Runs the driver process of one fleet.
+
+    If the process ends, it is started again, and engines continue meanwhile.
+    """
 
     def __init__(self, address: str, planner: FleetPlanner, report: Callable[[str], None]) -> None:
         """Create the driver of a fleet.
@@ -84,9 +90,9 @@ class ClusterDriver:
         self._lock = asyncio.Lock()
 
     async def connect(self) -> None:
-        """Start the driver process unless it runs, and wait until it is connected to the cluster.
+        """Start the driver process if it does not run.
 
-        Raises ConfigError.
+        Wait until it is connected to the cluster. Raises ConfigError.
         """
         async with self._lock:
             if self._process is not None and self._process.returncode is None:
@@ -119,7 +125,7 @@ class ClusterDriver:
             self._set_problem("")
 
     async def _ping(self, process: asyncio.subprocess.Process) -> None:
-        """End a driver that hangs, so that it is started again."""
+        """Kill a driver process that does not answer, so that it is started again."""
         unanswered = 0  # counted, and not timed: this process may have been stopped itself
         while unanswered < _MAX_UNANSWERED:
             self._has_answered = False
@@ -152,11 +158,12 @@ class ClusterDriver:
         Raises EngineEvictedError if the cluster has ended the start, and EngineDeadError if the engine does not run.
 
         Args:
-            start: the engine.
-            on_output: receives what the engine prints.
+            start: the message that describes the engine.
+            on_output: receives the standard output and standard error of the engine.
             on_place: receives the node on which the engine is started, and the numbers of its GPUs.
-            failed_nodes: number of the engine's exits by node. The engine is not started on these nodes while another
-                node has memory.
+            failed_nodes: number of the engine's exits by node. The engine is not started on these nodes while
+                another node has
+                memory.
         """
         self._outputs[start.engine] = on_output
         try:
@@ -201,7 +208,7 @@ class ClusterDriver:
         return await self._start_on_node(moved)
 
     async def _elsewhere(self, start: StartEngine, reason: str, failed_nodes: Mapping[str, int]) -> StartEngine:
-        """Return the same engine for another node that has memory now.
+        """Return the message that starts the same engine on another node with free memory.
 
         Raises EnginePendingError if no node has memory.
         """
@@ -227,7 +234,7 @@ class ClusterDriver:
         return msgspec.structs.replace(start, node=place.node, gpus=list(place.gpus))
 
     def places(self) -> dict[tuple[str, int], Place]:
-        """Return where engines run or are being started, by model and replica."""
+        """Return the places where engines run or are being started, by model and replica."""
         running = self._running.values()
         return {(start.model, start.replica): Place(start.node, tuple(start.gpus)) for start in running}
 
@@ -260,7 +267,7 @@ class ClusterDriver:
             raise ConfigError(f"the nodes cannot be read: {why}") from error
 
     def _without_own(self, nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
-        """Return the nodes with only the memory reserved that Ray has given to others than this fleet."""
+        """Return the nodes with reserved memory that counts only what Ray has given to jobs outside this fleet."""
         own: defaultdict[tuple[str, int], float] = defaultdict(float)
         for start in self._running.values():
             for number in start.gpus:
@@ -307,9 +314,9 @@ class ClusterDriver:
         self._running.pop(engine, None)
 
     def kill_engine(self, engine: int) -> None:
-        """End an engine process now.
+        """Kill an engine process immediately.
 
-        Without a driver process the engine ends by itself once nothing is connected to it.
+        Without a driver process the engine ends when no process is connected to it any more.
         """
         self._send(KillEngine(engine))
 
@@ -412,7 +419,7 @@ class ClusterDriver:
             self._retrying = asyncio.create_task(self._retry())
 
     def _set_problem(self, problem: str) -> None:
-        """Note whether the cluster can be changed. Engines wait with their start while it cannot."""
+        """Store why the cluster cannot be changed now. Engines do not start while there is a problem."""
         before, self.problem = self.problem, problem
         if problem:
             for number, (_, future) in self._starts.items():

@@ -109,9 +109,9 @@ class CommandActor:
         return code_version(), ray_gpus > 0 or any(map(_is_nvidia_gpu, _PCI_DEVICES.glob("*")))
 
     def run(self, encoded: bytes) -> bytes:
-        """Run the command of a `RunOnNodes`, and return `CommandEnded`, both encoded as JSON.
+        """Run the command of a `RunOnNodes`, and return a `CommandEnded`. Both are encoded as JSON.
 
-        The command is ended at its time limit.
+        A command that reaches its time limit is ended.
         """
         message = msgspec.json.decode(encoded, type=RunOnNodes)
         folder = NodeFolder(f"node-{secrets.token_hex(8)}")
@@ -148,7 +148,7 @@ class CommandActor:
         self._process = process
 
     def end(self) -> None:
-        """End the process and its group, first with SIGTERM, and wait until the command's folder is removed."""
+        """End the process and its group, with SIGTERM first. Wait until the command's folder is removed."""
         if self._process is not None and not self._is_done.is_set():
             end_group(self._process, _TERMINATE_LIMIT_S / 2)
             self._is_done.wait(_TERMINATE_LIMIT_S / 4)

@@ -1,4 +1,4 @@
-"""The driver process of a Ray cluster: `python -m meltcore.fleet.ray.driver ADDRESS`.
+"""Runs the driver process of a Ray cluster: `python -m meltcore.fleet.ray.driver ADDRESS`.
 
 `protocol/cluster.py` defines the lines that the process reads and writes.
 """
@@ -65,7 +65,7 @@ _HEAD_POLL_S, _HEAD_LIMIT_S = 2.0, 3.0  # the head node is asked so often, and h
 class Driver:
     """Answers the lines of one other process.
 
-    When this process ends, its actors end, and with them what they started.
+    When this process ends, its actors end, and with them the processes that they have started.
     """
 
     def __init__(self, answer: Callable[[FromDriver], None]) -> None:
@@ -121,7 +121,7 @@ class Driver:
         return task
 
     async def _watch_head(self) -> None:
-        """Ask the head node regularly, and report when it no longer answers and when it answers again.
+        """Query the head node at intervals. Report when it stops to answer, and when it answers again.
 
         Ray itself waits for the head node for a minute, and then ends this process.
         """
@@ -140,7 +140,7 @@ class Driver:
             await asyncio.sleep(_HEAD_POLL_S)
 
     async def _read_nodes(self, message: ReadNodes, after: asyncio.Task[None] | None) -> None:
-        """Answer a `ReadNodes` message after the previous one was answered."""
+        """Answer a `ReadNodes` message, once the previous message was answered."""
         if after is not None:
             await asyncio.wait({after})
         try:
@@ -152,7 +152,7 @@ class Driver:
             self._answer(ClusterFailed(f"the nodes cannot be read: {type(error).__name__}: {error}"))
 
     async def _keep_engine(self, message: StartEngine) -> None:
-        """Start an engine, wait until it has ended, and answer how it has ended."""
+        """Start an engine, wait until it has ended, and send an `EngineEnded`."""
         import ray
 
         ended = EngineEnded(message.engine, "its start was cancelled")
@@ -185,7 +185,10 @@ class Driver:
         return "" if is_same else f"Ray was started again on the node {message.node}"
 
     async def _run_engine(self, message: StartEngine) -> EngineEnded:
-        """Start an engine and wait until it has ended. Returns how. Raises errors of Ray and of the start."""
+        """Start an engine and wait until it has ended.
+
+        Return the `EngineEnded`. Raises errors of Ray and of the start.
+        """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -232,7 +235,7 @@ class Driver:
             await asyncio.shield(self._keep(self._close(message, output, is_ready=is_ready), self._closing))
 
     async def _pass_output(self, engine: int, actor: Any) -> None:
-        """Pass on what an engine prints, until the engine has ended or its actor is gone."""
+        """Send the output of an engine to the supervisor, until the engine has ended or its actor is gone."""
         import ray
 
         with suppress(ray.exceptions.RayError):
@@ -240,7 +243,7 @@ class Driver:
                 self._answer(EngineOutput(engine, data))
 
     async def _close(self, message: StartEngine, output: asyncio.Task[None], *, is_ready: bool) -> None:
-        """End an actor with its engine and the engine's files, after the engine's last output has arrived.
+        """End an actor, its engine and the engine's files, after the engine's last output has arrived.
 
         Ray would leave the engine running. `is_ready` says whether the actor has answered. Before its answer the actor
         has no engine and no files.
@@ -279,7 +282,7 @@ async def _has_room(node_id: str, message: StartEngine) -> bool:
 
 
 def main() -> int:
-    """Answer the lines of the standard input. Returns the exit status, which is 1 if the cluster cannot be reached."""
+    """Answer the lines of the standard input. Return the exit status, which is 1 if the cluster cannot be reached."""
     # Standard output carries answers only: what libraries write to it goes to standard error.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

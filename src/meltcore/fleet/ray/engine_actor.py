@@ -1,4 +1,4 @@
-"""The actor that starts, watches and ends one engine process on its node. The actor does not read engine messages."""
+"""Starts, watches and ends one engine process on its node, as a Ray actor. The actor does not read engine messages."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class EngineActor:
         self._spawning = asyncio.Lock()  # `close` leaves no process that `start` is about to have
 
     async def start(self, encoded: bytes) -> tuple[str, Listening, int]:
-        """Start the engine that `encoded`, a `StartEngine` as JSON, describes.
+        """Start the engine that `encoded` describes, a `StartEngine` as JSON.
 
-        Returns the host, the port with its key, and the process id. Raises EngineDeadError if the engine does not
+        Return the host, the port with its public key, and the process id. Raises EngineDeadError if the engine does not
         listen.
         """
         import ray
@@ -97,14 +97,14 @@ class EngineActor:
         raise EngineDeadError(f"the engine ended before it listened ({describe_exit(await process.wait())})")
 
     async def wait(self) -> str:
-        """Wait until the process has ended. Returns how it has ended."""
+        """Wait until the process has ended. Return a text that says how it has ended."""
         assert self._process is not None
         return describe_exit(await self._process.wait())
 
     async def read_output(self) -> bytes:
-        """Wait until the process prints something, and return it.
+        """Wait until the process writes output, and return this output.
 
-        Returns b"" once the process has ended and all was read.
+        Returns b"" when the process has ended and all output was read.
         """
         while True:
             has_ended = self._process is not None and self._process.returncode is not None
@@ -129,7 +129,7 @@ class EngineActor:
     async def close(self) -> str:
         """End the process and its process group if they still run, and remove their files. No process starts later.
 
-        Returns the ids of processes that have not ended, or "" if all have ended.
+        Return the ids of processes that have not ended as text, or "" if all have ended.
         """
         self._is_closed = True
         async with self._spawning:
@@ -146,7 +146,7 @@ class EngineActor:
         return ", ".join(map(str, self._group()))
 
     def kill(self) -> None:
-        """Kill the process and its group now, also what is left of the group after the process has ended."""
+        """Kill the process group immediately, even if the process itself has already ended."""
         if self._process is not None and self._group():
             signal_group(self._process.pid, signal.SIGKILL)
 
@@ -160,7 +160,7 @@ class EngineActor:
 
 
 def engine_environment(message: StartEngine) -> dict[str, str]:
-    """Return the environment of an engine on this node: the GPUs by name, or the number of threads on the CPU."""
+    """Return the environment of an engine on this node: the names of its GPUs, or the number of threads on the CPU."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray sets 1
     environment |= ONE_ARENA_ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
     if message.gpus:

@@ -1,4 +1,7 @@
-"""Folders in a node's temporary directory. Locks show which folders have no living owner, and these are removed."""
+"""Makes folders in a node's temporary directory.
+
+Locks show which folders have no living owner, and these are removed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class NodeFolder:
                 os.close(self.descriptor)
 
     def close(self) -> None:
-        """Leave the folder, and remove it unless it has another owner."""
+        """Leave the folder. Remove it unless another process still owns it."""
         _remove_unlocked(self.path, self.descriptor)
         os.close(self.descriptor)
 
@@ -63,7 +66,7 @@ def _open(path: Path) -> int:
 
 
 def _is_open(path: Path, descriptor: int) -> bool:
-    """Return whether an open folder still has this path. The folder may have been removed and created again."""
+    """Return whether this path still leads to an open folder. The folder may have been removed and created again."""
     with suppress(FileNotFoundError):
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     return False

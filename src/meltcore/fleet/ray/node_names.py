@@ -1,4 +1,4 @@
-"""The names of a cluster's nodes. A raylet that is started again has another id, but its node keeps its name."""
+"""Names the nodes of a cluster. A raylet that is started again has a new id, but its node keeps its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ANSWER_LIMIT_S = 0.5  # for the machine of a raylet to accept or refuse a conne
 
 
 class NodeNames:
-    """The names of all nodes that this process has seen, by the id of their raylet."""
+    """Stores the name of each node that this process has seen, by the id of its raylet."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -21,7 +21,7 @@ class NodeNames:
         self._lock = threading.Lock()
 
     def keep(self, names: Mapping[str, str]) -> None:
-        """Give nodes, by id, the names that they already have in another process."""
+        """Use the names, by node id, that nodes already have in another process."""
         with self._lock:
             self._names.update(names)
 
@@ -41,9 +41,9 @@ class NodeNames:
         return sorted(named, key=lambda node: node["name"])
 
     def _running(self, alive: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Leave out raylets that have ended.
+        """Return the nodes without raylets that have ended.
 
-        If another raylet joins on the same host, a connection shows which ones have ended.
+        If another raylet joins on the same host, a connection shows which raylets have ended.
         """
         new = [node for node in alive if node["NodeID"] not in self._names]
         for node in alive:
@@ -70,10 +70,10 @@ def node_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str]) -> li
 
 
 def plain_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str], used: Collection[str]) -> dict[str, str]:
-    """Return the nodes, by id, whose name becomes their host name again.
+    """Return the nodes, by id, whose name can become their host name again.
 
-    No other node has the host name any more. Names in `used` stay, because engines have been started on nodes by these
-    names.
+    This is so if no other node has the same host name any more. Names in `used` do not change, because engines have
+    been started on nodes by these names.
     """
     alone = Counter(host for host, _ in hosts)
     given = set(known.values())
@@ -89,9 +89,9 @@ def _endpoint(node: dict[str, Any]) -> tuple[str, int]:
 
 
 def _refuses(address: str, port: int) -> bool:
-    """Return whether a machine refuses connections to a port because no process listens there.
+    """Return whether a machine refuses connections to a port, because no process listens there.
 
-    Returns False for a machine that does not answer, which may come back.
+    A machine that does not answer may come back, so False is returned for it.
     """
     try:
         socket.create_connection((address, port), _ANSWER_LIMIT_S).close()

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: connects to the cluster, and runs a task on each node that reads its GPUs and memory."""
+"""Connects to a Ray cluster, and runs a task on each node that reads the node's GPUs and memory."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ def _check_answers(address: str, head: str) -> None:
 
 
 def _has_token() -> bool:
-    """Return whether Ray finds a token."""
+    """Return whether Ray finds a token for authentication."""
     names = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
     return bool(names) or (Path.home() / ".ray" / "auth_token").exists()
 
 
 def living_nodes(used: Collection[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name of each living node, and what Ray reports of the node, in the order of the names.
+    """Return (name, Ray's description) of each living node, in the order of the names.
 
     `NodeNames.living` explains `used`.
     """
@@ -144,7 +144,7 @@ def living_nodes(used: Collection[str] | None = None) -> list[tuple[str, dict[st
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """Return the resources of each living node that Ray can give away now, by the node's id."""
+    """Return the resources that Ray can give away now, by the id of the node."""
     from ray._private.state import available_resources_per_node  # Ray's public function adds up all nodes
 
     found: dict[str, dict[str, float]] = available_resources_per_node()
@@ -152,7 +152,7 @@ def free_resources() -> dict[str, dict[str, float]]:
 
 
 class NodeReader:
-    """Reads the nodes repeatedly. A node that does not answer is not asked again until its first answer has come."""
+    """Reads the nodes repeatedly. A node that has not answered yet gets no second task."""
 
     def __init__(self) -> None:
         self._silent: dict[str, Any] = {}  # questions that have no answer yet, by the node's id
@@ -195,9 +195,9 @@ def _ask(node_id: str, checkpoints: list[str]) -> Any:
 
 
 def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]) -> ClusterNode:
-    """Return a node with the answer to `question`. None stands for a question without an answer yet.
+    """Return a node with the answer to `question`. The answer is None if the node has not answered yet.
 
-    `free` are the node's resources that Ray can give away. A resource of which nothing is left is missing there.
+    `free` are the resources of the node that Ray can give away. A resource that is used up is missing there.
     """
     import ray
 
@@ -227,7 +227,7 @@ def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]
 
 
 def _gpus_problem(ray_gpus: int, machine: Machine) -> str:
-    """Return why a node cannot be used if Ray counts other GPUs than NVML shows. Returns "" if both agree."""
+    """Return why a node cannot be used if Ray and NVML count different GPUs. Returns "" if both agree."""
     if ray_gpus == len(machine.gpus):
         return ""
     return (
@@ -244,5 +244,5 @@ def version_problem(version: Any) -> str:
 
 
 def _probe(checkpoints: list[str]) -> tuple[str, Machine, dict[str, str]]:
-    """Return Meltcore's version on the node of this task, the node's GPUs and memory, and what the node cannot load."""
+    """Return Meltcore's version, GPUs, memory and missing checkpoints of the node on which this task runs."""
     return code_version(), read_machine(), unloadable(checkpoints)

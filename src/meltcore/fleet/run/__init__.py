@@ -1,1 +1,1 @@
-"""Models of a running fleet: their engines and replicas, API server processes, and logs."""
+"""Runs the models of a fleet: their engines and replicas, API server processes, and logs."""

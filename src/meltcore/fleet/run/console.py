@@ -1,4 +1,4 @@
-"""What a server prints at the start: its address, the progress of loading, its limits and its memory."""
+"""Prints what a server says at its start: address, progress of loading, limits and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
 
 
 def print_line(text: str, stream: TextIO, end: str = "\n") -> None:
-    """Print and flush a line. If the reader is gone, the server continues, and its output is dropped from then on."""
+    """Print and flush a line.
+
+    If the reader of standard output has ended, the server continues, and its output is dropped.
+    """
     try:
         print(text, end=end, file=stream, flush=True)
     except OSError:
@@ -33,13 +36,13 @@ def print_line(text: str, stream: TextIO, end: str = "\n") -> None:
 
 
 def print_listening(host: str, port: int) -> None:
-    """Print the first line on standard output, for people, and for programs that let --port 0 choose the port."""
+    """Print the first line on standard output. Programs that let --port 0 choose the port read it, too."""
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print_line(f"meltcore: listening on {url}", sys.stdout)
 
 
 def print_substitutes(substitute: Mapping[str, Sequence[str]]) -> None:
-    """Print a line for each language in whose place models get another language, because the user may not expect it."""
+    """Print one line for each language that models replace by another language, because users may not expect this."""
     for language, others in substitute.items():
         print_line(f"meltcore: a model that does not know {language} gets it as {' or '.join(others)}", sys.stdout)
 
@@ -56,7 +59,7 @@ class LoadingProgress:
         self._shown_s: float | None = None
 
     def show(self, reason: str) -> None:
-        """Show the current stage. Outside a terminal the line has the seconds since loading began."""
+        """Show the current stage. Outside a terminal, the line has the seconds since the start of loading."""
         now_s = time.monotonic()
         if self._live:
             print_line(f"\r\033[Kmeltcore: {reason}", sys.stderr, end="")
@@ -73,7 +76,7 @@ class LoadingProgress:
 
 
 def print_ready(models: Sequence[ServedModel], api_servers: int) -> None:
-    """Print the models whose engines have been loaded, their limits, and their memory tables."""
+    """Print the loaded models, their limits, and their memory tables."""
     # Rich would end the process when the reader of standard output is gone.
     output = io.StringIO()
     console = Console(file=output, force_terminal=sys.stdout.isatty(), highlight=False, soft_wrap=True)

@@ -40,18 +40,21 @@ class LaunchSettings:
     sharing: SharingSection  # of engines among each other
 
     def engine(self, placement: Placement) -> EngineConfig:
-        """Return the settings of a placed engine, with the number of ranks that may compile there concurrently."""
+        """Return the settings of a placed engine.
+
+        They have the number of ranks that may compile concurrently on its node.
+        """
         return msgspec.structs.replace(placement.engine, node_ranks=self.gpu_ranks(placement.node))
 
 
 class Launcher(ABC):
-    """Starts the engines of a server."""
+    """Starts the engines of a server, on this machine or in a cluster."""
 
     problem: str  # why no engine can be started anywhere; "": one can
 
     @abstractmethod
     async def connect(self) -> None:
-        """Prepare to start engines. Raises ConfigError if engines cannot be started."""
+        """Connect to the place where engines are started. Raises ConfigError if engines cannot be started."""
 
     @abstractmethod
     async def stop(self) -> None:
@@ -72,7 +75,7 @@ class Launcher(ABC):
         failed_nodes: Mapping[str, int],
         on_message: Callable[[FromEngine], None],
     ) -> EngineProcess:
-        """Return an engine process that has not been started.
+        """Return an engine process that is not started yet.
 
         Nodes in `failed_nodes`, with the number of exits there, are avoided if other nodes of a cluster have memory. An
         engine whose sockets cannot be created never starts.
@@ -91,13 +94,13 @@ class LocalLauncher(Launcher):
         self._settings = settings
 
     async def connect(self) -> None:
-        """Return immediately."""
+        """Do nothing, because this machine needs no connection."""
 
     async def stop(self) -> None:
-        """Return immediately, because each engine is ended by its model."""
+        """Do nothing, because each model ends its own engines."""
 
     async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:  # noqa: ARG002 - there are no nodes
-        """Return no nodes, because the memory of this machine from before its engines is known."""
+        """Return no nodes, because the plan knows the memory of this machine without the engines."""
         return []
 
     def new_engine(
@@ -157,10 +160,7 @@ class RayLauncher(ClusterDriver, Launcher):
         )
 
     def _order(self, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:
-        """Return the message that starts an engine on its node.
-
-        `number` is the name of the engine's folder of sockets.
-        """
+        """Return the message that starts an engine on its node. `number` names the folder of the engine's sockets."""
         settings, placement = self._settings, replica.placement
         size_bytes = placement.engine.memory_bytes or 0
         return StartEngine(

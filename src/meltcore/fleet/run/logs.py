@@ -1,4 +1,4 @@
-"""Keeps the logs of a fleet: one file per engine in a folder per port, and the file of the server's own log.
+"""Manages the logs of a fleet: one file per engine in a folder per port, and one file for the server.
 
 A file that exceeds a limit is started again, and the file before it is kept.
 """
@@ -24,14 +24,14 @@ _BLOCK_BYTES = 1 << 16
 
 
 class LogFile(NamedTuple):
-    """A log file and the prefix of its lines: the model's name, with the replica's number if the model has several."""
+    """A log file and the prefix of its lines: the model's name, and the replica's number if the model has several."""
 
     name: str
     path: Path
 
 
 def log_name(model: str) -> str:
-    """Return a model's name as a file name, because names may contain slashes."""
+    """Return a model's name in a form that is valid as a file name. Names of models may contain slashes."""
     return model.replace("/", "--")
 
 
@@ -62,10 +62,10 @@ def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]
 
 
 def print_logs(logs: Sequence[LogFile], num_lines: int | None, *, follow: bool, out: Callable[[str], None]) -> None:
-    """Pass each line of the logs to `out`. With `follow`, pass on new lines until interrupted.
+    """Pass each line of the logs to `out`. With `follow`, continue with new lines until interrupted.
 
-    Lines get a prefix if there are several files. `num_lines` is the number of last lines of each file that come first.
-    None passes all lines.
+    Lines get a prefix if there are several files. `num_lines` is the number of lines at the end of each file with which
+    the output begins. None passes all lines.
     """
     width = max(len(log.name) for log in logs)
     prefixes = [f"{log.name:<{width}} | " if len(logs) > 1 else "" for log in logs]
@@ -109,7 +109,7 @@ def rotate_large(files: Sequence[Path], limit_bytes: int) -> None:
 
 
 class _Tail:
-    """Reads the whole lines that were added to a file since the previous read."""
+    """Reads the complete lines that were added to a file since the previous read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Sends one tiny real request to an engine, which must answer it before it gets requests of clients."""
+"""Sends one tiny real request to an engine. The engine must answer it before it gets requests of clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBE_ID = "readiness"
 
 
 async def probe(replica: Replica, engine: EngineProcess, limits: EngineReady, limit_s: float) -> None:
-    """Let the engine of a replica answer one tiny request. Raises EngineDeadError if the engine does not answer."""
+    """Send one tiny request to the engine of a replica. Raises EngineDeadError if the engine does not answer."""
     replica.probe = asyncio.get_running_loop().create_future()
     engine.send(limits.probe(PROBE_ID))
     ended = asyncio.create_task(engine.wait())
@@ -36,7 +36,7 @@ async def probe(replica: Replica, engine: EngineProcess, limits: EngineReady, li
 
 
 def probe_error(message: FromEngine) -> str | None:
-    """Return the error with which `message` ends the request, or "" if it is the end of a whole answer.
+    """Return the error with which `message` ends the request, or "" if `message` completes the answer.
 
     Returns None if `message` does not end the request.
     """

@@ -1,4 +1,4 @@
-"""One replica of a model: the table of its states, and the results of the starts of all replicas.
+"""Defines the life of one replica of a model by a table of states, and waits for the starts of all replicas.
 
 The table holds for Meltcore's own engines and for servers that a command starts. `scripts/replica_picture.py` draws it.
 """
@@ -57,9 +57,9 @@ SERVED: frozenset[ReplicaState] = frozenset(("ready", "draining", "sleeping"))  
 
 
 class EngineExit(NamedTuple):
-    """The end of an engine: its time (monotonic seconds), the engine's node in a cluster, and how long it was served.
+    """The exit of an engine: its time.monotonic(), the engine's node in a cluster, and how long it was served.
 
-    `served_s` are the seconds that all engines of the replica have served until then.
+    `served_s` is the number of seconds for which all engines of the replica had served until then.
     """
 
     at_s: float
@@ -68,7 +68,7 @@ class EngineExit(NamedTuple):
 
 
 class ReplicaProcess(Protocol):
-    """An engine process, or a server that a command starts. It is started once."""
+    """The process of a replica: an engine, or a server that a command starts. An object is started once."""
 
     @property
     def pid(self) -> int | None:
@@ -76,25 +76,28 @@ class ReplicaProcess(Protocol):
 
     @property
     def is_evicted(self) -> bool:
-        """Whether the cluster has ended the process for lack of memory on its node. This is no fault of the process."""
+        """Whether the cluster has ended the process because its node ran out of memory.
+
+        This is no fault of the process.
+        """
 
     async def wait(self) -> str:
-        """Wait until the process has ended. Returns the reason."""
+        """Wait until the process has ended. Return the reason as text."""
 
     async def stop(self) -> None:
         """End the process. Can be called twice, and without a start."""
 
     async def leave(self) -> None:
-        """Remove what an ended process has left behind. Can be called twice."""
+        """Remove the files and processes that an ended process has left behind. This method can be called twice."""
 
     async def wait_freed(self) -> None:
-        """Wait until a process that has ended, and for which `leave` was called, cannot hold memory any more."""
+        """Wait until the memory of an ended process is free. `leave` must have been called before."""
 
     def kill(self) -> None:
-        """Kill the process now."""
+        """Kill the process immediately."""
 
     def fail(self, reason: str) -> None:
-        """End a process that cannot be used. It is started again like a process that has died."""
+        """End a process that cannot be used. It is started again, as after an exit."""
 
 
 _P = TypeVar("_P", bound=ReplicaProcess)
@@ -102,7 +105,7 @@ _P = TypeVar("_P", bound=ReplicaProcess)
 
 @dataclass(eq=False, kw_only=True)
 class ReplicaLife(Generic[_P]):
-    """One replica of a model, whose process may be replaced."""
+    """One replica of a model. Its process may be replaced by another one."""
 
     index: int
     log: Path | None
@@ -116,13 +119,16 @@ class ReplicaLife(Generic[_P]):
     process: _P = field(init=False)  # the newest one
 
     def apply(self, event: ReplicaEvent) -> None:
-        """Change to the state that follows `event` by the table of states. Raises ValueError if no state follows."""
+        """Change to the state that the table has for the current state and `event`.
+
+        Raises ValueError if there is none.
+        """
         if event not in LIFE[self.state]:
             raise ValueError(f"replica {self.index} is {self.state}, and {event!r} cannot happen there")
         self.state = LIFE[self.state][event]
 
     def begin(self, event: Literal["unload", "replace"]) -> None:
-        """Begin again after the process was ended. After "replace" the exits before it no longer count."""
+        """Begin a new life after the process was ended. After "replace" earlier exits no longer count."""
         self.apply(event)
         self.reason = ""
         if event == "replace":
@@ -137,14 +143,14 @@ class ReplicaLife(Generic[_P]):
 
     @property
     def error(self) -> MeltcoreError | None:
-        """The error of a start that has failed for good, else None."""
+        """The error of a start that has failed for good, or None."""
         failed = self.started is not None and self.started.done() and self.started.exception()
         return failed if isinstance(failed, MeltcoreError) else None
 
 
 @dataclass(eq=False, kw_only=True)
 class Replica(ReplicaLife[EngineProcess]):
-    """One replica of a model with an engine of Meltcore's own."""
+    """One replica of a model that runs on an engine of Meltcore."""
 
     placement: Placement
     limits: EngineReady | None = None
@@ -159,12 +165,12 @@ class Replica(ReplicaLife[EngineProcess]):
         return self.placement.node
 
     def move(self, on_moved: Callable[[], None], node: str, gpus: Sequence[int]) -> None:
-        """Note the node and GPUs on which the engine is started. The engine is started there again after an exit."""
+        """Store the node and the GPUs on which the engine is started. After an exit it is started there again."""
         self.placement = self.placement._replace(node=node, gpus=tuple(gpus))
         on_moved()
 
     def note_end(self, text: str) -> str:
-        """Append to the log how the engine has ended, below the engine's output. Returns the text with the log's name.
+        """Write to the end of the engine's log how the engine has ended. Return the text with the log's name.
 
         An engine that was killed, or that reported a fault only in a message, has not written to the log how it ended.
         """
@@ -176,19 +182,19 @@ class Replica(ReplicaLife[EngineProcess]):
 
 
 class Starts:
-    """The results of the starts of a model's replicas."""
+    """Waits for the starts of a model's replicas."""
 
     def __init__(self, replicas: Sequence[ReplicaLife[Any]]) -> None:
         self._replicas = replicas
         self._changed = asyncio.Event()
 
     def note(self) -> None:
-        """Note that a replica has started, has failed, or is pending."""
+        """Wake the waiting methods, because a replica has started, has failed, or is pending."""
         self._changed.set()
 
     @property
     def results(self) -> list[Any]:
-        """The results of the replicas that have started."""
+        """The ready message of each replica that has started without an error."""
         ended = [each.started for each in self._replicas if each.started is not None and each.started.done()]
         return [started.result() for started in ended if started.exception() is None]
 
@@ -199,7 +205,7 @@ class Starts:
         return "pending" in states and states.isdisjoint(("ready", "loading", "waiting"))
 
     async def wait_all(self, find_error: Callable[[], MeltcoreError | None]) -> None:
-        """Wait until each replica has started or failed. Once one has started, pending replicas are not waited for.
+        """Wait until each replica has started or failed. If one replica has started, do not wait for pending ones.
 
         Raises the error that `find_error` returns, which ends the start of the model.
         """
@@ -213,7 +219,10 @@ class Starts:
         raise error
 
     async def wait(self, replica: ReplicaLife[Any]) -> None:
-        """Wait until a replica serves. Raises MeltcoreError if it fails or is pending."""
+        """Wait until `replica` serves.
+
+        Raises MeltcoreError if its start fails, and EnginePendingError if it is pending.
+        """
         assert replica.started is not None
         while not replica.started.done():
             if replica.state == "pending":

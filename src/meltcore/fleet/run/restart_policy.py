@@ -1,4 +1,4 @@
-"""Decides what the end of an engine means to its server.
+"""Decides what happens to a server when one of its engines ends.
 
 A server of `meltcore serve` ends with its engine. A fleet starts the engine again. A model calls the policy of its
 server, and does not know which policy it is.
@@ -24,7 +24,7 @@ ENGINE_FAILED = "the engine has died and is not started again"
 
 
 class Outage(NamedTuple):
-    """What is known of a model of Meltcore's own engines that does not serve now.
+    """Describes a model of Meltcore's own engines that does not serve now.
 
     Args:
         status: the status that API servers have now.
@@ -51,20 +51,20 @@ class Outage(NamedTuple):
 
 
 class StartingServer(Protocol):
-    """The supervisor, which starts models in two ways."""
+    """Defines the two methods by which the supervisor starts models: all together, or each alone."""
 
     async def start_together(self) -> bool:
-        """Load all models. Returns True once they serve, and False if a signal came before. Raises MeltcoreError."""
+        """Load all models. Return True when all serve, and False if a signal arrives before. Raises MeltcoreError."""
 
     async def start_each(self) -> None:
-        """Begin to load all models, each of which becomes ready or fails by itself.
+        """Begin to load all models. Each becomes ready or fails independently of the others.
 
         Raises ConfigError if the cluster cannot be reached.
         """
 
 
 class RestartPolicy(ABC):
-    """Decides what starts and exits of engines mean to their model and to the server.
+    """Decides how a model and its server react to starts and exits of engines.
 
     The server ends when an API server process that was started again has ended `max_early_deaths` times in a row before
     it could serve.
@@ -74,21 +74,18 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     async def start(self, server: StartingServer) -> bool:
-        """Start the models of a server.
-
-        Returns True if the server continues, and False if a signal arrived before it served.
-        """
+        """Start the models of a server. Return False if a signal arrived before it served, or else True."""
 
     @abstractmethod
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
-        """Wait until the server ends because its engines have ended.
+        """Wait until the server must end, because its engines have ended.
 
-        `models` has an event for each model. The event is set once the model has no engine and will get none.
+        `models` has one event per model. It is set when the model has no engine and will get none.
         """
 
     @abstractmethod
     def continues_without_api_server(self, *, is_serving: bool) -> bool:
-        """Return whether the server continues without an API server process.
+        """Return whether the server continues after the loss of an API server process.
 
         The process has ended, or could not read an engine's message. `is_serving` says whether any model can be served.
         """
@@ -97,49 +94,49 @@ class RestartPolicy(ABC):
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
         """Return the error that ends the start of a model. Returns None if the start continues or the model can serve.
 
-        `errors` belong to the replicas that could not start. Each error comes with the name of its replica for
-        messages.
+        `errors` has the name and the error of each replica that could not start.
         """
 
     @abstractmethod
     def start_limit_s(self, start_s: float) -> float | None:
-        """Return the seconds that an engine has from its start to its first answer. None is no limit.
+        """Return how many seconds an engine may take from its start to its first answer, or None for no limit.
 
-        `start_s` is the limit of the file.
+        `start_s` is the limit in fleet.yaml.
         """
 
     @abstractmethod
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
-        """Call `probe`, with a time limit, if a loaded engine must answer a request before the requests of clients.
+        """Call `probe` if a loaded engine must answer a test request before it gets requests of clients.
 
-        `left_s` are the seconds that are left of the time to start. Raises MeltcoreError if the engine does not answer.
+        `left_s` is the rest of the time limit for the start, in seconds. Raises MeltcoreError if the engine does not
+        answer.
         """
 
     @abstractmethod
     async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Wait for servers that run elsewhere, if their model becomes ready only with them.
+        """Wait until servers that run elsewhere answer, if their model is not ready without them.
 
-        Raises as `answered` does.
+        Raises the errors of `answered`.
         """
 
     @abstractmethod
     def tell(self, tell: Callable[[], None]) -> None:
-        """Call `tell`, unless the server reports the event by itself.
+        """Call `tell`, unless the server reports the event in another place.
 
-        `tell` reports the result of a start, or what follows an exit.
+        `tell` reports the outcome of a start, or the reaction to an exit.
         """
 
     @abstractmethod
     def pause_s(self, deaths: Sequence[EngineExit]) -> float | None:
-        """Return the pause after these exits, or None if the engine is not started again."""
+        """Return the seconds to wait after these exits, or None if the engine is not started again."""
 
     @abstractmethod
     def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
-        """Return the nodes where an engine has died too often to be tried first, each with the number of exits."""
+        """Return the number of exits by node, for nodes where an engine has died too often to be tried first."""
 
     @abstractmethod
     def model_name(self, name: str, num_models: int) -> str:
-        """Return the name of a model as it begins messages about its engines. Returns "" if messages need no name."""
+        """Return the name of a model for the beginning of messages, or "" if messages need no name."""
 
     @abstractmethod
     def death_text(self, pause_s: float | None, num_models: int) -> str:
@@ -151,9 +148,9 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     def ended_status(self, what: str, reason: str) -> tuple[ModelStatus, str]:
-        """Return the status of an upstream model whose servers have all ended for good, and the reason.
+        """Return the status of an upstream model whose servers have all ended for good, and the reason as text.
 
-        `what` says in words what has ended.
+        `what` says in words which process has ended.
         """
 
 
@@ -178,56 +175,59 @@ class NeverRestart(RestartPolicy):
         return is_serving
 
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
-        """Return the first error, with the replica's name."""
+        """Return the first error, which begins with the replica's name. All engines have to start."""
         for name, error in errors:
             return ConfigError(f"{name}: {error}") if name else error
         return None
 
     def start_limit_s(self, start_s: float) -> float | None:
-        """Return None: a person watches the progress."""
+        """Return None, because a person watches the progress and needs no limit."""
         return None
 
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
-        """Return immediately: the first request of a client also shows whether the engine answers."""
+        """Do nothing, because the first request of a client also shows whether the engine answers."""
 
     async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Return immediately: the first requests of clients find out whether the servers answer."""
+        """Do nothing, because the first requests of clients show whether the servers answer."""
 
     def tell(self, tell: Callable[[], None]) -> None:
-        """Do nothing: the table of a ready server, or the error of a server that ends, already says it."""
+        """Do nothing, because a ready server prints a table, and a server that ends prints an error."""
 
     def pause_s(self, deaths: Sequence[EngineExit]) -> float | None:
-        """Return None."""
+        """Return None, because no engine is started again."""
         return None
 
     def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
-        """Return no nodes."""
+        """Return no nodes, because no engine is started again."""
         return {}
 
     def model_name(self, name: str, num_models: int) -> str:
-        """Return the name if the server has several models, else ""."""
+        """Return the name if the server has several models, or else ""."""
         return name if num_models > 1 else ""
 
     def death_text(self, pause_s: float | None, num_models: int) -> str:
-        """Return that an engine has died, and that the server shuts down if this was its only model."""
+        """Return a text which says that an engine has died.
+
+        If it was the only model, the text says that the server ends.
+        """
         return ENGINE_DEAD if num_models > 1 else SERVER_ENDS
 
     def status(self, outage: Outage) -> tuple[ModelStatus, str]:
-        """Return `dead` if the model has served before. A model that has not served ends the server."""
+        """Return the status `dead` if the model has served before. Otherwise the failed start ends the server."""
         if outage.is_open:
             return "dead", f"{self.death_text(None, outage.num_models)} ({outage.reason})"
         return outage.status, outage.text
 
     def ended_status(self, what: str, reason: str) -> tuple[ModelStatus, str]:
-        """Return `dead`."""
+        """Return the status `dead` and the reason."""
         return "dead", f"{what}: {reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartAfterPause(RestartPolicy):
-    """Starts an engine that has died again after a pause, which doubles with each exit within `window_s` of service.
+    """Starts an engine again after its exit and a pause. The pause doubles with each exit within `window_s` of service.
 
-    Models fail and come back by themselves, and the server continues without them.
+    Each model fails and recovers independently, and the server continues meanwhile.
     """
 
     first_pause_s: float = 1.0
@@ -239,45 +239,46 @@ class RestartAfterPause(RestartPolicy):
     max_early_deaths: int = 3
 
     async def start(self, server: StartingServer) -> bool:
-        """Begin to load each model."""
+        """Begin to load each model, and return True."""
         await server.start_each()
         return True
 
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
-        """Wait forever: a reload may add a model."""
+        """Never return, because a reload may add a model at any time."""
         await asyncio.get_running_loop().create_future()
 
     def continues_without_api_server(self, *, is_serving: bool) -> bool:
-        """Return True."""
+        """Return True, because the process is started again."""
         return True
 
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
-        """Return the first error if all replicas have failed, since one replica is enough to serve.
+        """Return the first error if all replicas have failed. One replica is enough to serve.
 
         The report of the failed start has already named the engine.
         """
         return errors[0][1] if errors and len(errors) == num_replicas else None
 
     def start_limit_s(self, start_s: float) -> float | None:
-        """Return the limit of the file."""
+        """Return the limit that fleet.yaml has."""
         return start_s
 
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
-        """Wait until the engine has answered."""
+        """Wait until the engine has answered a test request."""
         await probe(max(0.0, min(self.probe_limit_s, left_s)))
 
     async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Wait until one server answers."""
+        """Wait until one of the servers answers."""
         await answered()
 
     def tell(self, tell: Callable[[], None]) -> None:
-        """Report it."""
+        """Call `tell`."""
         tell()
 
     def pause_s(self, deaths: Sequence[EngineExit]) -> float | None:
-        """Return the pause after these exits. Returns None if there were too many.
+        """Return the seconds to wait after these exits, or None if there were too many exits.
 
-        An exit counts until the replica has served for `window_s`, so that slow starts do not let it be forgotten.
+        An exit counts until the replica has served for `window_s`. So an engine with slow starts does not lose its
+        exits.
         """
         num_recent = sum(deaths[-1].served_s - death.served_s < self.window_s for death in deaths)
         if num_recent >= self.max_deaths:
@@ -286,20 +287,20 @@ class RestartAfterPause(RestartPolicy):
         return min(self.max_pause_s, self.first_pause_s * float(2**doublings))
 
     def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
-        """Return the nodes on which the engine has died too often."""
+        """Return the number of exits by node, for nodes on which the engine has died too often."""
         counts = Counter(death.node for death in deaths if now_s - death.at_s < self.window_s)
         return {node: count for node, count in counts.items() if count >= self.max_node_deaths}
 
     def model_name(self, name: str, num_models: int) -> str:
-        """Return the name."""
+        """Return the name of the model."""
         return name
 
     def death_text(self, pause_s: float | None, num_models: int) -> str:
-        """Return that an engine has died, and whether the client can send the request again."""
+        """Return a text which says that an engine has died, and whether the client can send the request again."""
         return ENGINE_FAILED if pause_s is None else ENGINE_RESTARTS
 
     def status(self, outage: Outage) -> tuple[ModelStatus, str]:
-        """Return the status and the reason: what the model waits for, or that it has failed."""
+        """Return the status and the reason: the model waits for an engine, or it has failed."""
         name, reason = outage.name, outage.reason
         if outage.states == {"failed"}:
             if outage.is_open:
@@ -320,5 +321,5 @@ class RestartAfterPause(RestartPolicy):
         return "restarting", f"{name} is being restarted"
 
     def ended_status(self, what: str, reason: str) -> tuple[ModelStatus, str]:
-        """Return `failed`."""
+        """Return the status `failed` and the reason."""
         return "failed", f"{what} and is not started again: {reason}"

@@ -1,6 +1,7 @@
-"""One model of the supervisor, whose engines are started, watched, restarted and replaced. API servers get its state.
+"""Runs one model of the supervisor on Meltcore's engines: starts, watches, restarts and replaces them.
 
-An engine that dies ends only its own requests. The policy of the server decides whether and when it is started again.
+API servers get its state. An engine that dies ends only its own requests. The policy of the server decides whether and
+when it is started again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from meltcore.settings.fleet_spec import ModelSection
 
 
 class ServedModel(SupervisedModel[Replica]):
-    """The engines of one model, from their first start until the server ends or the model is removed."""
+    """Runs the engines of one model, from their first start until the server ends or the model is removed."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class ServedModel(SupervisedModel[Replica]):
         self.limits = limits
 
     async def _start(self, replica: Replica) -> EngineReady:
-        """Start the engine of a replica, once a node has memory for it. Raises MeltcoreError."""
+        """Start the engine of a replica as soon as a node has memory for it. Raises MeltcoreError."""
         while True:
             try:
                 return await self._start_placed(replica)
@@ -133,9 +134,9 @@ class ServedModel(SupervisedModel[Replica]):
         return limits
 
     async def _wait_for_room(self, replica: Replica, reason: str) -> None:
-        """Wait until the start of a replica's engine is tried again.
+        """Wait until it is time to try the start of a replica's engine again.
 
-        That it was not started does not count as an exit.
+        An engine that found no memory has not started, so this does not count as an exit.
         """
         await replica.process.stop()
         self._remove_sockets(replica)
@@ -206,9 +207,9 @@ class ServedModel(SupervisedModel[Replica]):
     # --- sleeping
 
     async def sleep_process(self, replica: Replica, keep: Literal["host", "disk"], limit_s: float) -> bool:
-        """Put an engine to sleep. Returns whether it sleeps.
+        """Put an engine to sleep. Return whether it sleeps.
 
-        An engine that cannot sleep is reported here. An engine that has died was reported before.
+        If the engine cannot sleep, this method reports it. If the engine has died, that was reported before.
         """
         answer = await self._ask(replica, Sleep(keep), limit_s)
         if isinstance(answer, Asleep) and answer.error is None:
@@ -222,7 +223,7 @@ class ServedModel(SupervisedModel[Replica]):
         return False
 
     async def wake_process(self, replica: Replica, limit_s: float) -> str:
-        """Wake an engine. Returns why it still sleeps, or "" if it serves or has died."""
+        """Wake an engine. Return the reason if it still sleeps, or "" if it serves or has died."""
         answer = await self._ask(replica, Wake(), limit_s)
         if replica.state != "sleeping":  # it has died, and is started again
             return ""
@@ -237,7 +238,7 @@ class ServedModel(SupervisedModel[Replica]):
         return reason
 
     async def _ask(self, replica: Replica, message: Sleep | Wake, limit_s: float) -> Asleep | Awake | str:
-        """Send a message to an engine. Returns its answer, or the reason why there is none."""
+        """Send a message to an engine. Return the engine's answer, or the reason why no answer came."""
         engine = replica.process
         answer: asyncio.Future[Asleep | Awake] = asyncio.get_running_loop().create_future()
         replica.answer = answer
@@ -260,7 +261,7 @@ class ServedModel(SupervisedModel[Replica]):
 
     @property
     def is_pending(self) -> bool:
-        """Whether no engine serves or loads, and one waits for memory on a node."""
+        """Whether no engine serves or loads, and at least one waits for memory on a node."""
         return self._starts.is_pending
 
     @property
@@ -294,7 +295,7 @@ class ServedModel(SupervisedModel[Replica]):
         self.set_status(*self._parts.policy.status(outage))
 
     def describe(self, replica: int, default: str) -> str:
-        """Return the name of an engine for messages. `default` is the name of a server's only engine."""
+        """Return the name of an engine for messages. If it is the server's only engine, return `default`."""
         name = self._parts.policy.model_name(self.name, self._parts.pool.num_models)
         return f"{name} replica {replica}".strip() if len(self.replicas) > 1 else name or default
 
@@ -302,7 +303,7 @@ class ServedModel(SupervisedModel[Replica]):
 
     @property
     def cluster_problem(self) -> str:
-        """Why the cluster of the engines cannot be changed. It is "" if it can be changed, and without a cluster."""
+        """The reason why the cluster of the engines cannot be changed now, or ""."""
         problem = self._parts.launcher.problem
         return problem and f"the cluster cannot be changed: {problem}"
 

@@ -1,4 +1,4 @@
-"""What models of the supervisor share, with own engines or upstream servers: status, drain, sleep and replacement."""
+"""The base class of the supervisor's models, on own engines or upstream servers. It drains, sleeps and replaces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _R = TypeVar("_R", bound=ReplicaLife[Any])
 
 @dataclass(frozen=True, kw_only=True)
 class ServerContext:
-    """The parts of a server that its models share."""
+    """The objects of a server that all its models share."""
 
     pool: WorkerPool
     gate: StartGate
@@ -46,7 +46,7 @@ class ServerContext:
 
 
 class SupervisedModel(ABC, Generic[_R]):
-    """The replicas of one model, from their first start until the server ends or the model is removed."""
+    """Runs the replicas of one model, from their first start until the server ends or the model is removed."""
 
     def __init__(
         self,
@@ -91,28 +91,28 @@ class SupervisedModel(ABC, Generic[_R]):
     def update_status(self, pause_s: float | None = None) -> None:
         """Update the model's status from its replicas.
 
-        `pause_s` is the time until an ended process is started again.
+        `pause_s` is the number of seconds until an ended process is started again.
         """
 
     @abstractmethod
     async def sleep_process(self, replica: _R, keep: Literal["host", "disk"], limit_s: float) -> bool:
-        """Put the process of a drained replica to sleep within `limit_s`. Returns whether it sleeps."""
+        """Put the process of a drained replica to sleep within `limit_s` seconds. Return whether it sleeps."""
 
     @abstractmethod
     async def wake_process(self, replica: _R, limit_s: float) -> str:
-        """Wake the process of a sleeping replica. Returns why it still sleeps, or "" if it does not."""
+        """Wake the process of a sleeping replica. Return the reason if it still sleeps, or else ""."""
 
     @abstractmethod
     async def _start(self, replica: _R) -> Any:
-        """Start a process for a replica and wait until it can serve. Returns its limits. Raises MeltcoreError."""
+        """Start a process for a replica and wait until it can serve. Return its limits. Raises MeltcoreError."""
 
     @abstractmethod
     def _on_ready(self, replica: _R, result: Any) -> None:
-        """Note that a replica serves. `result` is what `_start` has returned."""
+        """Store that a replica serves. `result` is the return value of `_start`."""
 
     @abstractmethod
     def _tell_end(self, replica: _R, *, was_serving: bool, num_open: int, plan: str) -> None:
-        """Log and print how a process has ended or could not start, and what is planned for it.
+        """Log and print how a process has ended or could not start, and whether it is started again.
 
         `num_open` is the number of requests that were open.
         """
@@ -122,13 +122,13 @@ class SupervisedModel(ABC, Generic[_R]):
         return False
 
     def describe(self, replica: int, default: str) -> str:  # noqa: ARG002 - errors of other servers name them
-        """Return the name of a replica for messages, or `default` if messages need no name."""
+        """Return the name of a replica for messages. If messages need no name, return `default`."""
         return default
 
     # --- starting and ending
 
     async def _start_all(self) -> None:
-        """Start all replicas and wait for them. Raises MeltcoreError if the model cannot serve, as the policy decides.
+        """Start all replicas and wait for them. Raises MeltcoreError if the policy decides that the model cannot serve.
 
         After an error, replicas that have started or are pending continue.
         """
@@ -142,7 +142,7 @@ class SupervisedModel(ABC, Generic[_R]):
         return self._parts.policy.start_error(errors, len(self.replicas))
 
     async def load_or_fail(self) -> None:
-        """Do as `load`. If the model cannot serve, it stays in the server as failed."""
+        """Load the model. If it cannot serve, keep it in the server with the status failed."""
         try:
             await self.load()
         except MeltcoreError as error:
@@ -150,7 +150,7 @@ class SupervisedModel(ABC, Generic[_R]):
             self.fail(str(error))
 
     async def _keep(self, replica: _R) -> None:
-        """Start the process of a replica, and start it again after each end, as the policy decides."""
+        """Start the process of a replica. After each end start it again, as the policy decides."""
         while True:
             await self.may_run.wait()
             try:
@@ -174,7 +174,7 @@ class SupervisedModel(ABC, Generic[_R]):
     def _after_end(self, replica: _R, reason: str, *, is_final: bool) -> float | None:
         """Fail the requests of a process that has ended.
 
-        Returns the pause until the next start. Returns None if there is no next start.
+        Return the seconds until the next start, or None if there is no next start.
         """
         policy, now_s, is_evicted = self._parts.policy, time.monotonic(), replica.process.is_evicted
         was_serving, num_open = replica.state in SERVED, round(self.stats.open_requests(replica.index))
@@ -203,13 +203,13 @@ class SupervisedModel(ABC, Generic[_R]):
         return pause_s
 
     def _note_started(self, replica: _R, result: Any) -> None:
-        """Note that a replica serves. `result` is the result of its first start."""
+        """Store that a replica serves. `result` is the return value of its first start."""
         if replica.started is not None and not replica.started.done():
             replica.started.set_result(result)
         self._starts.note()
 
     def _give_up(self, replica: _R, failure: MeltcoreError) -> None:
-        """Note that a replica is not started again."""
+        """Store that a replica is not started again."""
         if replica.started is not None and not replica.started.done():
             replica.started.set_exception(failure)
         self._starts.note()
@@ -217,7 +217,7 @@ class SupervisedModel(ABC, Generic[_R]):
             self.all_ended.set()
 
     async def fail_loading(self, reason: str) -> None:
-        """Give up a model that takes too long to load for the first time."""
+        """End the start of a model that takes too long to load for the first time."""
         if self.loading is not None:
             self.loading.cancel()
             await asyncio.gather(self.loading, return_exceptions=True)
@@ -232,7 +232,7 @@ class SupervisedModel(ABC, Generic[_R]):
             self.set_status("failed", f"{self.name} could not be loaded: {self._shortened(reason)}")
 
     def _shortened(self, reason: str) -> str:
-        """Return a reason in the length in which refused requests receive it."""
+        """Return a reason, shortened for the answers to refused requests."""
         return reason
 
     def drain(self, reason: str) -> None:
@@ -306,7 +306,7 @@ class SupervisedModel(ABC, Generic[_R]):
     # --- sleeping
 
     def begin_sleep(self) -> None:
-        """Let requests wait from now on, and start no more processes."""
+        """Make requests wait from now on, and start no more processes."""
         self.may_run.clear()
         for replica in self.replicas:
             if replica.state != "failed":
@@ -314,7 +314,7 @@ class SupervisedModel(ABC, Generic[_R]):
         self.update_status()
 
     def begin_wake(self) -> None:
-        """Allow that processes are started. The caller wakes processes that sleep."""
+        """Allow starts of processes. The caller wakes the processes that sleep."""
         self.set_status("waking", f"{self.name} is being woken")
         self.may_run.set()
 
@@ -324,7 +324,7 @@ class SupervisedModel(ABC, Generic[_R]):
         self.update_status()
 
     async def end_engine(self, replica: _R) -> None:
-        """End the process of a replica. It is started again when the model may be awake."""
+        """End the process of a replica. It is started again when the model may be awake again."""
         await self._end_process(replica)
         replica.begin("unload")
         replica.restarts += 1

@@ -1,6 +1,6 @@
-"""One upstream model of the supervisor: servers that run elsewhere, or processes that the supervisor starts.
+"""Runs one upstream model of the supervisor: servers that run elsewhere, or processes that the supervisor starts.
 
-API servers get only addresses. Each of them checks by itself whether a server answers.
+API servers get only addresses. Each API server checks whether an upstream server answers.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _HEALTH_POLL_S = 0.5  # of servers that run elsewhere, until one answers
 
 @dataclass(eq=False, kw_only=True)
 class UpstreamServer(ReplicaLife[UpstreamProcess]):
-    """One replica of an upstream model that is started by a command."""
+    """One replica of an upstream model. A command starts its server."""
 
     log: Path
     port: int
 
 
 class UpstreamModel(SupervisedModel[UpstreamServer]):
-    """The servers of one upstream model, from their first start until the server ends or the model is removed."""
+    """Runs the servers of one upstream model, from their first start until the server ends or the model is removed."""
 
     def __init__(self, number: int, name: str, config: ModelSection, stats: ModelStats, parts: ServerContext) -> None:
         """Add the model to all API servers. Raises ConfigError if the upstream's API key is missing."""
@@ -89,7 +89,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         self.update_status()
 
     async def load_or_fail(self) -> None:
-        """Do as `load`. If the model cannot serve, it stays in the server as failed."""
+        """Load the model. If it cannot serve, keep it in the server with the status failed."""
         await super().load_or_fail()
         if self._elsewhere and self.status == "failed":  # it may be started yet
             await self._wait_elsewhere(self._elsewhere, math.inf)
@@ -109,7 +109,10 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
             await asyncio.sleep(min(_HEALTH_POLL_S, max(0.0, deadline_s - time.monotonic())))
 
     async def fail_loading(self, reason: str) -> None:
-        """Give up a model that takes too long to load for the first time. The error has its server's last output."""
+        """End the start of a model that takes too long to load for the first time.
+
+        The error has the last output of its server.
+        """
         late = next((each.process for each in self.replicas if each.state == "loading"), None)
         await super().fail_loading(reason if late is None else f"{reason}; its last output:\n{late.log_tail()}")
 
@@ -117,7 +120,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         return one_line(reason)
 
     async def _start(self, server: UpstreamServer) -> float:
-        """Start the process of a replica. Returns the seconds until it could serve. Raises ConfigError."""
+        """Start the process of a replica. Return the seconds until it could serve. Raises ConfigError."""
         server.apply("start")
         self.stats.set("start_s", time.monotonic())
         async with self._gate(server.index):
@@ -133,7 +136,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         )
 
     def _gate(self, replica: int) -> AbstractAsyncContextManager[None]:
-        """Wait for engines that load on the same GPUs. A server without GPUs of its own does not wait."""
+        """Wait for engines that load on the same GPUs. A server without GPUs does not wait."""
         if not (gpus := self.config.replica_gpus[replica]):
             return nullcontext()
         size = self.config.tensor_parallel_size
@@ -171,9 +174,9 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
     # --- sleeping
 
     async def sleep_process(self, server: UpstreamServer, keep: Literal["host", "disk"], limit_s: float) -> bool:
-        """Put a server to sleep if it has a sleep mode. Returns whether it sleeps.
+        """Put a server to sleep if it has a sleep mode. Return whether it sleeps.
 
-        A server that refuses is reported.
+        This method reports a server that refuses to sleep.
         """
         if self.config.sleep_mode != "vllm" or keep != "host":
             return False
@@ -186,7 +189,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         return True
 
     async def wake_process(self, server: UpstreamServer, limit_s: float) -> str:
-        """Wake a server. A server that does not wake is ended and started again, so the result is always ""."""
+        """Wake a server. If it does not wake, end it and start it again. So the return value is always ""."""
         problem = ""
         try:
             await server.process.post(_WAKE_PATH, limit_s)

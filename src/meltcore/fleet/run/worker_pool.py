@@ -69,7 +69,7 @@ def worker_count(config: FleetSpec) -> int:
 
 
 class APIServerWorker:
-    """One API server process, and the number of connections that it was given."""
+    """One API server process, and the number of its connections."""
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id  # its row of the statistics and its sockets, from 1 on
@@ -82,7 +82,7 @@ class APIServerWorker:
         self.early_deaths = 0  # predecessors in a row that ended before they could serve
 
     def send(self, message: ToAPIServer, descriptor: int | None = None) -> None:
-        """Send a message. A worker that does not read its messages is killed."""
+        """Send a message. If the worker does not read its messages, kill it."""
         running = self.process is not None and self.process.returncode is None
         if running and self.channel is not None and not self.channel.send(message, descriptor):
             assert self.process is not None
@@ -90,7 +90,7 @@ class APIServerWorker:
 
 
 class WorkerPool:
-    """All API server processes of a server."""
+    """Runs all API server processes of a server."""
 
     def __init__(
         self,
@@ -140,14 +140,14 @@ class WorkerPool:
     # --- models
 
     def add_model(self, message: AddModel) -> None:
-        """Let all workers load the tokenizer of a model, or watch the servers of an upstream model."""
+        """Tell all workers to load the tokenizer of a model, or to watch the servers of an upstream model."""
         self._models[message.model] = message
         opened = self._opened[message.model] = asyncio.get_running_loop().create_future()
         opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # may be read by no one
         self._send(message, self._stats.model(message.model).shared.fd)
 
     def remove_model(self, model: int) -> None:
-        """Let all workers forget a model."""
+        """Tell all workers to remove a model."""
         del self._models[model], self._opened[model]
         for worker in self._workers:
             worker.opened.discard(model)
@@ -159,9 +159,10 @@ class WorkerPool:
                 worker.send(message, descriptor)
 
     async def open_model(self, message: OpenModel) -> bool:
-        """Let all workers accept requests for a model, and wait until they can.
+        """Tell all workers to accept requests for a model, and wait until they can.
 
-        Returns whether the model's tokenizer is a substitute. Raises ConfigError if a worker cannot load what it needs.
+        Return whether the model's tokenizer is a substitute. Raises ConfigError if a worker cannot load the files it
+        needs.
         """
         opened = self._opened[message.model]
         self.broadcast(message)
@@ -172,7 +173,7 @@ class WorkerPool:
         return opened.result()
 
     def change_routes(self, config: FleetSpec) -> None:
-        """Let all workers choose models by the routes of `config`. Workers that start later do so too."""
+        """Send the routes of `config` to all workers, also to those that start later."""
         self._config = config
         self._send(self._routes())
 
@@ -185,9 +186,9 @@ class WorkerPool:
         return len(self._models)
 
     def model_failed(self, model: int) -> asyncio.Future[bool]:
-        """Return a future that is done once all workers can serve a model.
+        """Return a future that is done when all workers can serve a model.
 
-        If a worker cannot serve the model, the future gets the worker's error.
+        If a worker cannot serve the model, the future has the worker's error.
         """
         return self._opened[model]
 
@@ -201,14 +202,14 @@ class WorkerPool:
     def assign(self, connection: socket.socket) -> None:
         """Pass `connection` to the worker with the fewest connections.
 
-        Without a worker, the next one that starts gets it.
+        If there is no worker, the next one to start gets it.
         """
         self._pending.append(connection)
         if len(self._pending) == 1:
             self._assign_pending()
 
     async def stop(self) -> None:
-        """Let all workers close their connections and exit. Workers that exceed the time limit are killed."""
+        """Tell all workers to close their connections and to exit. Workers that exceed the time limit are killed."""
         self._exiting = True
         for worker in self._workers:
             if worker.started:
@@ -222,7 +223,7 @@ class WorkerPool:
             connection.close()
 
     def kill(self) -> None:
-        """End all processes now."""
+        """Kill all processes immediately."""
         self._exiting = True
         self._kill(self._workers)
 
@@ -247,7 +248,10 @@ class WorkerPool:
                 return
 
     def _is_available(self, worker: APIServerWorker) -> bool:
-        """Return whether a worker serves all models that other workers serve. Otherwise it would refuse requests."""
+        """Return whether a worker serves all models that other workers serve.
+
+        Otherwise it would refuse some requests.
+        """
         return worker.started and all(
             number in worker.opened for number, opened in self._opened.items() if _is_open(opened)
         )
@@ -348,7 +352,7 @@ class WorkerPool:
 
 
 def _after(model: AddModel, message: ModelMessage) -> AddModel:
-    """Return what a worker that starts after `message` about a model receives of the model."""
+    """Return the messages about a model for a worker that starts after `message` was sent."""
     if isinstance(message, StatusChanged):
         return msgspec.structs.replace(model, status=message)
     if isinstance(message, EndRequests):

@@ -1,1 +1,1 @@
-"""Models that share GPUs: sleep and wake-up, turns, residency, and MPS."""
+"""Lets models share GPUs: sleep and wake-up, turns, residency, and MPS."""

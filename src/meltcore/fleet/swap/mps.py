@@ -64,7 +64,7 @@ class MpsDaemon:
             raise
 
     def client_environment(self, priority_class: PriorityClass, sm_percent: int) -> dict[str, str]:
-        """Return the environment variables of an engine. A daemon that has ended is started again.
+        """Return the environment variables for an engine. If the daemon has ended, start it again.
 
         An engine below the class `interactive` may use `sm_percent` of the GPU's SMs. Raises ConfigError as `start`
         does.
@@ -78,7 +78,7 @@ class MpsDaemon:
 
     @property
     def is_running(self) -> bool:
-        """Whether the daemon has neither ended nor been stopped."""
+        """Whether the daemon was started and has not ended."""
         return self._process is not None and self._process.running
 
     def servers(self) -> list[int]:

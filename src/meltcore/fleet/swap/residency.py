@@ -1,4 +1,4 @@
-"""Decides which sleepable models are awake, by times, bytes and waiting requests, without processes and clocks.
+"""Decides which sleepable models are awake. It uses times, bytes and counts of requests, but no processes and clocks.
 
 Models that take turns share the memory of their devices. A model that is needed replaces other models: idle ones first,
 then models of the least urgent class, then models that were used longest ago. Three rules limit swaps. Each model stays
@@ -23,13 +23,14 @@ IDLE_RANK = 99  # of a model without work: after every class
 
 
 class Demand(NamedTuple):
-    """The demand for a model now.
+    """Says how urgently a model is needed now.
 
     Args:
         rank: index of the most urgent class that waits, where 0 is the most urgent. None if no request waits.
         running: whether engines work for the model.
-        is_forced: whether an operator wakes the model, or it has to be loaded. The minimum time and the limit of swaps
-            do not apply then.
+        is_forced: whether an operator wakes the model, or it has to be loaded. The minimum time and the limit of
+            swaps do
+            not apply then.
     """
 
     rank: int | None = None
@@ -38,7 +39,7 @@ class Demand(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A model to wake once the models of `sleep` are asleep. The caller reports both to the policy."""
+    """A model to wake, and the models of `sleep` that must sleep before. The caller reports both to the policy."""
 
     wake: int
     sleep: tuple[int, ...]
@@ -46,7 +47,7 @@ class Swap(NamedTuple):
 
 @dataclass
 class _Member:
-    """A sleepable model, with the bytes that it takes on each device while it is awake.
+    """A sleepable model, and the bytes that it takes on each device while it is awake.
 
     A model of unknown size (None) shares a device with no other model.
     """
@@ -81,58 +82,58 @@ class Residency:
         self._swaps_s: deque[float] = deque()
 
     def change_config(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
-        """Decide by other settings from now on."""
+        """Use other settings from now on."""
         self._config, self._room_bytes = config, room_bytes
         self._turn_s = max(config.minimum_s, config.turn_s)
 
     # --- members
 
     def add(self, key: int, rank: int, size_bytes: Mapping[str, int | None]) -> None:
-        """Add a model, which is asleep. `rank` is the index of its class.
+        """Add a sleeping model. `rank` is the index of its class.
 
-        `size_bytes` are the bytes that it takes on each device while it is awake.
+        `size_bytes` are the bytes that the model takes on each device while it is awake.
         """
         self._members[key] = _Member(rank, dict(size_bytes))
 
     def move(self, key: int, size_bytes: Mapping[str, int | None]) -> None:
-        """Note that the engines of a model have moved to other devices."""
+        """Store the devices to which the engines of a model have moved."""
         self._members[key].size_bytes = dict(size_bytes)
 
     def remove(self, key: int) -> None:
-        """Remove a model, whose memory is then free."""
+        """Remove a model. Its memory is free from now on."""
         self._members.pop(key, None)
 
     def state(self, key: int) -> Residence:
-        """Return whether a model is awake."""
+        """Return the state of a model: whether it is awake, asleep, or between both."""
         return self._members[key].state
 
     def __contains__(self, key: int) -> bool:
         return key in self._members
 
     def fell_asleep(self, key: int) -> None:
-        """Note that a model has freed its memory."""
+        """Store that a model has freed its memory."""
         if key in self._members:
             self._members[key].state = "asleep"
 
     def woke(self, key: int, now_s: float, took_s: float) -> None:
-        """Note that a model can serve, or that its engines try to start by themselves."""
+        """Store that a model can serve, or that its engines keep trying to start."""
         if (member := self._members.get(key)) is not None:
             member.state, member.since_s, member.used_s = "awake", now_s, now_s
             member.wake_s, member.wanted_s = took_s, None
 
     def block(self, key: int, until_s: float) -> None:
-        """Note that a model could not be woken. It is asleep, and is not woken before `until_s`."""
+        """Store that a model could not be woken. It is asleep, and is not woken before `until_s`."""
         if (member := self._members.get(key)) is not None:
             member.state, member.blocked_s, member.wanted_s = "asleep", until_s, None
 
     def begin_sleep(self, key: int) -> None:
-        """Note that an awake model is put to sleep, although no other model is to be woken."""
+        """Store that an awake model is put to sleep without another model to be woken."""
         self._members[key].state = "falling_asleep"
 
     # --- decisions
 
     def decide(self, now_s: float, demands: Mapping[int, Demand]) -> list[Swap]:
-        """Return the swaps to begin now. Their models count as falling asleep and waking from now on."""
+        """Return the swaps to begin now. From now on their models count as falling asleep or waking up."""
         for key, member in self._members.items():
             member.demand = demands.get(key, Demand())
             is_wanted = member.demand.rank is not None or member.demand.is_forced
@@ -172,7 +173,7 @@ class Residency:
         return (now_s if member.state == "waking" else member.since_s) + self._config.minimum_s
 
     def _candidates(self, now_s: float) -> list[int]:
-        """Return the sleeping models that are needed, in the order in which to wake them."""
+        """Return the sleeping models that are needed. The model to wake first comes first."""
 
         def order(key: int) -> tuple[bool, bool, int, float, int]:
             member = self._members[key]
@@ -194,7 +195,7 @@ class Residency:
         return member.wanted_s is not None and now_s - member.wanted_s >= LONGEST_TURNS * self._turn_s
 
     def _victims(self, key: int, now_s: float) -> list[int] | None:
-        """Return the models that have to sleep so that a model fits. Returns None if it cannot fit yet."""
+        """Return the models that must sleep so that a model fits, or None if it cannot fit yet."""
         member, occupants = self._members[key], self._occupants(self._members[key])
         allowed = [each for each in occupants if self._may_replace(member, self._members[each], now_s)]
         allowed.sort(key=lambda each: (-self._members[each].work_rank, self._members[each].used_s, each))
@@ -261,10 +262,7 @@ class Residency:
         return True
 
     def _room(self, device: str) -> int:
-        """Return the bytes on a device for models that take turns.
-
-        These are the planned bytes, or else the bytes of the largest model.
-        """
+        """Return the bytes on a device for models that take turns: the planned bytes, or the largest model's."""
         if (room := self._room_bytes.get(device)) is not None:
             return room
         return max(member.size_bytes.get(device) or 0 for member in self._members.values())

@@ -25,7 +25,7 @@ _LEVELS: dict[Keep, int] = {"host": 1, "disk": 2}
 
 
 async def put_to_sleep(model: SupervisedModel[Any], keep: Keep, drain_limit_s: float) -> None:
-    """Let the open requests of a model finish within the limit, and free its memory. New requests wait.
+    """Wait for the open requests of a model within the limit, and free its memory. New requests wait.
 
     The model holds no memory afterwards in any case.
     """
@@ -45,7 +45,7 @@ async def put_to_sleep(model: SupervisedModel[Any], keep: Keep, drain_limit_s: f
 
 
 async def wake_up(model: SupervisedModel[Any], start_limit_s: float) -> str:
-    """Wake a model. Returns why its engines still sleep, or "" once it can serve or its engines start by themselves."""
+    """Wake a model. Return the reason if its engines still sleep, or "" if it can serve or its engines are starting."""
     async with model.changing:
         began_s = time.monotonic()
         model.begin_wake()

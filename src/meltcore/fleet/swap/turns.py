@@ -1,4 +1,4 @@
-"""Lets sleepable models take turns: reads the demand for them, and carries out the swaps of the residency policy.
+"""Lets sleepable models take turns. It reads how urgently each is needed, and carries out the policy's swaps.
 
 The numbers of waiting requests are in statistics that all processes share, so no message can be lost.
 """
@@ -28,10 +28,10 @@ FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # of a wake that failed
 
 
 class Turns:
-    """The sleepable models of a fleet."""
+    """Puts the sleepable models of a fleet to sleep and wakes them."""
 
     def __init__(self, config: ResidencySection, timeouts: TimeoutsSection, room_bytes: Mapping[str, int]) -> None:
-        """Create the turns. `room_bytes` are the bytes on each device for models that take turns."""
+        """Create the object without models. `room_bytes` are the bytes on each device for models that take turns."""
         self._config = config
         self._timeouts = timeouts
         self._policy = Residency(config, room_bytes)
@@ -43,26 +43,29 @@ class Turns:
         self._run: asyncio.Task[None] | None = None
 
     def change_config(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
-        """Replace the settings by the ones of another plan. The memory for models that take turns may differ there."""
+        """Replace the settings by those of another plan, in which the memory for models that take turns may differ."""
         self._config = config
         self._policy.change_config(config, room_bytes)
 
     # --- models
 
     def add(self, model: Model) -> None:
-        """Add a model before it is loaded. It is loaded in its turn. No effect on a model that is always on."""
+        """Add a model before it is loaded. It is loaded in its turn. Does nothing for a model that is always on."""
         if not model.is_sleepable:
             return
         self._models[model.number] = model
         self._policy.add(model.number, CLASSES.index(model.priority_class), device_bytes(model))
 
     def update_devices(self) -> None:
-        """Note on which devices a cluster has started engines."""
+        """Store the devices on which a cluster has started engines."""
         for key, model in self._models.items():
             self._policy.move(key, device_bytes(model))
 
     def start(self) -> None:
-        """Begin, once all models of the start were added. The most urgent class is loaded last and stays awake."""
+        """Begin the turns, after all models of the start were added.
+
+        The most urgent class is loaded last and stays awake.
+        """
         self._run = asyncio.create_task(self._run_until_cancelled())
 
     def remove(self, model: Model) -> None:
@@ -72,7 +75,7 @@ class Turns:
         self._forced.discard(model.number)
 
     async def stop(self) -> None:
-        """Stop all swaps where they are."""
+        """Stop all swaps, even swaps that are not complete."""
         tasks = [task for task in (self._run, *self._swaps) if task is not None]
         for task in tasks:
             task.cancel()
@@ -183,7 +186,7 @@ class Turns:
 
 
 def device_bytes(model: Model) -> dict[str, int | None]:
-    """Return the bytes that a model takes on each device while it is awake. None stands for unknown bytes."""
+    """Return the bytes that a model takes on each device while it is awake. Unknown bytes are None."""
     if isinstance(model, ServedModel):
         placed = [(placed_gpus(each.placement), each.placement.engine.memory_bytes) for each in model.replicas]
     else:

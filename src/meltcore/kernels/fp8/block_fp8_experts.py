@@ -241,10 +241,10 @@ def block_fp8_expert_outputs_reference(
     tokens = quantize_tokens(hidden, gate_up).dequantize()
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start < end:
-            own = pairs[start:end]
-            activated = swiglu(tokens[own // top_k] @ _expert(gate_up, expert).t()).to(hidden.dtype)
+            expert_pairs = pairs[start:end]
+            activated = swiglu(tokens[expert_pairs // top_k] @ _expert(gate_up, expert).t()).to(hidden.dtype)
             inputs = quantize_tokens(activated, down).dequantize()
-            outputs[own] = (inputs @ _expert(down, expert).t()).to(hidden.dtype)
+            outputs[expert_pairs] = (inputs @ _expert(down, expert).t()).to(hidden.dtype)
     return outputs
 
 

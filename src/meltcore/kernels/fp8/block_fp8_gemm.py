@@ -174,9 +174,9 @@ def _block_fp8_gemm_kernel(
 def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes: int) -> GemmConfig:
     """Select the configuration for a number of tokens and a weight [rows, k].
 
-    Few tokens take as long as reading the weight: two programs per SM load while others compute, and splits fill the
-    SMs. For many, two programs per SM multiply while the other applies scales. (Not measured yet:
-    docs/decisions/quantized-weights.md.)
+    For few tokens, the time is that of reading the weight. Two programs per SM overlap loads with computing, and splits
+    of k fill the SMs. For many tokens, one program of an SM applies scales while another one multiplies. (Not measured
+    yet: docs/decisions/quantized-weights.md.)
     """
     steps = num_blocks(k)
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64

@@ -22,11 +22,11 @@ _UP_ELEMENTS, _UP_BLOCK_K, _UP_WARPS = 64, 1024, 2
 _MAX_DOWN_ELEMENTS, _DOWN_BLOCK_K, _DOWN_WARPS, _MIN_PROGRAMS = 288, 512, 2, 256
 
 
-def down_config(size: int, width: int, top_k: int) -> GemvConfig | None:
+def down_config(hidden_size: int, intermediate_size: int, top_k: int) -> GemvConfig | None:
     """Return the tile sizes of down_proj, or None if a thread cannot hold 8 elements (one load) of every expert."""
-    block_k = min(_DOWN_BLOCK_K, width & -width)
-    loads = top_k * (width // block_k)
-    warp_columns = size * block_k // 32  # elements of a load of every row, per thread of one warp
+    block_k = min(_DOWN_BLOCK_K, intermediate_size & -intermediate_size)
+    loads = top_k * (intermediate_size // block_k)
+    warp_columns = hidden_size * block_k // 32  # elements of a load of every row, per thread of one warp
     fitting = [num_elements for num_elements in (32, 16, 8) if num_elements * loads <= _MAX_DOWN_ELEMENTS]
     if not fitting:
         return None

@@ -18,8 +18,8 @@ import torch
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.int4 import CHUNK, Int4Type, dequantize_int4, pack_nibbles, unpack_nibbles
 
-# Of random blocks with scales from 0.5 to 1.5.
-_DEVIATIONS = {
+# The standard deviation of the values of random blocks with scales from 0.5 to 1.5.
+_STANDARD_DEVIATIONS = {
     GgmlType.Q4_0: 4.83,
     GgmlType.Q4_1: 4.8,
     GgmlType.Q5_1: 9.6,
@@ -310,7 +310,7 @@ def random_blocks(
     block = blocks.view(-1, ggml_type.block_bytes)
     # Random signs: the values of a block of Q4_0 have another mean than zero.
     draws = torch.rand(2, len(block), 1, device=device, generator=generator)
-    scales = (draws[0] + 0.5).copysign(draws[1] - 0.5) * (deviation / _DEVIATIONS[ggml_type])
+    scales = (draws[0] + 0.5).copysign(draws[1] - 0.5) * (deviation / _STANDARD_DEVIATIONS[ggml_type])
     # Each sub-block has the minimum of its scale.
     if ggml_type in (GgmlType.Q4_K, GgmlType.Q5_K):
         block[:, 8:12] = block[:, 4:8]

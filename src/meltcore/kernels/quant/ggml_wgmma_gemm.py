@@ -110,14 +110,14 @@ def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
 
 def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
     """Return whether the kernel supports these tensors and is faster than all others."""
-    values = len(weight.values) * weight.columns
-    least = _MIN_K_QUANT_TOKENS if _has_much_to_decode(values, weight.type) else _MIN_TOKENS
-    most = MAX_TOKENS if values >= _FEW_VALUES else _MAX_TOKENS_FEW_VALUES
-    return values >= _MIN_VALUES and least <= hidden.shape[0] <= most and supports(hidden, weight)
+    num_values = len(weight.values) * weight.columns
+    least = _MIN_K_QUANT_TOKENS if _has_much_to_decode(num_values, weight.type) else _MIN_TOKENS
+    most = MAX_TOKENS if num_values >= _FEW_VALUES else _MAX_TOKENS_FEW_VALUES
+    return num_values >= _MIN_VALUES and least <= hidden.shape[0] <= most and supports(hidden, weight)
 
 
-def _has_much_to_decode(values: int, block_type: BlockType) -> bool:
-    return values >= _MANY_K_QUANT_VALUES and block_type in (GgmlType.Q6_K, *WITH_MINIMA)
+def _has_much_to_decode(num_values: int, block_type: BlockType) -> bool:
+    return num_values >= _MANY_K_QUANT_VALUES and block_type in (GgmlType.Q6_K, *WITH_MINIMA)
 
 
 @cache
@@ -126,17 +126,19 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
     token_tiles = -(-tokens // TOKEN_TILES[-1])
     tile = next(each for each in TOKEN_TILES if token_tiles * each >= tokens)
     # A third warp group pays where a block has long runs or much to decode, and where each SM then has a whole tile.
-    values, wide_tiles = rows * columns, -(-rows // (3 * _GROUP_ROWS))
-    pays = values >= _MIN_WIDE_VALUES or _has_much_to_decode(values, block_type) or 0.9 * sms <= wide_tiles <= sms
+    num_values, wide_tiles = rows * columns, -(-rows // (3 * _GROUP_ROWS))
+    pays = (
+        num_values >= _MIN_WIDE_VALUES or _has_much_to_decode(num_values, block_type) or 0.9 * sms <= wide_tiles <= sms
+    )
     return WgmmaConfig.of(tile, 3 if pays and tile <= _MAX_WIDE_TOKENS else 2, block_type)
 
 
 @cache
 def grid_size(tiles: int, chunks: int, tokens: int, sms: int) -> int:
-    """Return the number of blocks, of which each takes an equal run of the chunks of all tiles of `tokens` tokens.
+    """Return the number of blocks. Each block takes an equal run of the chunks of all tiles of `tokens` tokens.
 
-    A tile has as many parts as take their last block about as long to add as the chunks of one to multiply. Few tiles
-    are split into whole parts if that leaves few SMs idle: then no block has parts of two.
+    A tile is split into parts. The number of parts balances two times: adding the parts, and multiplying the chunks of
+    one part. Few tiles are split into whole parts if few SMs stay idle then, so that no block works on two tiles.
     """
     parts = min(chunks, max(1, isqrt(chunks * TOKEN_TILES[-1] // tokens)))
     splits = min(sms // tiles, parts)

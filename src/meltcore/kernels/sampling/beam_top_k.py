@@ -87,9 +87,10 @@ def _group_maxima_kernel(
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program finds the maxima of GROUPS groups of one row without the forbidden token, and log(sum(exp)) with it.
+    """Compute the maxima of GROUPS groups of one row, and log(sum(exp)) of the same logits. One program has one chunk.
 
-    A finite number stands for the sum of logits that are all minus infinity, as beyond the vocabulary.
+    The maxima leave the forbidden token out, the sum includes it. If all logits of a chunk are minus infinity, as
+    beyond the vocabulary, a finite number stands for the sum.
     """
     pdl_sync(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -41,8 +41,8 @@ class ExportedPart:
     @classmethod
     def find_part(cls, folder: Path, name: str) -> ExportedPart | None:
         """Return the part called `name`, as ONNX or TorchScript. Returns None if the folder has no such file."""
-        found = next((path for end in ("onnx", "ts") if (path := folder / f"{name}.{end}").is_file()), None)
-        return None if found is None else cls(found)
+        path = next((file for end in ("onnx", "ts") if (file := folder / f"{name}.{end}").is_file()), None)
+        return None if path is None else cls(path)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -75,17 +75,17 @@ class ExportedPart:
         if self.graph is None:
             matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
             vectors = [name for name, shape in self.shapes.items() if len(shape) == 1]
-            found = len(matrices) if len(vectors) == 1 else 0
-            weight = self.read(matrices[0]) if found == 1 else None
-            bias = self.read(vectors[0]) if found == 1 else None
+            num_linears = len(matrices) if len(vectors) == 1 else 0
+            weight = self.read(matrices[0]) if num_linears == 1 else None
+            bias = self.read(vectors[0]) if num_linears == 1 else None
         else:
             nodes = list(self.linear_nodes())
-            found = len(nodes)
-            weight = self.linear_weight(nodes[0]) if found == 1 else None
-            bias_name = self.bias_name(nodes[0]) if found == 1 else None
+            num_linears = len(nodes)
+            weight = self.linear_weight(nodes[0]) if num_linears == 1 else None
+            bias_name = self.bias_name(nodes[0]) if num_linears == 1 else None
             bias = None if bias_name is None else self.read(bias_name)
         if weight is None or bias is None:
-            raise ConfigError(f"{self.path} must have one linear layer with a bias; it has {found}")
+            raise ConfigError(f"{self.path} must have one linear layer with a bias; it has {num_linears}")
         if weight.dim() > 2 and weight.shape[2:].numel() == 1:
             weight = weight.flatten(1)
         if weight.dim() != 2 or bias.shape != weight.shape[:1]:

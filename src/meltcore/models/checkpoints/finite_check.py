@@ -1,8 +1,8 @@
-"""Refuses weights with values that are not finite numbers, while they are loaded.
+"""Refuses weights that contain infinity or NaN, while they are loaded.
 
-One such value makes every answer meaningless, and no error says why. Files that are damaged, or saved after a training
-run diverged, have them. A sum of finite weights is finite, and takes one pass over memory that was just written: 19 GB
-per second of one core in bfloat16.
+One such value makes every answer meaningless, and no error says why. Damaged files have such values, and so have files
+that were saved after a training run diverged. The sum of a tensor is finite only if all values are finite. It takes one
+pass over memory that was just written: 19 GB per second of one core in bfloat16.
 """
 
 from __future__ import annotations

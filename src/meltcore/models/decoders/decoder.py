@@ -316,10 +316,10 @@ class Decoder(Model):
             metadata: each layer's metadata.
         """
         residual: ResidualStream = self.embedding(token_ids)
-        few, num_decodes = self._decode_layers, metadata[0].num_decodes
-        if few is not None and len(positions) == num_decodes <= MAX_TOKENS and use_triton(positions):
+        fused_decode, num_decodes = self._decode_layers, metadata[0].num_decodes
+        if fused_decode is not None and len(positions) == num_decodes <= MAX_TOKENS and use_triton(positions):
             table, rows = metadata[0].page_table, metadata[0].rows
-            return ResidualStream(few.run(residual.values, positions, table, rows)).normalized(self.norm)
+            return ResidualStream(fused_decode.run(residual.values, positions, table, rows)).normalized(self.norm)
         layers_to_run = self._layers_to_run(caches, metadata)
         for layer_idx, (block, cache, layer_metadata) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
             if layer_idx not in layers_to_run:

@@ -112,17 +112,17 @@ def write_gguf(
     checkpoint: Checkpoint,
     path: Path,
     target_type: GGMLQuantizationType,
-    tokenizer: Callable[[int], Mapping[str, Any]],
+    make_tokenizer_metadata: Callable[[int], Mapping[str, Any]],
     check_header: HeaderCheck,
     progress: Progress,
     *,
     overwrite: bool = False,
     allow_requantize: bool = False,
 ) -> RoundingLoss:
-    """Write the checkpoint as the GGUF file `path` with matrices of type `target_type`.
+    """Write the checkpoint as the GGUF file `path` with matrices of type `target_type`. Return the loss by rounding.
 
-    `tokenizer` returns the metadata of tokenizer and chat template for the number of rows of the embedding. Returns how
-    much the values of the matrices were rounded.
+    `make_tokenizer_metadata` receives the number of rows of the embedding. It returns the metadata of tokenizer and
+    chat template.
 
     Raises ConfigError for an architecture or a configuration that GGUF cannot express, and for a quantized checkpoint
     unless `allow_requantize`. Raises it also for an existing file unless `overwrite`, and if the disk is full.
@@ -146,7 +146,7 @@ def write_gguf(
             }
             config = source.model.config
             metadata |= config_metadata(checkpoint.name, config, name)
-            add_metadata(writer, metadata | dict(tokenizer(config.vocab_size)))
+            add_metadata(writer, metadata | dict(make_tokenizer_metadata(config.vocab_size)))
             factors = rope_factors(config)
             for tensor_name, values in factors.items():
                 writer.add_tensor_info(tensor_name, values.shape, values.dtype, values.nbytes)

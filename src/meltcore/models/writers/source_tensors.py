@@ -89,8 +89,8 @@ class SourceTensor:
         if not math.isfinite(largest):
             raise ConfigError(f"{self.file.path}: {self.name} has values that are not finite numbers")
         if largest > limit:
-            size = f"a value of magnitude {largest:g}; {format_name} holds up to {limit:g}"
-            raise ConfigError(f"{self.file.path}: {self.name} has {size}")
+            problem = f"a value of magnitude {largest:g}; {format_name} holds up to {limit:g}"
+            raise ConfigError(f"{self.file.path}: {self.name} has {problem}")
 
 
 @dataclass(frozen=True)

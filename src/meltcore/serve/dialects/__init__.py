@@ -1,1 +1,1 @@
-"""Routes of other APIs: dwani.ai's."""
+"""Routes whose forms come from APIs other than OpenAI's. Today this is dwani.ai's API."""

@@ -1,4 +1,4 @@
-"""dwani.ai's chats: /v1/indic_chat, /v1/chat_direct and /v1/chat, each with a JSON request and a JSON answer."""
+"""Serves dwani.ai's chat routes: /v1/indic_chat, /v1/chat_direct and /v1/chat. Requests and answers are JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PROMPT, MAX_TALK = 10_000, 4_000
 
 
 class IndicChatRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/indic_chat: a prompt in one language, to be answered in another."""
+    """The body of POST /v1/indic_chat. It has a prompt in one language and names the language of the answer."""
 
     prompt: str
     src_lang: str
@@ -88,7 +88,7 @@ class DwaniChatEndpoint(Endpoint):
         return {"user": request.text, "reply": await self._ask(exchange, request.text)}
 
     async def _ask(self, exchange: Exchange, prompt: str, model: str | None = None, system: str = "") -> str:
-        """Return a language model's answer."""
+        """Return the text that a language model answers."""
         backend = self.choices.chat_model(model)
         exchange.fields["model"] = backend.names[0]
         return (await while_connected(exchange.scope, ask(backend, system, prompt))).text

@@ -30,7 +30,7 @@ class VisionEndpoint(Endpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Raise RequestError (501)."""
+        """Raise RequestError (501), because no model of this server reads images."""
         await discard_body(exchange.scope, exchange.receive)
         raise RequestError(
             f"{exchange.scope['path']} needs a vision model, which Meltcore does not serve: images and PDF files are "

@@ -1,4 +1,4 @@
-"""Requests whose answer is complete when it arrives: one or several messages to an engine, and the result of each."""
+"""Serves requests whose answer is sent as a whole. A request has one or several messages, each with one result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENDED = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (
 
 
 class BatchPart(Child):
-    """One message of a request, and its result once the engine has sent it."""
+    """One message of a request to an engine. It has a result once the engine has sent one."""
 
     ticket: BatchTicket
     result: Any
@@ -26,7 +26,10 @@ class BatchPart(Child):
     def __init__(
         self, ticket: BatchTicket, message: Callable[..., TaskRequest], cost: int, waiting_tokens: int = 0
     ) -> None:
-        """Add a message to a request. `message` makes the message from its request_id, priority and arrived_s."""
+        """Add a message to a request.
+
+        `message` receives request_id, priority and arrived_s, and returns the message.
+        """
         super().__init__(ticket, cost, waiting_tokens)
         self._message = message
 
@@ -41,7 +44,7 @@ class BatchPart(Child):
 
 
 class BatchTicket(Ticket[BatchPart]):
-    """One request, and the future that is resolved when its last result has arrived."""
+    """One request. Its future is resolved when the last result has arrived."""
 
     def __init__(self, arrived_s: float) -> None:
         super().__init__(arrived_s)
@@ -49,12 +52,12 @@ class BatchTicket(Ticket[BatchPart]):
 
 
 class BatchTickets(OpenTickets[BatchPart]):
-    """The open requests of one model of a batch engine."""
+    """Holds the open requests to one model of a batch engine."""
 
     async def results(
         self, ticket: BatchTicket, default_class: PriorityClass, *, units: float, cost: float
     ) -> list[Any]:
-        """Return the result of each message of a request. Cancelling the call ends the work in the engines.
+        """Return one result per message, in order. Cancelling the call ends the work in the engines.
 
         `OpenTickets.admit` explains units and cost. Raises RequestError (429, 500, 503, 504).
         """
@@ -66,7 +69,7 @@ class BatchTickets(OpenTickets[BatchPart]):
         return [part.result for part in parts]
 
     def on_output(self, replica: int, output: TaskResult) -> None:
-        """Give a message its last result.
+        """Store the result of a message, and resolve the request's future if it was the last result.
 
         A result from a lost replica is dropped if another replica works on the message.
         """
@@ -98,7 +101,7 @@ class BatchTickets(OpenTickets[BatchPart]):
 
 
 class BatchBackend(EngineBackend):
-    """The engines of a model that sends complete answers. The queue counts `slots` messages for each replica."""
+    """The backend of a model whose answers are sent as a whole. The queue counts `slots` messages for each replica."""
 
     slots = 64
     tickets: BatchTickets | None = None
@@ -109,19 +112,19 @@ class BatchBackend(EngineBackend):
         self.tickets = BatchTickets(self.stats, self._send, self._new_queue(self.slots), self._limit_s)
 
     def on_output(self, replica: int, output: TaskResult) -> None:
-        """Give a request its result."""
+        """Pass a result to the request to which it belongs."""
         if self.tickets is not None:
             self.tickets.on_output(replica, output)
 
     async def results(self, messages: Sequence[Callable[..., TaskRequest]], costs: Sequence[int], units: float) -> Any:
-        """Return the results of a request's messages, in order. Cancelling the call ends the work in the engines.
+        """Return one result per message of a request, in order. Cancelling the call ends the work in the engines.
 
         Raises RequestError (429, 500, 503, 504).
 
         Args:
-            messages: functions that make the messages from their request_id, priority and arrived_s.
-            costs: cost of each message for the choice of a replica.
-            units: units of the request for the second bound of the queue.
+            messages: functions that receive request_id, priority and arrived_s, and return a message.
+            costs: cost of each message, by which a replica is chosen.
+            units: units of the request, which the second bound of the queue counts.
         """
         self._loaded()
         self._live_replicas()

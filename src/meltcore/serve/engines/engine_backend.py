@@ -1,4 +1,4 @@
-"""What the backends of all Meltcore engines share: a queue, sockets, exits of replicas, profiles and readiness."""
+"""The base class of the backends of all Meltcore engines: queue, sockets, exits of replicas, profiles and readiness."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENGINE_DEAD = "the engine has died"
 
 
 class EngineBackend:
-    """The engines of one model, one per replica, as one API server process sees them.
+    """Connects one API server process to the engines of one model. There is one engine per replica.
 
     `purpose` says in errors what the model does, and where. `unit` is the unit of the second bound of the queue.
     """
@@ -46,7 +46,7 @@ class EngineBackend:
         limits: LimitsSection,
         request_timeout_s: float,
     ) -> None:
-        """Create the backend of a model. The statistics of the model name its task."""
+        """Create the backend of a model. The model's statistics name the task."""
         self.config = config
         self.names = (name, *config.aliases)
         self.paths: Sequence[str] = tuple(tasks()[stats.task].paths)
@@ -63,36 +63,39 @@ class EngineBackend:
 
     @property
     def chats(self) -> bool:
-        """Whether the model takes chats."""
+        """Whether the model accepts chats."""
         return False
 
     def load(self) -> Any:
-        """Return what the model needs beside its engines, such as a tokenizer. Runs in a thread. Raises ConfigError."""
+        """Load what the API needs of a model, such as a tokenizer, and return it.
+
+        Runs in a thread. Raises ConfigError.
+        """
 
     def open(self, text: Any, engine: Any, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready".
 
         Args:
-            text: what `load` has returned.
-            engine: what the engines have reported about the loaded model.
+            text: the return value of `load`.
+            engine: the engines' ready message about the loaded model.
             created: time at which the model was created, for the model card.
         """
         self._text, self._ready, self._created = text, engine, created
 
     def on_step(self, step: Any, replica: int) -> None:
-        """Give requests the outputs of a step of a replica's engine."""
+        """Pass the outputs of one step of a replica's engine to their requests."""
         self.stats.record_step(shared_stats(step.stats), step.step_ended_s, replica)
         for output in step.outputs:
             self.on_output(replica, output)
 
     def on_output(self, replica: int, output: Any) -> None:
-        """Handle the output of a request.
+        """Handle one output of a request.
 
         An output of a lost replica is dropped if another replica works on the request.
         """
 
     def on_message(self, replica: int, message: FromEngine) -> None:
-        """Handle a message of a replica's engine to this process."""
+        """Handle a message that a replica's engine sent to this process."""
         if isinstance(message, EngineOutputs):
             if self.tickets is not None:
                 self._server_stats.record_cpu_time()
@@ -101,19 +104,19 @@ class EngineBackend:
             self._on_profile_done(replica, message)
 
     def _new_queue(self, slots: int, waiting_units: Callable[[], float] | None = None) -> RequestQueue:
-        """Return the queue of the model. A replica runs `slots` requests concurrently."""
+        """Create the queue of the model. A replica runs `slots` requests concurrently."""
         limits = self._limits.of(self.config)
         max_units = getattr(limits, self.unit.setting)
         admission = Admission(max_queue=limits.max_queue, max_units=max_units, max_num_seqs=slots, unit=self.unit)
         return RequestQueue(self.stats, admission, slots=slots, shares=limits.class_shares, waiting_units=waiting_units)
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
-        """End all open requests, or all open requests of `replica`, with an error."""
+        """End the open requests with an error: all of them, or the requests of `replica` only."""
         if self.tickets is not None:
             self.tickets.end_all(error, outcome, replica)
 
     def retry(self, replica: int, others: Sequence[int]) -> None:
-        """Send requests of a lost replica to others."""
+        """Send the requests of a lost replica to other replicas."""
         if self.tickets is not None:
             self.tickets.retry(replica, others)
 
@@ -122,14 +125,14 @@ class EngineBackend:
         self._loaded()
 
     def _loaded(self) -> Any:
-        """Return what the engines have reported. Raises RequestError (503) while the model cannot serve."""
+        """Return the engines' ready message. Raises RequestError (503) while the model cannot serve."""
         if self._ready is None or self.health.status not in SERVING:
             self.stats.add(f"rejected_{self.health.status}")
             raise self.health.not_ready(self.health.reason)
         return self._ready
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card, with facts for clients and measurements, and with the facts of the task."""
+        """Return OpenAI's model card with the fields of the task and others for clients and measurements."""
         engine: EngineReady = self._loaded()
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
         common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
@@ -137,22 +140,22 @@ class EngineBackend:
         return card | facts | common | {"replicas": self.config.replicas}
 
     def facts(self, ready: Any) -> Mapping[str, Any]:  # noqa: ARG002 - of some tasks
-        """Return the facts of the task for the model card.
-
-        `ready` is what the engines reported about the loaded model.
-        """
+        """Return the fields that the task adds to the model card. `ready` is the engines' ready message."""
         return {}
 
     def connect(
         self, replica: int, folder: Path, client_index: int, on_unreadable: Callable[[int, str], object]
     ) -> None:
-        """Bind the sockets to a replica's engine in `folder`. EngineLink explains `on_unreadable(replica, reason)`."""
+        """Bind the sockets in `folder` to which a replica's engine connects.
+
+        `on_unreadable` has the arguments replica and reason.
+        """
         on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
         self._links[replica] = EngineLink(folder, client_index, on_message, on_error, partial(self._on_lost, replica))
         self.stats.set_connected(replica, True)
 
     def _on_lost(self, replica: int, reason: str) -> None:
-        """Retry or end the requests of an engine on another machine, because messages from it may be lost."""
+        """Retry or end the requests of an engine on another machine, because its messages may be lost."""
         self._retry_or_end(replica, reason, "engine_lost", replica)
 
     def _retry_or_end(self, replica: int, message: str, code: str, ended: int | None) -> None:
@@ -166,7 +169,10 @@ class EngineBackend:
         self.end_all(RequestError(message, status=503, code=code), "failed", ended)
 
     def replica_ended(self, replica: int, message: str) -> None:
-        """Retry or end the requests of a replica whose engine has died or was stopped, and close its sockets."""
+        """Retry or end the requests of a replica whose engine has died or was stopped.
+
+        Close the sockets to the engine.
+        """
         self.stats.set_connected(replica, False)
         # With the last one also those end that wait for a turn, unless they wait for a model that sleeps.
         ended = replica if self.stats.live_replicas() or self.stats.is_asleep else None
@@ -184,7 +190,7 @@ class EngineBackend:
             link.close()
 
     async def close_workers(self) -> None:
-        """End the processes of this backend."""
+        """End the worker processes of this backend."""
 
     async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
         """Start or stop the profiler of the first replica only, because all replicas do the same.
@@ -213,7 +219,7 @@ class EngineBackend:
             link.send(message)
 
     def _live_replicas(self) -> list[int]:
-        """Return the replicas for a new request, or no replicas while the model sleeps.
+        """Return the indices of the replicas for a new request. While the model sleeps, there are none.
 
         Raises RequestError (503) if no replica lives. The last replica may have died just now, and the supervisor's
         message about it may not have arrived yet.

@@ -1,4 +1,4 @@
-"""The sockets between one process of the server and one engine."""
+"""Connects one process of the server with one engine by sockets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _RETRY_S = 0.01
 
 
 def socket_folder(directory: Path, engine: int) -> Path:
-    """Return the folder of an engine's sockets, created if it is missing."""
+    """Return the folder for an engine's sockets. The folder is created if it is missing."""
     folder = directory / str(engine)
     folder.mkdir(exist_ok=True)
     return folder
 
 
 class EngineLink:
-    """Sends messages to an engine, and calls `on_message` on the event loop for each of its messages to this process.
+    """Sends messages to an engine. Each message from the engine is passed to `on_message` on the event loop.
 
     If a message cannot be decoded, `on_unreadable` is called with one line, because no later message can be trusted. If
     the connection to an engine on another machine is lost, `on_lost` is called, because messages may be lost with it.
@@ -38,9 +38,9 @@ class EngineLink:
         on_unreadable: Callable[[str], object],
         on_lost: Callable[[str], object] = lambda _reason: None,
     ) -> None:
-        """Open the sockets of a client in `directory`, where client 0 is the supervisor.
+        """Open the sockets of a client in `directory`. Client 0 is the supervisor.
 
-        A running event loop reads them. The sockets are bound for an engine on this machine, and connected to an engine
+        A running event loop reads the sockets. They are bound for an engine on this machine, and connected to an engine
         on another machine.
         """
         self._on_message = on_message

@@ -27,7 +27,7 @@ _MAX_SOCKETS = 65_535  # of a process: three for each engine of a cluster, and Z
 
 
 class EngineSockets(Protocol):
-    """The sockets that an `EngineLink` uses. If `is_shared`, one socket sends and receives.
+    """Defines the sockets that an `EngineLink` uses. If `is_shared`, one socket sends and receives.
 
     `is_connected` says whether an engine on another machine is connected now.
     """
@@ -42,7 +42,7 @@ class EngineSockets(Protocol):
     def receive(self) -> FromEngine:
         """Return the next message.
 
-        Raises zmq.Again if there is none, and msgspec.DecodeError if it cannot be decoded.
+        Raises zmq.Again if no message has arrived, and msgspec.DecodeError for a message that cannot be decoded.
         """
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class EngineSockets(Protocol):
 
 
 class LocalSockets:
-    """Two ipc sockets, which are bound here. The engine on this machine connects to them."""
+    """Has two ipc sockets that are bound in this process. The engine on this machine connects to them."""
 
     is_shared = False
     is_connected = False
@@ -75,7 +75,7 @@ class LocalSockets:
     def receive(self) -> FromEngine:
         """Return the next message.
 
-        Raises zmq.Again if there is none, and msgspec.DecodeError if it cannot be decoded.
+        Raises zmq.Again if no message has arrived, and msgspec.DecodeError for a message that cannot be decoded.
         """
         return self._decoder.decode(self._from_engine.recv(zmq.NOBLOCK))
 
@@ -87,11 +87,11 @@ class LocalSockets:
 
 
 class RemoteSocket:
-    """One encrypted TCP socket that is connected to an engine on another machine, and a monitor of its connection.
+    """Has one encrypted TCP socket to an engine on another machine, and a monitor of the connection.
 
     `on_lost` is called with one line if there is no connection within CONNECT_LIMIT_S, and when a connection is lost.
-    ZeroMQ connects again by itself. All sockets of a process share one context, whose two threads serve any number of
-    engines.
+    ZeroMQ connects again without help. All sockets of a process share one context, whose two threads serve any number
+    of engines.
     """
 
     is_shared = True
@@ -123,13 +123,13 @@ class RemoteSocket:
         loop.call_soon(self._on_event)
 
     def send(self, messages: list[ToEngine]) -> None:
-        """Send messages together; they wait for the connection."""
+        """Send messages together. Without a connection they wait until there is one."""
         self._socket.send(encode_message(self._encoder, messages), zmq.NOBLOCK)
 
     def receive(self) -> FromEngine:
         """Return the next message.
 
-        Raises zmq.Again without a message, and msgspec.DecodeError for an unreadable one.
+        Raises zmq.Again if no message has arrived, and msgspec.DecodeError for a message that cannot be decoded.
         """
         message, offset_s = decode_message(self._decoder, self._socket.recv(zmq.NOBLOCK))
         return shift_times(message, offset_s)

@@ -1,1 +1,1 @@
-"""HTTP itself: connections, requests and responses, forms, checks before the routes, and the page at /."""
+"""HTTP itself: connections, requests, responses, forms, checks before the routes, and the page at /."""

@@ -35,18 +35,21 @@ class _InMemoryParser(MultiPartParser):
 
     @property
     def part_name(self) -> str:
-        """The name of the current part for errors."""
+        """The name of the current part, as errors give it."""
         return str(shorten(self._current_part.field_name))
 
     def on_headers_finished(self) -> None:
-        """Begin a part. The name of a file may be only in the parameter for other character sets (RFC 5987)."""
+        """Begin a part.
+
+        Some clients give the name of a file only in the parameter for other character sets (RFC 5987).
+        """
         disposition = self._current_part.content_disposition or b""
         if _OTHER_FILE_NAME.search(disposition) and not _FILE_NAME.search(disposition):
             self._current_part.content_disposition = disposition + b'; filename="file"'
         super().on_headers_finished()
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
-        """Add data to a part. Raises RequestError if a text is too long, which may be a file without a name."""
+        """Add data to a part. Raises RequestError for a text that is too long: it may be a file without a name."""
         part = self._current_part
         if part.file is None and len(part.data) + end - start > self.max_part_size:
             raise RequestError(
@@ -72,7 +75,7 @@ def is_multipart(content_type: str) -> bool:
 
 
 def find_field(body: bytes, content_type: str, name: str) -> slice | None:
-    """Return the position of the value of the first field of this name in a form.
+    """Return the byte range of the value of the first field of this name in a form.
 
     Returns None if the form has no such field. Nothing is copied or decoded, so that a form can be passed on in its own
     bytes. The standard library parses the parameters, so that a server that only forwards forms does not need the
@@ -91,9 +94,9 @@ def find_field(body: bytes, content_type: str, name: str) -> slice | None:
 
 
 def _part_starts(body: bytes, delimiter: bytes) -> Iterator[int]:
-    """Yield the position at which each part of a form begins, and last the end of the form.
+    """Yield the position at which each part of a form begins, and finally the position at which the form ends.
 
-    A longer line that begins with the delimiter is data.
+    A line that is longer than the delimiter, but begins with it, is data.
     """
     place = body.find(delimiter)
     for _ in range(_MAX_PARTS):
@@ -113,7 +116,7 @@ def _header_parameter(part_head: bytes, header: str, name: str) -> str | None:
 
 
 async def read_multipart(body: bytes, content_type: str, max_files: int = 1) -> list[tuple[str, str | bytes]]:
-    """Return the fields in their order, files as bytes. Raises RequestError (400) if the body is no valid form."""
+    """Return the fields of a form in their order; files are bytes. Raises RequestError (400) for an invalid form."""
 
     async def chunks() -> AsyncGenerator[bytes, None]:
         for start in range(0, len(body), _PIECE_BYTES):
@@ -144,7 +147,7 @@ async def read_multipart(body: bytes, content_type: str, max_files: int = 1) -> 
 async def split_form(
     body: bytes, content_type: str, file_names: Sequence[str], max_files: int = 1
 ) -> tuple[list[tuple[str, str]], list[bytes]]:
-    """Return the texts of a form with their names, and the files of the form.
+    """Return the texts of a form as pairs of name and text, and the files of the form as bytes.
 
     The fields in `file_names` must be files, and all other fields must be texts. Raises RequestError (400).
     """
@@ -165,9 +168,9 @@ async def split_form(
 async def split_audio_form(
     body: bytes, content_type: str, file_names: Sequence[str], max_files: int = 1
 ) -> tuple[list[tuple[str, str]], list[bytes]]:
-    """Return the texts of a form with their names, and its audio files.
+    """Return the texts of a form as pairs of name and text, and the audio files of the form as bytes.
 
-    Raises RequestError (400) if there is no file.
+    Raises RequestError (400) if the form has no file.
     """
     name = file_names[0]
     if not is_multipart(content_type):

@@ -1,4 +1,4 @@
-"""The first layer of the application: refuses pages of other sites and invalid keys, and begins an exchange."""
+"""Checks requests before all routes: refuses pages of other sites and invalid keys, and creates the exchange."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
 
 
 def check_headers(exchange: Exchange, keys: ApiKeys) -> None:
-    """Set the key, the class and the time limit of a request from its headers.
+    """Set key, priority class and time limit of an exchange from the headers of the request.
 
     Raises RequestError: 401 without a valid key, 400 for an invalid header, and 429 past a limit of the key.
     """
@@ -62,10 +62,10 @@ def _priority_class(value: bytes) -> PriorityClass:
 
 
 class RequestGate:
-    """Passes requests on to `app`, and refuses some of them.
+    """Passes requests to `app`, except requests that must be refused.
 
-    It refuses a request that comes from a page of another site, has no valid key, or exceeds the rate of its key. It
-    also refuses a request that this server has already sent to an upstream.
+    A request is refused if it comes from a page of another site, has no valid key, or exceeds the rate of its key. A
+    request that this server has already sent to an upstream is refused too.
     """
 
     def __init__(

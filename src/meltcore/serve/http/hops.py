@@ -1,8 +1,7 @@
-"""Finds requests that come back to the server that sent them on, whatever form the server's address had.
+"""Detects requests that return to this server through its upstreams, whatever address the servers use for it.
 
-Each server adds a name of its own to the header `Via` (RFC 9110, 7.6.3) of requests to its upstreams. It refuses
-requests whose `Via` has its name, also if they came back through other servers. `/v1/models` has the name too, because
-gateways may drop the header.
+Each server adds a name of its own to the header `Via` (RFC 9110, 7.6.3) of requests to its upstreams. A server refuses
+requests whose `Via` contains its own name. Some gateways drop the header, so `/v1/models` shows the name too.
 """
 
 from __future__ import annotations
@@ -44,14 +43,15 @@ def check_hops(scope: Scope) -> None:
 
 
 def may_probe(scope: Scope) -> bool:
-    """Return whether a question about this server's health comes from another server that may wait for this one."""
+    """Return whether a health request comes from another server that may itself wait for this server."""
     return 1 <= len(_passed_servers(scope)) < _MOST_PROBED
 
 
 def via_lines(scope: Scope | None = None) -> str:
-    """Return lines for the head of a request to an upstream: the servers that `scope` has passed, and this server.
+    """Return the `Via` lines for a request to an upstream.
 
-    Names of servers other than Meltcore's are not passed on, as no header of a client is.
+    They name the servers that `scope` has passed, and this server. Only names of Meltcore servers are passed on,
+    because no header of a client is.
     """
     passed = [] if scope is None else _passed_servers(scope)[-_MOST_NAMES:]
     return f"Via: {', '.join(f'1.1 {name}' for name in [*passed, _own_name])}\r\n"

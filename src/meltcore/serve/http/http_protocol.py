@@ -1,4 +1,7 @@
-"""One HTTP connection: uvicorn's protocol with bounds, and with answers to requests that uvicorn would misread."""
+"""Handles one HTTP connection.
+
+It adds bounds to uvicorn's protocol, and answers requests that uvicorn would misread.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ MAX_PIPELINED = 16  # requests that a client may send ahead of its responses; mo
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which the application finds in the scope of a request.
+    """Extends uvicorn's protocol. The application finds the protocol in the scope of a request.
 
     The application can drop the connection of a client that does not read. It can also learn of a lost connection, and
     write chunks of a stream, without a task. The protocol limits the size of a request's head and the time to send a
@@ -74,15 +77,15 @@ class HttpProtocol(HttpToolsProtocol):
     def write_chunk(self, data: bytes) -> bool:
         """Write a part of the body of a response that has begun without a length.
 
-        Returns whether more may follow now.
+        Return whether more may follow now.
         """
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunk_sizes else data)
         return not self.flow.write_paused
 
     def set_disconnect_callback(self, callback: Callable[[], None] | None) -> None:
-        """Set a callback for when the client disconnects, or remove it with None.
+        """Set the function that is called when the client disconnects. None removes the function.
 
-        If the client has already disconnected, the callback is called now.
+        If the client has already disconnected, the function is called immediately.
         """
         self._on_lost = callback
         if callback is None:
@@ -94,7 +97,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # paused by a long body: the end of a connection comes after its data
 
     def holds_body(self, scope: Scope) -> bool:
-        """Return whether the client waits to be asked for the body of the request with this scope."""
+        """Return whether the client sends the body of the request with this scope only after it was asked for it."""
         return self.cycle is not None and self.cycle.scope is scope and self.cycle.waiting_for_100_continue
 
     def resume_writing(self) -> None:
@@ -130,7 +133,7 @@ class HttpProtocol(HttpToolsProtocol):
     # --- parsing
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived, and refuse a head that does not end."""
+        """Parse the received bytes, and refuse a head that does not end."""
         if self._is_rejected:
             return
         self._received_s = self.loop.time()
@@ -149,7 +152,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._reject(RequestError(message, status=431, code="headers_too_large"))
 
     def _parse(self, data: bytes) -> None:
-        """Parse what has arrived."""
+        """Parse the received bytes."""
         while not self._is_rejected:
             try:
                 self.parser.feed_data(data)
@@ -182,10 +185,11 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope["meltcore.connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header. uvicorn would misread an expectation that is followed by a space.
+        """Store a header.
 
-        Fields after a body of chunks are dropped (RFC 9110, 6.5.1), because the request may already run by the headers
-        before its body.
+        Spaces around its value are removed, because uvicorn would misread an expectation that has them. Fields after a
+        body of chunks are dropped (RFC 9110, 6.5.1), because the request may already run by the headers before the
+        body.
         """
         if self._in_head:
             super().on_header(name, value.strip())
@@ -222,14 +226,14 @@ class HttpProtocol(HttpToolsProtocol):
             self.url = b"/?" + target.query if target.query else b"/"
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of the body for the application."""
+        """Store a part of the body until the application reads it."""
         if self._is_rejected:
             return
         self.cycle.waiting_for_100_continue = False  # the client has not waited
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the request has arrived. Its response may take longer."""
+        """Note that the whole request has arrived. No time limit applies while the client waits for the response."""
         if self._is_rejected or self.parser.should_upgrade():
             return
         self._receiving = False
@@ -240,7 +244,7 @@ class HttpProtocol(HttpToolsProtocol):
     # --- responses
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start the response to a request, whose turn it is."""
+        """Start the application for the request whose turn it is."""
         scope: Any = cycle.scope
         problem = None if isinstance(app, Refusal) else head_problem(scope)
         if problem is not None:
@@ -258,7 +262,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _can_refuse(self) -> bool:
-        """Return whether a response of this protocol would be read as the answer to the request that is arriving."""
+        """Return whether the client would read a response sent now as the answer to the request that is arriving."""
         if self.pipeline:
             return False
         if self._has_begun():
@@ -266,7 +270,10 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _has_begun(self) -> bool:
-        """Return whether `cycle` belongs to the request that is arriving, whose headers are then complete."""
+        """Return whether `cycle` belongs to the request that is arriving.
+
+        The headers of this request are then complete.
+        """
         return self._receiving and self.cycle is not None and self.cycle.scope is self.scope
 
     def _reject(self, error: RequestError) -> None:

@@ -1,4 +1,4 @@
-"""How a connection responds: head and body in one write, refusals, and the forms for clients of other HTTP versions."""
+"""Sends responses: head and body in one write, refusals, and responses to clients of HTTP/1.0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meltcore.serve.requests.request_fields import header, shorten
 
 
 class JoinedWrites:
-    """A transport that writes the head of a response together with the body that follows.
+    """Wraps a transport. The head of a response is written together with the body that follows.
 
     uvicorn writes head and body separately. This takes two system calls, and two segments for which the client wakes
     up.
@@ -27,7 +27,7 @@ class JoinedWrites:
         self._response_head = b""
 
     def write(self, data: bytes) -> None:
-        """Write bytes, after a head that was kept. A head is kept, unless it is 100 Continue."""
+        """Write bytes, preceded by a stored head. If the bytes are a head, store them, unless it is 100 Continue."""
         if self._response_head:
             data, self._response_head = self._response_head + data, b""
         elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
@@ -36,12 +36,12 @@ class JoinedWrites:
         self._transport.write(data)
 
     def flush(self) -> None:
-        """Write a head that was kept, because no body follows the answer to HEAD."""
+        """Write a stored head, because no body follows the answer to HEAD."""
         if self._response_head:
             self.write(b"")
 
     def close(self) -> None:
-        """Write what is kept, and close."""
+        """Write the stored bytes, and close the transport."""
         self.flush()
         self._transport.close()
 
@@ -50,7 +50,7 @@ class JoinedWrites:
 
 
 def head_problem(scope: Scope) -> RequestError | None:
-    """Return why a request cannot be understood, judged by its headers only. Returns None if it can."""
+    """Return why the headers of a request cannot be understood, or None if they can."""
     hosts = 0
     for name, value in scope["headers"]:
         if name == b"host":
@@ -67,7 +67,7 @@ def head_problem(scope: Scope) -> RequestError | None:
 
 
 class Refusal:
-    """An application that answers with one error, and closes the connection."""
+    """Answers every request with one error, and closes the connection. It is an ASGI application."""
 
     def __init__(self, error: RequestError) -> None:
         self._error = error

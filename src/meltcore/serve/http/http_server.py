@@ -1,4 +1,7 @@
-"""uvicorn as the HTTP server of one process. The supervisor has the listening socket, and passes connections on."""
+"""Runs uvicorn as the HTTP server of one process.
+
+The supervisor has the listening socket, and passes connections on.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class HttpServer:
         self._connecting: set[asyncio.Task[Any]] = set()
 
     async def serve(self) -> None:
-        """Serve until `stop`, then until the connections are closed or CLOSE_S have passed."""
+        """Serve requests until `stop` is called. Then wait until the connections are closed, at most CLOSE_S."""
         IdleTrim(self._stats)
         _LagWatch(self._stats)
         self._disconnect_late()
@@ -105,9 +108,9 @@ def _abort(connections: Iterable[Any]) -> None:
 
 
 class IdleTrim:
-    """Returns memory to the operating system after a burst of requests.
+    """Returns memory to the operating system when a burst of requests has ended.
 
-    The allocator would keep it for the next burst.
+    Without this the allocator would keep the memory for the next burst.
     """
 
     def __init__(self, stats: ServerStats) -> None:
@@ -127,7 +130,7 @@ class IdleTrim:
 
 
 class _LagWatch:
-    """Measures how late a timer runs. Every other event of the loop waits as long at that moment."""
+    """Measures how late a timer runs, in seconds. All other events of the loop are delayed by the same time."""
 
     def __init__(self, stats: ServerStats) -> None:
         self._stats = stats
@@ -144,7 +147,7 @@ class _LagWatch:
 
 
 class EmbeddedServer(uvicorn.Server):
-    """uvicorn without its signal handlers, because the supervisor drains requests before a process ends."""
+    """Runs uvicorn without its signal handlers, because the supervisor drains requests before a process ends."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -153,7 +156,10 @@ class EmbeddedServer(uvicorn.Server):
 
 
 def tune_gc() -> None:
-    """Freeze the objects that were made while loading and live as long as the process. Collect garbage less often."""
+    """Exclude the objects made while loading from garbage collection, because they are never freed.
+
+    Collect less often.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

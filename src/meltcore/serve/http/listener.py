@@ -1,4 +1,4 @@
-"""The listening socket, which is bound before anything is loaded. The supervisor accepts its connections."""
+"""Creates the listening socket before anything is loaded. The supervisor accepts connections from this socket."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _detect_lost_peers(listener: socket.socket) -> None:
 
 
 class Acceptor:
-    """Accepts connections on the event loop and gives each to `on_connection`."""
+    """Accepts connections on the event loop. Each connection is passed to `on_connection`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One operation of the API, as OpenAPI describes it."""
+"""Describes one operation of the API for OpenAPI."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ OPENAI, DWANI = "OpenAI", "dwani.ai"  # whose API an operation is of
 
 
 class Operation(NamedTuple):
-    """One route of the API description.
+    """One route, as the API description shows it.
 
     Args:
-        body: struct of the request, or the fields of its form.
+        body: struct of the request, or the names of the fields of its form.
         answer: form of the answer, or "" for a route that always answers 501.
         example: a body with which to try the route.
         query: fields of the URL.

@@ -1,7 +1,8 @@
-"""Decides which web pages may use a server, by the headers Host and Origin. Browsers set them and pages cannot.
+"""Decides which web pages may use a server, by the headers Host and Origin. Browsers set these headers, not pages.
 
 A page of another site can send requests to a server on the user's own machine. Origin then names the page's site. A
-site whose name resolves to 127.0.0.1 (DNS rebinding) even counts as the server's own site. Host then has this name.
+site whose name resolves to 127.0.0.1 (DNS rebinding) even counts as the server's own site. Host then has the name of
+this site.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GET /: the page to try the server's models. It is one file with its own styles and script, and loads nothing else."""
+"""Serves GET /, a page on which people try the server's models. The page is one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _INLINE_CODE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
 class ChatPage:
-    """The page as a raw ASGI application. It needs no API key, because it contains nothing of a user or of a model."""
+    """Serves the page as a raw ASGI application.
+
+    It needs no API key, because it contains nothing of a user or of a model.
+    """
 
     def __init__(self) -> None:
         self._body = _FILE.read_bytes()

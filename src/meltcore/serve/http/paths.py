@@ -1,4 +1,4 @@
-"""Paths of the API that need no key."""
+"""Lists the paths of the API that need no key."""
 
 SWAGGER_PATHS = ("/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js")
 DOCS_PATHS = ("/docs", "/openapi.json", *SWAGGER_PATHS)

@@ -1,1 +1,1 @@
-"""A request between HTTP and an engine: its fields, context and queue, and what is counted and logged for it."""
+"""Handles a request between HTTP and an engine: its fields, exchange and queue, and what is counted and logged."""

@@ -1,4 +1,4 @@
-"""Admission: a queue with bounds, immediate refusal past them, and the time after which a client should retry."""
+"""Bounds the queue of a model, refuses requests past the bounds, and computes when a refused client should retry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL_ASLEEP = "model_asleep"
 
 
 class Unit(NamedTuple):
-    """The unit that is counted of waiting requests beside their number, and the setting of a model that bounds it."""
+    """The unit in which waiting requests are counted beside their number, and the setting that bounds this count."""
 
     name: str
     flag: str
@@ -32,7 +32,7 @@ AUDIO_S = Unit("seconds of audio", "--max-queue-audio", "max_queue_audio_s")
 class Load(NamedTuple):
     """The load of one model over all API servers.
 
-    The last two fields count what waits in classes other than a request's.
+    The last two fields count the waiting requests and units of all classes other than the request's class.
     """
 
     in_flight: int
@@ -62,8 +62,8 @@ class Admission:
     def check(self, load: Load, *, requests: int, replicas: int, units: float, share: float = 0.0) -> None:
         """Raise RequestError (429) if more requests do not fit.
 
-        `retry_after_s` of the error is the number of requests that must end first, because only the caller knows their
-        rate.
+        The error's `retry_after_s` has the number of requests that must end first. The caller converts this number to
+        seconds, because only the caller knows the rate.
 
         Args:
             load: the load of the model.
@@ -93,14 +93,14 @@ class Admission:
 
 
 class DrainRate:
-    """The rate at which requests of a model end, from which follows when a refused client should retry.
+    """Measures the rate at which requests of a model end. A refused client learns from this rate when to retry.
 
     Refused clients that all retry together would be refused again. So each client is given the time at which, by this
     rate, a slot will be free for it.
     """
 
     def __init__(self, processes: int = 1) -> None:
-        """Start without a rate.
+        """Start with an unknown rate.
 
         Each of `processes` processes refuses requests, and sees only a part of the refused clients.
         """
@@ -113,20 +113,20 @@ class DrainRate:
         return not self._samples or now_s - self._samples[-1][0] >= RATE_SAMPLE_S
 
     def record(self, now_s: float, ended: float) -> None:
-        """Note how many requests have ended by now."""
+        """Store how many requests have ended by now."""
         self._samples.append((now_s, ended))
         while len(self._samples) > 2 and now_s - self._samples[1][0] > RATE_WINDOW_S:
             self._samples.popleft()
 
     def per_s(self, now_s: float, ended: float) -> float:
-        """Return the requests that ended per second within the window, or 0 if the rate is unknown."""
+        """Return how many requests end per second, measured over the window. Returns 0 if the rate is unknown."""
         recent = next((sample for sample in self._samples if now_s - sample[0] <= RATE_WINDOW_S), None)
         if recent is None or now_s <= recent[0]:
             return 0.0
         return max(0.0, ended - recent[1]) / (now_s - recent[0])
 
     def retry_after_s(self, now_s: float, ended: float, *, excess: float, requests: int) -> float:
-        """Return when a refused client should retry. Before its request fits, `excess` requests must end."""
+        """Return the seconds after which a refused client should retry: the time in which `excess` requests end."""
         rate = self.per_s(now_s, ended)
         if not rate:
             return UNKNOWN_RETRY_S
@@ -136,6 +136,6 @@ class DrainRate:
 
 
 def asleep_error(stats: ModelStats, message: str) -> RequestError:
-    """Return the error (503) of a request whose model sleeps and cannot serve the request in time."""
+    """Return the error (503) of a request whose model sleeps and cannot wake up in time."""
     retry_s = max(1.0, stats.wake_at_s() - time.monotonic())
     return RequestError(message, status=503, code=MODEL_ASLEEP, retry_after_s=retry_s)

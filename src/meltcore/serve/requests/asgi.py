@@ -1,4 +1,4 @@
-"""HTTP at the level of raw ASGI messages: request bodies, JSON responses, errors."""
+"""Reads bodies and sends JSON responses and errors as raw ASGI messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class ClientDisconnectedError(Exception):
-    """The client disconnected while its request was being read."""
+    """Reports that the client disconnected before its request was answered."""
 
 
 def request_id(scope: Scope) -> str:
@@ -81,7 +81,10 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
 
 
 async def join_pieces(pieces: Sequence[bytes]) -> bytes:
-    """Join the pieces. Above 1 MiB another thread copies them, because Python lets the event loop run meanwhile."""
+    """Return the pieces of a body as one bytes object.
+
+    Above 1 MiB a thread copies them, and the event loop runs meanwhile.
+    """
     if sum(map(len, pieces)) < _MAX_COPY_BYTES:
         return b"".join(pieces)
     return await asyncio.to_thread(b"".join, pieces)
@@ -90,7 +93,7 @@ async def join_pieces(pieces: Sequence[bytes]) -> bytes:
 async def discard_body(scope: Scope, receive: Receive) -> None:
     """Read the rest of the body within bounds, and drop it.
 
-    Otherwise a client that is still sending could lose the response to a connection reset. A client that waits to be
+    Without this a client that is still sending could lose the response to a connection reset. A client that waits to be
     asked for its body (`Expect: 100-continue`) is not asked.
     """
     connection = scope.get("meltcore.connection")
@@ -117,10 +120,7 @@ def _body_too_large_error(size_text: str, limit_bytes: int) -> RequestError:
 
 
 async def while_connected(scope: Scope, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`, which is cancelled if the client disconnects.
-
-    Raises ClientDisconnectedError then.
-    """
+    """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientDisconnectedError."""
     task = asyncio.create_task(work)
     connection = scope["meltcore.connection"]
     connection.set_disconnect_callback(task.cancel)
@@ -153,7 +153,7 @@ async def finish_all(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Resu
 
 
 async def finish_batch(field: str, work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Return the results of the entries of a field, as `finish_all` does. An error names the entry: "files[2]: ..."."""
+    """Return one result per entry of a field, as `finish_all` does. An error names the entry: "files[2]: ..."."""
 
     async def finish(name: str, each: Coroutine[Any, Any, _Result]) -> _Result:
         try:

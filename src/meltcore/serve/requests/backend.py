@@ -1,4 +1,4 @@
-"""The interface of backends, which the API calls. A table maps each model name to a backend."""
+"""Defines the interface of backends, which the API calls. A table maps each model name to a backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STUCK_AFTER_S = 120.0
 
 
 class Backend(Protocol):
-    """One model that can answer requests. The task of the model says what else it can do."""
+    """Serves the requests to one model. Subclasses add the methods of the model's task."""
 
     names: tuple[str, ...]  # every one is accepted; the first stands in metrics and logs
     stats: ModelStats
@@ -36,29 +36,29 @@ class Backend(Protocol):
 
     @property
     def purpose(self) -> str:
-        """What the model does, and where. The text completes "the model NAME ..." of an error."""
+        """A text that completes "the model NAME ..." in errors. It says what the model does, and where."""
 
     @property
     def chats(self) -> bool:
-        """Whether the model takes chats.
+        """Whether the model accepts chats.
 
-        A language model does if it has a chat template, or while it is still loading.
+        A language model accepts chats if it has a chat template, and while it is still loading.
         """
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return an entry of GET /v1/models."""
+        """Return the model's entry in GET /v1/models."""
 
 
 def other_task(backend: Backend) -> RequestError:
-    """Return the error (400) of a request for a task that the model does not have."""
+    """Return the error (400) for a request whose task the model does not have."""
     return RequestError(f"the model {backend.names[0]} {backend.purpose}", param="model")
 
 
 class Health:
-    """Whether a model can be served: its engine runs, and finishes steps while requests are open."""
+    """Says whether a model can be served: its engine runs, and finishes steps while requests are open."""
 
     def __init__(self, stats: ModelStats, stuck_after_s: float = STUCK_AFTER_S) -> None:
         self.status: ModelStatus = "loading"
@@ -70,7 +70,7 @@ class Health:
     def set(self, status: ModelStatus, reason: str) -> None:
         """Change the status.
 
-        A "dead" model stays dead, and a model that has failed in this process never serves in it.
+        A "dead" model stays dead. A model that has failed in this process never serves again in this process.
         """
         if self.status != "dead" and not (self.has_failed and status in SERVING):
             self.status = status
@@ -82,13 +82,13 @@ class Health:
         self.set("failed", reason)
 
     def not_ready(self, reason: str) -> RequestError:
-        """Return the error (503) of a request that cannot be served now, with the estimated time until it can."""
+        """Return the error (503) of a request that cannot be served now. It has the estimated seconds until it can."""
         is_starting = self.status in ("loading", "restarting")
         retry_s = self._stats.until_started_s() if is_starting else None
         return RequestError(reason, status=503, code="not_ready", retry_after_s=retry_s)
 
     def problem(self) -> str | None:
-        """Return the reason why the model cannot be served now, or None if it can."""
+        """Return the reason why the model cannot be served now, or None if the model can be served."""
         if self.status not in SERVING:
             return self.reason
         for replica in self._stats.live_replicas():
@@ -99,22 +99,22 @@ class Health:
         return None
 
     async def circle(self, scope: Scope) -> str | None:  # noqa: ARG002 - as models elsewhere have it
-        """Return the upstreams that wait in a circle for a server which `scope` has passed.
+        """Return a text that names the upstreams of a circle: they wait for a server that `scope` has passed.
 
-        Returns None if there is no such circle.
+        Returns None if the upstreams form no circle.
         """
         return None
 
 
 def reasons_text(reasons: Mapping[str, str]) -> str:
-    """Return why models cannot serve: the reason of a single model, or the name and the reason of each of several."""
+    """Return one text on why models cannot serve. With several models, each reason follows the model's name."""
     if len(reasons) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 class ModelTable:
-    """Finds the backend of a model by any of its names, and holds the models of languages and routes."""
+    """Maps each name of a model to its backend. It also has the configured models of languages and routes."""
 
     def __init__(self, backends: Sequence[Backend] = ()) -> None:
         self.backends: list[Backend] = []
@@ -125,9 +125,9 @@ class ModelTable:
             self.add(backend)
 
     def add(self, backend: Backend) -> None:
-        """Add a model. Its names lead to it from now on, even if another model has the same names.
+        """Add a model. From now on its names lead to this model, even if another model has the same names.
 
-        The model comes before an older model of the same name, and otherwise at its position in the file.
+        The model comes before an older model of the same name. Otherwise its position is that in the file.
         """
         at = next((index for index, each in enumerate(self.backends) if each.names[0] == backend.names[0]), None)
         self.backends.insert(len(self.backends) if at is None else at, backend)
@@ -140,9 +140,9 @@ class ModelTable:
         self._by_name = {name: each for name, each in self._by_name.items() if each is not backend}
 
     def change_routes(self, order: Sequence[str], languages: LanguagesSection, routes: RoutesSection) -> None:
-        """Replace the models of languages and routes, and the order of models by their first names.
+        """Replace the models of languages and routes, and the order of models, which is given by their first names.
 
-        The first model is the default, in whatever order models were added.
+        The first model of the order is the default, regardless of when it was added.
         """
         self.languages, self.routes, self._order = languages, routes, order
         self._sort()
@@ -166,14 +166,13 @@ class ModelTable:
             ) from error
 
     def get(self, name: str) -> Backend | None:
-        """Return the backend of the model `name`, whether ready or not. Returns None if there is no such model."""
+        """Return the backend of the model `name`, even if it is not ready. Returns None for an unknown name."""
         return self._by_name.get(name)
 
     def find(self, name: str | None) -> Backend:
-        """Return the backend of the model `name` if it is ready or sleeps.
+        """Return the backend of the model `name` if it is ready or sleeps. None stands for the first model.
 
-        Without a name, return that of the first model. Raises RequestError: 404 with the known names for an unknown
-        model, and 503 while the model cannot serve.
+        Raises RequestError: 404 with the known names for an unknown model, and 503 while the model cannot serve.
         """
         backend = self._first() if name is None else self._by_name.get(name)
         if backend is None:
@@ -187,10 +186,10 @@ class ModelTable:
         return backend
 
     def default(self, path: str) -> str | None:
-        """Return the model for a request that names none. Returns None if no model serves `path`.
+        """Return the name of the model for a request that names no model. Returns None if no model serves `path`.
 
-        For chats and completions it is the model of the chat routes. Otherwise it is the first model that serves the
-        path.
+        For chats and completions this is the model of the chat routes. For other paths it is the first model that
+        serves the path.
         """
         if self.routes.chat.model is not None and path in LANGUAGE_PATHS:
             return self.routes.chat.model

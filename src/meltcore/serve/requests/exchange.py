@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, from the gate to the log line."""
+"""Represents one HTTP request and its answer, from the gate to the log line."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ EVENTS = b"text/event-stream; charset=utf-8"
 class Exchange:
     """One request and its answer.
 
-    `key`, `priority_class` and `timeout_s` follow from its headers; None stands for the default of the server or of the
-    model. `fields` are for the log line, and contain neither text nor audio. A request may use several models, in turn
-    or concurrently, as speech to speech does: each of its tickets counts here.
+    `key`, `priority_class` and `timeout_s` come from the headers. None uses the default of the server or of the model.
+    `fields` are for the log line, and contain neither text nor audio. A request may use several models, in turn or
+    concurrently, as speech to speech does. Each of its tickets belongs to this exchange.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,9 +72,10 @@ class Exchange:
         return await read_body(self.scope, self.receive, limit_bytes) if body is None else body
 
     def class_of(self, default: PriorityClass, priority: int | None = None) -> PriorityClass:
-        """Return the class of the request, which is not above the class of its key. `default` is the model's class.
+        """Return the priority class of the request. It is never above the class of its key.
 
-        `priority` is vLLM's field. Values below 0 mean interactive, and values above 0 mean batch.
+        `default` is the model's class. `priority` is vLLM's field: values below 0 mean interactive, values above 0 mean
+        batch.
         """
         name = self.priority_class
         if name is None:
@@ -82,7 +83,7 @@ class Exchange:
         return name if self.key is None else self.key.at_most(name)
 
     def charge(self, tokens: int) -> None:
-        """Count tokens of the request against its key's limit."""
+        """Count tokens of the request against the limit of its key."""
         if self.key is not None:
             self.key.charge(tokens)
 
@@ -106,7 +107,7 @@ class Exchange:
 
     @asynccontextmanager
     async def timeout(self, server_limit_s: float) -> AsyncIterator[None]:
-        """Limit the time of the block. Raises RequestError (503, 504), as `overdue` returns it."""
+        """Limit the time of the block. Raises the error of `overdue` (503, 504) when the time has passed."""
         try:
             async with asyncio.timeout(self.limit_s(server_limit_s)):
                 yield
@@ -121,11 +122,11 @@ class Exchange:
         await send_bytes(self.send, body, content_type, headers=self.headers)
 
     async def answer_json(self, value: Any) -> None:
-        """Send a complete answer in JSON."""
+        """Send a complete answer, encoded as JSON."""
         await self.answer(msgspec.json.encode(value), b"application/json")
 
     async def stream(self, data: bytes, content_type: bytes) -> None:
-        """Send the next part of an answer whose length is unknown. If the client is slow, the caller waits."""
+        """Send the next part of an answer whose length is unknown. Wait while the client is slow to read."""
         if self.content_type is None:
             self.content_type = content_type
             headers = [(b"content-type", content_type), *self.headers]
@@ -141,7 +142,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: RequestError) -> None:
-        """Report an error as the answer, as an event, or by breaking off an answer that has begun."""
+        """Report an error: as the answer, as an event of a stream, or by breaking off an answer that has begun."""
         self.fields |= {"status": error.status, "error": error.code or error.param}
         if self.content_type is None:
             await send_error(self.send, error, headers=self.headers, has_detail=self.has_detail)
@@ -172,10 +173,10 @@ _CURRENT: ContextVar[Exchange] = ContextVar("exchange")
 
 
 def current_exchange() -> Exchange:
-    """Return the exchange that this task serves. Raises LookupError in a task that serves none."""
+    """Return the exchange that the current asyncio task serves. Raises LookupError if it serves none."""
     return _CURRENT.get()
 
 
 def set_exchange(exchange: Exchange) -> None:
-    """Set the exchange that this task serves. Tasks that this task creates later serve it too."""
+    """Set the exchange that the current asyncio task serves. Tasks that it creates later serve the same exchange."""
     _CURRENT.set(exchange)

@@ -23,7 +23,7 @@ STALE_S = 0.1
 
 
 class _Columns:
-    """The columns of a class in the rows of the statistics."""
+    """The positions of a priority class's values within a row of the statistics."""
 
     def __init__(self, stats: ModelStats, name: PriorityClass) -> None:
         self.requests, self.units, self.head_s, self.finish = (
@@ -32,10 +32,13 @@ class _Columns:
 
 
 class FairQueue:
-    """The waiting requests of one process. Every method except `len` must be called with the statistics' lock held."""
+    """Holds the waiting requests of one process.
+
+    Every method except `len` requires that the statistics' lock is held.
+    """
 
     def __init__(self, stats: ModelStats, shares: Sequence[float]) -> None:
-        """Create an empty queue. `shares` has a share greater than 0 for each class, in the order of CLASSES."""
+        """Create an empty queue. `shares` has one number greater than 0 per class, in the order of CLASSES."""
         self._rows, self._row = stats.shared.rows, stats.row
         self._shares = [share / sum(shares) for share in shares]
         self._columns = [_Columns(stats, name) for name in CLASSES]
@@ -65,7 +68,7 @@ class FairQueue:
         self._take(CLASSES.index(ticket.priority_class), ticket)
 
     def beat(self, now_s: float) -> None:
-        """Show the other processes that this process is alive and starts its requests when they are next."""
+        """Store the current time, so that other processes see that this process lives and will start its requests."""
         self._row[self._alive_s] = now_s
 
     def pop(self, now_s: float) -> Ticket[Any] | None:
@@ -95,7 +98,7 @@ class FairQueue:
         return ticket
 
     def settle(self, ticket: Ticket[Any], cost: float) -> None:
-        """Replace the expected cost that was charged to the class of a served request by the real `cost`."""
+        """Correct the virtual time of a served request's class by the difference of real `cost` and expected cost."""
         if ticket.charge:
             index = CLASSES.index(ticket.priority_class)
             self._row[self._columns[index].finish] += (cost - ticket.charge) / self._shares[index]

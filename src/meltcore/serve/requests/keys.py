@@ -1,7 +1,7 @@
-"""API keys: where they come from, what their clients may do, and how fast.
+"""Checks API keys: where keys come from, what their clients may do, and at which rate.
 
-Only the SHA-256 of a key is kept. It is compared in constant time, and never written anywhere. The rate limits of keys
-are token buckets in the shared statistics, so they hold over all API server processes together.
+Only the SHA-256 of a key is stored. It is compared in constant time, and never written anywhere. The rate limits of
+keys are token buckets in the shared statistics, so they hold over all API server processes together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOW_S = 60.0  # of the limits per minute. A bucket holds as much
 
 
 def resolve_keys(config: FleetSpec) -> FleetSpec:
-    """Return the configuration with the hash of every key and without the keys.
+    """Return the configuration in which each key is replaced by its hash.
 
     Raises ConfigError if a key is missing, and if two keys have the same name or value.
     """
@@ -84,12 +84,12 @@ def _read(path: str, subject: str) -> str:
 
 
 def hash_key(key: str) -> str:
-    """Return the SHA-256 of a key in hexadecimal digits, without spaces at its ends."""
+    """Return the SHA-256 of a key in hexadecimal digits. Spaces at the ends of the key are ignored."""
     return hashlib.sha256(key.strip().encode()).hexdigest()
 
 
 class ApiKey:
-    """One key: its name, its limits, and how much of the limits is used."""
+    """One key: its name, its limits, and how much of each limit is used."""
 
     def __init__(self, config: KeySection, stats: ServerStats, index: int) -> None:
         self.name = config.name
@@ -100,11 +100,11 @@ class ApiKey:
         self._refused = f"key_{index}/refused"
 
     def at_most(self, requested: PriorityClass) -> PriorityClass:
-        """Return the class of a request that asks for the class `requested`. It is not above the class of the key."""
+        """Return the lower one of two classes: the requested class, and the class of the key."""
         return max(requested, self._highest_class, key=CLASSES.index)
 
     def admit(self) -> None:
-        """Count a request. Raises RequestError (429) past a limit. Nothing is counted then."""
+        """Count a request. Past a limit, count nothing and raise RequestError (429)."""
         wait_s, what = self._tokens.wait_s(0), "tokens_per_minute"
         if not wait_s:
             wait_s, what = self._requests.take(), "requests_per_minute"
@@ -132,13 +132,16 @@ class _Bucket:
         self._row, self._column = stats.shared.rows[0], stats.column(column)
 
     def wait_s(self, amount: float) -> float:
-        """Return the seconds until the bucket has `amount`. With 0 they are the seconds until it has no debt."""
+        """Return the seconds until the bucket has `amount`.
+
+        With an amount of 0, return the seconds until its debt is paid.
+        """
         if self.limit is None:
             return 0.0
         return max(0.0, self._row[self._column] - time.monotonic() + (amount / self.limit - 1) * WINDOW_S)
 
     def take(self) -> float:
-        """Take 1 if the bucket has it. Returns 0, or the seconds until the bucket has 1."""
+        """Take 1 from the bucket and return 0. If the bucket has less than 1, return the seconds until it has 1."""
         if self.limit is None:
             return 0.0
         with self._shared.locked():
@@ -148,7 +151,7 @@ class _Bucket:
         return 0.0
 
     def add(self, amount: float) -> None:
-        """Take `amount`, even if the bucket has less."""
+        """Take `amount` from the bucket, even if it has less. The bucket is in debt then."""
         if self.limit is not None:
             with self._shared.locked():
                 self._add(amount)
@@ -160,12 +163,12 @@ class _Bucket:
 
 
 class ApiKeys:
-    """The keys of a server, as one of its processes checks them."""
+    """Finds the key of a request among the keys of a server."""
 
     def __init__(self, configs: Sequence[KeySection], stats: ServerStats) -> None:
-        """Create the table. `configs` are the result of `resolve_keys`.
+        """Create the table. `configs` is what `resolve_keys` has returned.
 
-        `stats` was created for the same number of keys.
+        `stats` must have been created for the same number of keys.
         """
         self._keys = [
             (bytes.fromhex(config.sha256 or ""), ApiKey(config, stats, index)) for index, config in enumerate(configs)
@@ -195,7 +198,7 @@ class ApiKeys:
 
 
 def _bearer(scope: Scope) -> bytes | None:
-    """Return the bearer token. Another authentication scheme counts as a wrong key."""
+    """Return the bearer token of a request. Another authentication scheme counts as a wrong key."""
     value = header(scope, b"authorization")
     if value is None:
         return None

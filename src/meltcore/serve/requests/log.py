@@ -25,7 +25,7 @@ BYTES_PER_WRITE = 4096  # a pipe takes this many as a whole (PIPE_BUF): the line
 
 
 class Log:
-    """Log lines as JSON objects or as `key=value` text. Prompt and output text must never be logged."""
+    """Writes log lines as JSON objects or as `key=value` text. Prompt and output text must never be logged."""
 
     def __init__(self, form: Literal["text", "json"], stats: ServerStats, stream: TextIO | None = None) -> None:
         self._form = form
@@ -52,14 +52,14 @@ class Log:
             self._stats.add("log_lines_dropped")
 
     def write_rate_limited(self, event: str, **fields: Any) -> None:
-        """Queue one line, unless a line of the same event was written less than RARE_S ago."""
+        """Queue one line, unless a line of the same event was written less than RATE_LIMIT_S ago."""
         now_s = time.monotonic()
         if now_s - self._last_written_s.get(event, -RATE_LIMIT_S) >= RATE_LIMIT_S:
             self._last_written_s[event] = now_s
             self.write(event, **fields)
 
     def close(self, wait_s: float = 1.0) -> None:
-        """Write the queued lines, for at most `wait_s`."""
+        """Wait until the queued lines are written, at most `wait_s`."""
         try:
             self._lines.put(None, timeout=wait_s)
         except queue.Full:
@@ -76,18 +76,18 @@ class Log:
             line_size = 0 if line is None else len(line.encode())
             try:
                 if block and (line is None or size + line_size > BYTES_PER_WRITE):
-                    self._enqueue(block)
+                    self._write_block(block)
                     block, size = "", 0
                 if line is None:
                     return
                 block, size = block + line, size + line_size
                 if self._lines.empty():
-                    self._enqueue(block)
+                    self._write_block(block)
                     block, size = "", 0
             except (OSError, ValueError):  # the reader is gone: there is nowhere to report it
                 return
 
-    def _enqueue(self, block: str) -> None:
+    def _write_block(self, block: str) -> None:
         self._stream.write(block)
         self._stream.flush()
 

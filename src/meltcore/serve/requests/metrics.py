@@ -1,6 +1,6 @@
-"""Writes the whole server's statistics as Prometheus text, from any API server.
+"""Writes the statistics of the whole server as Prometheus text. Every API server process can do so.
 
-docs/metrics.md maps the names to vLLM's.
+docs/metrics.md maps the names to vLLM's names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ModelMetric = tuple[_Family, str, str, Callable[[ModelStats], float]]
 
 
 def _kv_cache_usage(engine: EngineStats) -> float:
-    return engine.pages_used / engine.pages_total if engine.pages_total else 0.0
+    return engine.pages_used / engine.num_pages if engine.num_pages else 0.0
 
 
 _ENGINE_METRICS: tuple[tuple[_Family, str, str, Callable[[EngineStats], float]], ...] = (
@@ -120,10 +120,10 @@ _SERVER_COUNTERS = (
 
 
 class Metrics(Collector):
-    """Writes the statistics of a server. The statistics of a model have the label `model_name`."""
+    """Collects the statistics of a server. The statistics of a model have the label `model_name`."""
 
     def __init__(self, stats: ServerStats, models: Callable[[], Mapping[str, ModelStats]]) -> None:
-        """Create the collector. `models()` returns the statistics of the current models by name."""
+        """Create the collector. `models()` returns the statistics of the current models by model name."""
         self._stats = stats
         self._list_models = models
         self._models: Mapping[str, ModelStats] = {}
@@ -131,12 +131,12 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """Return the Prometheus exposition text."""
+        """Return all metrics in the Prometheus exposition format."""
         self._stats.record_cpu_time()
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families, as prometheus_client asks for them."""
+        """Yield the metric families. prometheus_client calls this method."""
         self._models = self._list_models()
         engines = {name: _engines(model) for name, model in self._models.items()}
         for family_type, name, help, value in _ENGINE_METRICS:
@@ -153,7 +153,7 @@ class Metrics(Collector):
         yield from self._server()
 
     def _server(self) -> Iterator[Metric]:
-        """Yield the metric families of the server, which have no label of a model."""
+        """Yield the metric families of the server, which do not have the label `model_name`."""
         stats = self._stats
         yield GaugeMetricFamily(PREFIX + "api_servers", "API server processes", stats.api_servers)
         for name, column, help in _SERVER_COUNTERS:
@@ -176,7 +176,7 @@ class Metrics(Collector):
         return family
 
     def _labeled(self) -> Iterator[Metric]:
-        """Yield metric families that have a label beside the model's name."""
+        """Yield the metric families that have another label beside the model's name."""
         request_success = CounterMetricFamily(
             PREFIX + "request_success", "Requests with a complete response", labels=["model_name", "finished_reason"]
         )
@@ -202,7 +202,10 @@ class Metrics(Collector):
         yield from self._queues()
 
     def _sleep(self) -> Iterator[Metric]:
-        """Yield which models sleep, in vLLM's form: a gauge per state, which is 1 for the model's current state."""
+        """Yield whether each model sleeps.
+
+        As in vLLM there is one gauge per state, which is 1 for the current state.
+        """
         state = GaugeMetricFamily(
             PREFIX + "engine_sleep_state", "Whether the engines sleep, and how", labels=["model_name", "sleep_state"]
         )
@@ -238,7 +241,7 @@ class Metrics(Collector):
 
 
 def _engines(model: ModelStats) -> EngineStats:
-    """Return the sums over a model's engines. Requests that wait before the engines count as waiting too."""
+    """Return the engine statistics summed over a model's replicas. Requests in the queue count as waiting too."""
     engines = model.engines()
     return msgspec.structs.replace(engines, waiting=engines.waiting + round(model.total("queue_requests")))
 

@@ -1,4 +1,4 @@
-"""The life of a request at one model, from its admission to its end, for all tasks.
+"""Runs requests to one model from admission to their end, for all tasks.
 
 The queue starts all children of a ticket at the ticket's turn. The children of a lost replica are sent to another
 replica once. Each child is counted and ended exactly once.
@@ -29,7 +29,7 @@ _Ticket = TypeVar("_Ticket", bound=Ticket[Any])
 
 
 class OpenTickets(Generic[_Child]):
-    """The tickets of one model that are open in this process, with their children by id."""
+    """Holds the tickets of one model that are open in this process. Children are found by their id."""
 
     def __init__(
         self, stats: ModelStats, send: Callable[[ToEngine, int], None], queue: RequestQueue, limit_s: float
@@ -58,9 +58,9 @@ class OpenTickets(Generic[_Child]):
         return iter(self._open.values())
 
     def find(self, request_id: str, replica: int) -> _Child | None:
-        """Return the open child with this id if the replica works on it.
+        """Return the open child with this id if `replica` works on it.
 
-        Returns None for what a lost replica still sends if another replica works on the child now.
+        Returns None for the late output of a lost replica, when another replica works on the child.
         """
         child = self._open.get(request_id)
         return child if child is not None and child.replica == replica else None
@@ -70,7 +70,7 @@ class OpenTickets(Generic[_Child]):
     def admit(
         self, ticket: Ticket[_Child], default_class: PriorityClass, *, units: float, cost: float, priority: int = 0
     ) -> None:
-        """Start a request now or at its turn. Raises RequestError (429, 503). Nothing was counted then.
+        """Start a request now or at its turn. If it is refused, raise RequestError (429, 503) and count nothing.
 
         `Ticket.request_turn` explains the other parameters.
         """
@@ -88,28 +88,28 @@ class OpenTickets(Generic[_Child]):
     def start(self, ticket: Ticket[_Child]) -> None:
         """Send each child to the living replica with the least work.
 
-        If no replica lives, the first one gets the child. The message of its death, which is on its way, then ends the
-        request.
+        If no replica lives, the first replica gets the child. The message about this replica's death, which has not
+        arrived yet, then ends the request.
         """
         for child in ticket.children:
             self.place(child, min(self._stats.live_replicas() or [0], key=self._stats.open_tokens))
         ticket.begin()
 
     def place(self, child: _Child, replica: int) -> None:
-        """Count a child for a replica, and send the replica the child's messages."""
+        """Assign a child to a replica in the statistics, and send the child's messages to the replica."""
         child.replica = replica
         self._stats.assign(child.replica, child.cost)
         for message in child.messages():
             self._send(message, child.replica)
 
     def leave(self, child: _Child) -> None:
-        """Stop counting a child for its replica."""
+        """Remove a child from the statistics of its replica."""
         if child.replica is not None:
             self._stats.unassign(child.replica, child.cost)
             child.replica = None
 
     def send(self, child: _Child, message: ToEngine) -> None:
-        """Send a later message of a child to its replica. Raises RequestError if the ticket has ended."""
+        """Send one more message of a child to its replica. Raises RequestError if the ticket has ended."""
         if child.ticket.error is not None:
             raise child.ticket.error
         assert child.replica is not None
@@ -119,7 +119,7 @@ class OpenTickets(Generic[_Child]):
     async def admitted(
         self, ticket: Ticket[_Child], default_class: PriorityClass, *, units: float, cost: float
     ) -> AsyncIterator[None]:
-        """Wait for a request's turn before the block, and end what is open of the request after the block.
+        """Wait for a request's turn before the block. After the block, end the children that are still open.
 
         If the ticket fails during the block, the block ends with the error. Raises RequestError: 429 if the queue is
         full, 503, and 504 after the time limit.
@@ -154,7 +154,7 @@ class OpenTickets(Generic[_Child]):
     # --- the loss of a replica
 
     def retry(self, replica: int, others: Sequence[int]) -> None:
-        """Send requests of a lost replica to others, once each, if their clients have received nothing of them."""
+        """Send each request of a lost replica to another replica, once, if its client has received nothing yet."""
         lost: dict[Ticket[_Child], list[_Child]] = {}
         for child in self._open.values():
             ticket = child.ticket
@@ -173,13 +173,16 @@ class OpenTickets(Generic[_Child]):
     # --- the end
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
-        """End all requests, or all requests that `replica` runs. Requests that wait belong to no replica."""
+        """End all requests, or only the requests that `replica` runs. Waiting requests belong to no replica."""
         for child in list(self._open.values()):
             if child.needs_replica and replica in (None, child.replica):
                 self.end(child.ticket, error, outcome)
 
     def end(self, ticket: Ticket[_Child], error: RequestError, outcome: Outcome) -> None:
-        """End what is open of a request, with an error for its client. No effect on a request that has ended."""
+        """End the open children of a request, and report an error to the client.
+
+        Does nothing for a request that has ended.
+        """
         if ticket.error is None and (ticket.open_children or ticket.is_sending or outcome == "failed"):
             ticket.error = error
             self._drop(ticket, outcome)
@@ -192,7 +195,7 @@ class OpenTickets(Generic[_Child]):
             self.close(child, outcome)
 
     def _abort(self, children: Sequence[_Child]) -> None:
-        """End children in the engines."""
+        """Tell the engines to end children."""
         ids_by_replica: dict[int, list[str]] = {}
         for child in children:
             if child.replica is not None and (ids := child.open_ids()):
@@ -201,7 +204,7 @@ class OpenTickets(Generic[_Child]):
             self._send(AbortRequests(ids), replica)
 
     def close(self, child: _Child, outcome: Outcome) -> None:
-        """Count the end of a child, and use its slot for the next request."""
+        """Count the end of a child. The next request gets its slot."""
         if self._open.pop(child.request_id, None) is None:
             return
         if not self._open:
@@ -220,16 +223,16 @@ class OpenTickets(Generic[_Child]):
             self._queue.free_slots(ticket, self.settle(ticket))
 
     def settle(self, ticket: Ticket[_Child]) -> float:
-        """Return the real work of a request, in the unit of its expected cost."""
+        """Return the real cost of an ended request, in the unit of its expected cost."""
         return ticket.cost
 
 
 class RequestTimeLimit(Generic[_Ticket]):
     """Calls `on_overdue` once for each watched request that is older than its limit. One timer serves all requests.
 
-    A timer per request would be three more objects each in the event loop, which keeps hundreds of them for reuse.
-    Scattered over the memory of a burst, they retain far more than their own size. Only a request that has asked for a
-    shorter limit than `limit_s` has a timer of its own.
+    One timer per request would add three objects to the event loop, which keeps hundreds of them for reuse. Scattered
+    over the memory of a burst, they retain far more than their own size. Only a request that has asked for a shorter
+    limit than `limit_s` has a timer of its own.
     """
 
     def __init__(self, limit_s: float, on_overdue: Callable[[_Ticket], None]) -> None:
@@ -252,7 +255,7 @@ class RequestTimeLimit(Generic[_Ticket]):
             self._schedule()
 
     def forget(self, ticket: _Ticket) -> None:
-        """Stop watching a request that has ended. No effect on a request that is not watched."""
+        """Stop watching a request that has ended. Does nothing for a request that is not watched."""
         if timer := self._timers.pop(ticket, None):
             timer.cancel()
         self._watched.discard(ticket)

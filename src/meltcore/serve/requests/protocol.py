@@ -20,7 +20,7 @@ TokenId = int
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenAI's stream_options, and vLLM's continuous_usage_stats."""
+    """OpenAI's stream_options, extended by vLLM's continuous_usage_stats."""
 
     include_usage: bool | None = None  # one last event with the whole usage
     continuous_usage_stats: bool | None = None  # usage so far in every event
@@ -51,9 +51,9 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JsonRequest(msgspec.Struct, kw_only=True):
-    """The fields that JSON requests of OpenAI's API share.
+    """The fields that all JSON requests of OpenAI's API share.
 
-    No other field is decoded of a request that may be forwarded, because the upstream checks the rest of the body.
+    If a request may be forwarded, only these fields are decoded, because the upstream checks the rest of the body.
     """
 
     model: str | None = None  # None uses the default of the route
@@ -95,7 +95,7 @@ class _Sampling(JsonRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatRequest(_Sampling, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -118,7 +118,7 @@ class ChatRequest(_Sampling, kw_only=True):
 
 
 class CompletionRequest(_Sampling, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[TokenId]]
     logprobs: int | None = None
@@ -129,7 +129,7 @@ class CompletionRequest(_Sampling, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /tokenize, with either `prompt` or `messages`."""
+    """The body of POST /tokenize. It has either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -139,7 +139,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: list[TokenId]
@@ -185,7 +185,7 @@ _DECODERS = _Decoders()  # by the form of a request
 
 
 def decode_request(body: bytes, form: type[Request]) -> Request:
-    """Parse a request body. Raises RequestError (400) naming the field at fault."""
+    """Return the decoded body of a request. Raises RequestError (400) that names the invalid field."""
     if not body:
         raise RequestError("the body is empty; send a JSON object")
     try:
@@ -218,7 +218,7 @@ def _decode(body: bytes, form: type[Request]) -> Request:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """Return a number, or a list of numbers, with whole floats as integers. Objects in it are not changed."""
+    """Convert whole floats to integers, in a number or in a list of numbers. Objects in a list are not changed."""
     if isinstance(value, list):
         return [_with_whole_numbers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -263,7 +263,7 @@ _NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")
 
 
 def _validation_error(text: str) -> RequestError:
-    """Return msgspec's message as an error that names the field.
+    """Convert msgspec's message to an error that names the field.
 
     For example "Expected `str`, got `int` - at `$.model`" names `model`.
     """

@@ -1,4 +1,4 @@
-"""The queue of one model before its engines, as one API server process sees it.
+"""The queue of one model before its engines, as one API server process uses it.
 
 While the engines have free slots and nothing waits, a request goes to them immediately. Otherwise it waits in this
 queue, where its class, its deadline and its client can still change its turn. The engines get a few more requests than
@@ -30,7 +30,7 @@ EQUAL_SHARES = tuple(1 for _ in CLASSES)
 
 
 def room_of(slots: int) -> int:
-    """Return how many requests are sent to an engine with `slots` slots."""
+    """Return how many requests may be at one engine with `slots` slots: running requests, and a few that wait there."""
     return slots + max(1, slots // LOOKAHEAD)
 
 
@@ -55,8 +55,8 @@ class RequestQueue:
     ) -> None:
         """Create an empty queue for replicas of `slots` slots.
 
-        `waiting_units` returns the waiting units in all processes. By default these are the units of the requests in
-        the queues.
+        `waiting_units` returns the number of waiting units in all processes. By default it sums the units of the
+        requests in the queues.
         """
         self._stats = stats
         self._admission = admission
@@ -70,7 +70,7 @@ class RequestQueue:
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        """Return how many requests of this process wait here."""
+        """Return how many requests of this process wait in the queue."""
         return len(self._fair)
 
     def admit(self, ticket: Ticket[Any]) -> None:
@@ -111,7 +111,7 @@ class RequestQueue:
         return stats.total("queue_requests") and sum(stats.total(f"queue_units/{name}") for name in CLASSES)
 
     def leave(self, ticket: Ticket[Any]) -> None:
-        """Remove a request that has ended while it waited. No effect on a request that was started."""
+        """Remove a request that has ended while it waited. Does nothing for a request that was started."""
         if not ticket.is_queued:
             return
         with self._stats.shared.locked():
@@ -120,9 +120,9 @@ class RequestQueue:
         self._note_wait(ticket)
 
     def free_slots(self, ticket: Ticket[Any] | None = None, cost: float = 0.0) -> None:
-        """Free the slots of a started request that has ended, and start the next requests.
+        """Free the slots of an ended request, and start the next requests.
 
-        Its work had the real `cost`.
+        `cost` is the real cost of the ended request.
         """
         now_s = time.monotonic()
         if ticket is not None and ticket.charge:
@@ -165,9 +165,9 @@ class RequestQueue:
             raise
 
     def _check_sleep(self, ticket: Ticket[Any]) -> None:
-        """Refuse a request whose deadline passes before the model can be awake.
+        """Refuse a request whose deadline passes before its model can wake up.
 
-        For other requests the supervisor wakes it.
+        The supervisor wakes the model for others.
         """
         stats, now_s = self._stats, time.monotonic()
         limit_s, wake_s = ticket.exchange.limit_s(math.inf), stats.wake_at_s() - now_s
@@ -179,7 +179,7 @@ class RequestQueue:
             raise asleep_error(stats, message)
 
     def _start_next(self) -> None:
-        """Start the requests that are next, as long as the engines have slots for them."""
+        """Start the next requests in order, as long as the engines have slots for them."""
         self._is_scheduled = False
         stats = self._stats
         started: list[Ticket[Any]] = []
@@ -205,7 +205,7 @@ class RequestQueue:
         self._stats.queue_waits[ticket.priority_class].observe(wait_s)
 
     def _watch(self) -> None:
-        """Check regularly whether a waiting request of this process is next."""
+        """Check at intervals whether a waiting request of this process is the next one."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TURN_CHECK_S, self._on_timer)
 

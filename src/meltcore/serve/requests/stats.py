@@ -1,7 +1,7 @@
 """Counts statistics in shared memory, with one row of numbers per process. All processes of a server map the memory.
 
 A process writes its own row and reads all rows. So counting takes neither a message nor a lock, and every API server
-process knows the whole server's numbers. A process that dies leaves its row behind, so no count is lost. Row 0 belongs
+process knows the numbers of the whole server. The row of a process that dies stays, so no count is lost. Row 0 belongs
 to the supervisor, the other rows belong to the API server processes.
 """
 
@@ -80,12 +80,15 @@ _OPEN, _DRAINING, _DEAD, _ASLEEP = 0.0, 1.0, 2.0, 3.0  # a replica that is not o
 
 
 class SharedStats:
-    """Rows of named numbers in shared memory, initially 0. `fd` passes the memory to another process."""
+    """Stores rows of named numbers in shared memory.
+
+    All numbers are 0 at first. `fd` passes the memory to another process.
+    """
 
     def __init__(self, names: Sequence[str], num_rows: int, fd: int | None = None) -> None:
         """Create the memory, or map the memory of `fd`, which must have been created with the same names and rows.
 
-        The caller keeps `fd`. A copy of `fd` is used, and closed with the last reference to these statistics.
+        The caller keeps `fd`. A copy of it is used, and closed with the last reference to these statistics.
         """
         self.fd = os.memfd_create("meltcore-stats") if fd is None else os.dup(fd)
         weakref.finalize(self, os.close, self.fd)
@@ -99,9 +102,9 @@ class SharedStats:
         self.rows = [cells[row * len(names) : (row + 1) * len(names)] for row in range(num_rows)]
 
     def locked(self) -> SharedStats:
-        """Hold a lock during a `with` statement, for a decision on all rows together. The lock does not nest.
+        """Hold a lock during a `with` statement, so that all rows can be read and changed together.
 
-        The kernel releases the lock of a process that dies.
+        The lock does not nest. The kernel releases the lock of a process that dies.
         """
         return self
 
@@ -113,12 +116,12 @@ class SharedStats:
 
 
 class Histogram:
-    """Counts of values in seconds, one per upper bound."""
+    """Counts values in seconds in buckets. Each bucket has an upper bound."""
 
     def __init__(self, shared: SharedStats, row: int, first: int, bounds: Sequence[float]) -> None:
         """Create a view of the histogram's columns.
 
-        `first` is the column of the lowest bound. The last column has the sum.
+        `first` is the column of the lowest bound. The last column has the sum of the values.
         """
         self._rows = shared.rows
         self._row = shared.rows[row]
@@ -132,7 +135,7 @@ class Histogram:
         self._row[self._sum] += value_s * count
 
     def totals(self) -> tuple[list[tuple[str, float]], float]:
-        """Return Prometheus' cumulative (`le`, count) pairs and the sum of the values, over all processes."""
+        """Return Prometheus' cumulative (`le`, count) pairs and the sum of the values. Both are over all processes."""
         buckets = []
         total = 0.0
         for column, bound in enumerate([*map(str, self._histogram_bounds), "+Inf"], self._first):
@@ -142,7 +145,7 @@ class Histogram:
 
 
 class _Columns:
-    """Named columns of one process's row, and their totals over all processes."""
+    """Named columns of the rows: the values of this process, and the sums over all processes."""
 
     def __init__(self, shared: SharedStats, row: int, prefix: str) -> None:
         self.shared = shared
@@ -152,7 +155,7 @@ class _Columns:
         }
 
     def column(self, name: str) -> int:
-        """Return the position of a value in each process's row."""
+        """Return the index of a named value within a row."""
         return self._column[name]
 
     @property
@@ -184,9 +187,9 @@ class _Columns:
 
 
 class ServerStats(_Columns):
-    """Statistics of a server as one of its processes sees them.
+    """The statistics of a server, as one process uses them.
 
-    Models are added and removed; each has its own memory.
+    Each model has memory of its own, and models come and go.
     """
 
     def __init__(
@@ -225,7 +228,7 @@ class ServerStats(_Columns):
         return self._models[model]
 
     def remove_model(self, model: int) -> None:
-        """Forget a model."""
+        """Remove the statistics of a model from this process."""
         del self._models[model]
 
     def model(self, model: int) -> ModelStats:
@@ -239,7 +242,7 @@ class ServerStats(_Columns):
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors of the memory of the server and of each model."""
+        """The file descriptors of the shared memory: first the server's, then one per model."""
         return [self.shared.fd, *(model.shared.fd for model in self._models.values())]
 
     @property
@@ -252,7 +255,7 @@ class ServerStats(_Columns):
         self.set("cpu_s", time.process_time())
 
     def closed_connections(self) -> list[float]:
-        """Return how many connections each process has closed since the start, in the order of the stats' rows."""
+        """Return how many connections each process has closed since the start. The order is that of the rows."""
         column = self._column["connections_closed"]
         return [row[column] for row in self.shared.rows]
 
@@ -261,7 +264,7 @@ class ServerStats(_Columns):
         return round(sum(model.total("in_flight") for model in self.models))
 
     def events(self) -> float:
-        """Return the number of requests and ended connections of this process."""
+        """Return the number of requests plus ended connections of this process since its start."""
         return self.local_value("connections_closed") + sum(model.local_value("accepted") for model in self.models)
 
     def is_idle(self) -> bool:
@@ -270,7 +273,7 @@ class ServerStats(_Columns):
 
 
 class ModelStats(_Columns):
-    """Statistics of one model: this process's row, and the sums over all processes."""
+    """The statistics of one model: the row of this process, and the sums over all processes."""
 
     def __init__(self, shared: SharedStats, process_index: int, model: int, replicas: int) -> None:
         super().__init__(shared, process_index, f"{model}/")
@@ -293,7 +296,7 @@ class ModelStats(_Columns):
         self.inter_token_latency = self.histograms["inter_token_latency_seconds"]
 
     def num_ended(self) -> float:
-        """Return how many requests have ended, in any way."""
+        """Return how many requests have ended, with or without success."""
         return self.total("finished") + self.total("aborted") + self.total("failed")
 
     def max_value(self, name: str) -> float:
@@ -302,15 +305,12 @@ class ModelStats(_Columns):
         return max(row[column] for row in self.shared.rows)
 
     def set_in_flight(self, count: int) -> None:
-        """Record `count` requests in flight in this process.
-
-        The recorded peak is the server's, as seen by this process.
-        """
+        """Record `count` requests in flight in this process. Also record the server's peak, as this process sees it."""
         self.set("in_flight", count)
         self.set("in_flight_peak", max(self.local_value("in_flight_peak"), self.total("in_flight")))
 
     def record_step(self, stats: EngineStats, ended_s: float, replica: int = 0) -> None:
-        """Record a replica's statistics after a step that ended at `ended_s`."""
+        """Store a replica's statistics after a step that ended at `ended_s`."""
         self._row[self._last_message_at[replica]] = time.monotonic()
         first = self._engine_at[replica]
         self._row[first] = ended_s
@@ -329,7 +329,7 @@ class ModelStats(_Columns):
         return EngineStats(**dict[str, Any](values))
 
     def engines(self) -> EngineStats:
-        """Return the sums over all replicas."""
+        """Return the engine statistics summed over all replicas."""
         stats_per_replica = [msgspec.structs.astuple(self.engine(replica)) for replica in range(self.replicas)]
         return EngineStats(*map(sum, zip(*stats_per_replica, strict=True)))
 
@@ -342,7 +342,7 @@ class ModelStats(_Columns):
     # --- replicas
 
     def live_replicas(self) -> list[int]:
-        """Return the replicas that new requests may be sent to."""
+        """Return the indices of the replicas to which new requests may be sent."""
         row, unconnected = self.shared.rows[0], self._unconnected
         return [
             replica
@@ -351,18 +351,21 @@ class ModelStats(_Columns):
         ]
 
     def num_serving(self) -> int:
-        """Return the number of replicas for new requests. Upstream servers that do not answer are not counted."""
+        """Return the number of replicas that accept new requests.
+
+        Upstream servers that do not answer are not counted.
+        """
         return sum(replica not in self._silent for replica in self.live_replicas())
 
     def assign(self, replica: int, tokens: int) -> None:
-        """Count a request as `tokens` tokens of `replica`. If the replica was idle, its step time limit starts now."""
+        """Count a request of `tokens` tokens for `replica`. If the replica was idle, its step time limit starts now."""
         if not self.open_requests(replica):
             self._row[self._last_message_at[replica]] = time.monotonic()
         self._row[self._requests_at[replica]] += 1
         self._row[self._tokens_at[replica]] += tokens
 
     def unassign(self, replica: int, tokens: int) -> None:
-        """Remove a request of `replica` that has ended."""
+        """Remove an ended request of `replica` from the counts."""
         self._row[self._requests_at[replica]] -= 1
         self._row[self._tokens_at[replica]] -= tokens
 
@@ -371,11 +374,11 @@ class ModelStats(_Columns):
         return self._sum(self._requests_at[replica])
 
     def open_tokens(self, replica: int) -> float:
-        """Return the tokens as which the open requests of `replica` count."""
+        """Return the number of tokens with which the open requests of `replica` are counted."""
         return self._sum(self._tokens_at[replica])
 
     def last_message_s(self, replica: int) -> float:
-        """Return the time of the last message of `replica` to any process, in monotonic seconds."""
+        """Return the time.monotonic() at which any process received the last message of `replica`."""
         column = self._last_message_at[replica]
         return max(row[column] for row in self.shared.rows)
 
@@ -384,15 +387,15 @@ class ModelStats(_Columns):
         self._close(replica, _DEAD)
 
     def drain_replica(self, replica: int) -> None:
-        """Give a replica no more requests. Its open requests continue. Only the supervisor calls it."""
+        """Stop sending new requests to a replica. Its open requests continue. Only the supervisor calls this method."""
         self._close(replica, _DRAINING)
 
     def mark_replica_ready(self, replica: int) -> None:
-        """Let a replica get requests. Only the supervisor calls it."""
+        """Allow new requests to a replica. Only the supervisor calls this method."""
         self._close(replica, _OPEN)
 
     def mark_replica_asleep(self, replica: int) -> None:
-        """Let requests wait until the replica is awake again. Only the supervisor calls it."""
+        """Make requests wait until the replica is awake again. Only the supervisor calls this method."""
         self._close(replica, _ASLEEP)
 
     @property
@@ -402,7 +405,7 @@ class ModelStats(_Columns):
         return _ASLEEP in states and _OPEN not in states
 
     def wake_at_s(self) -> float:
-        """Return the earliest monotonic time at which the model can be awake, as far as is known."""
+        """Return the earliest time.monotonic() at which the model can be awake, as far as is known."""
         return self.max_value("wake_at_s")
 
     def until_started_s(self) -> float:
@@ -415,19 +418,22 @@ class ModelStats(_Columns):
         return max(_MIN_START_S, min(left_s, _MAX_START_S) if left_s > 0 else min(-left_s, _MAX_LATE_S))
 
     def is_dead(self, replica: int) -> bool:
-        """Return whether a replica has no engine process that works for it. A replica that drains is not dead."""
+        """Return whether a replica has no working engine process. A replica that drains is not dead."""
         return self._closed(replica) == _DEAD
 
     def set_connected(self, replica: int, is_connected: bool) -> None:
-        """Note whether this process has sockets to a replica. Without sockets it sends the replica no requests."""
+        """Store whether this process has sockets to a replica. Without sockets it sends no requests to the replica."""
         (self._unconnected.discard if is_connected else self._unconnected.add)(replica)
 
     def set_answers(self, replica: int, answers: bool) -> None:
-        """Note whether an upstream server answers this process."""
+        """Store whether an upstream server answers this process."""
         (self._silent.discard if answers else self._silent.add)(replica)
 
     def fail_process_requests(self, process_index: int) -> int:
-        """Count the open requests of a dead process as failed. Returns their number. Only the supervisor calls it."""
+        """Count the open requests of a dead process as failed, and return their number.
+
+        Only the supervisor calls this method.
+        """
         row = self.shared.rows[process_index]
         with self.shared.locked():
             num_failed = round(row[self._column["in_flight"]])

@@ -1,7 +1,7 @@
-"""One request to a model, with the requests to engines that together make its answer.
+"""Represents one request to a model. Its children are the requests to engines that together make the answer.
 
-`open_tickets.py` admits tickets, places their children at replicas and ends them. `fair_queue.py` decides which of the
-tickets that wait is next.
+`open_tickets.py` admits tickets, places their children at replicas and ends them. `fair_queue.py` decides which waiting
+ticket is next.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from meltcore.settings.config import PriorityClass
 # Within a class requests are served in order of arrival. Each step of OpenAI's field `priority` counts as much time.
 PRIORITY_STEP_S = 1.0
 MAX_STEPS = 60  # so a request is overtaken only by those that arrive within this many steps
-# Unique among all API server processes: their requests share the engines. Not the client's x-request-id: two clients
-# may send the same one.
+# These ids are unique among all API server processes, because their requests share the engines. The client's
+# x-request-id does not serve for this, because two clients may send the same one.
 _child_ids = (f"{os.getpid():x}-{counter}" for counter in itertools.count(1))
 
 
@@ -42,7 +42,7 @@ class Child:
         """
         self.ticket = ticket
         self.request_id = next(_child_ids)
-        self.replica: int | None = None  # that works on it, once its turn has come
+        self.replica: int | None = None  # the replica that works on the child, once the ticket's turn has come
         self.cost = cost
         self.waiting_tokens = waiting_tokens
         ticket.children.append(self)
@@ -55,50 +55,50 @@ class Child:
 
     @property
     def can_retry(self) -> bool:
-        """Whether the client gets the same answer if another replica begins it again."""
+        """Whether the client still gets one consistent answer if another replica begins this child again."""
         return True
 
     def messages(self) -> Sequence[ToEngine]:
-        """Return the messages for the child's replica. After the loss of the replica they are sent to another one."""
+        """Return the messages for the child's replica. If the replica is lost, they are sent to another replica."""
         return ()
 
     def open_ids(self) -> Sequence[str]:
-        """Return the ids of the child's messages on which its replica works."""
+        """Return the ids of the messages on which the child's replica is still working."""
         return ()
 
     def restart(self) -> None:
-        """Forget the answer of a lost replica."""
+        """Discard the output of a lost replica, because another replica begins the request again."""
 
 
 _Child = TypeVar("_Child", bound=Child)
 
 
 class Ticket(Generic[_Child]):
-    """One request to a model."""
+    """One request to a model, as the queue and the backend see it."""
 
     def __init__(self, arrived_s: float) -> None:
-        """Open a ticket of the current exchange. `arrived_s` is its time.monotonic() of arrival."""
+        """Open a ticket for the current exchange. `arrived_s` is the time.monotonic() at which the request arrived."""
         self.arrived_s = arrived_s
         self.exchange = current_exchange()
         self.children: list[_Child] = []
         self.open_children = 0
-        # What the queue knows of it, from `request_turn` on.
+        # The queue reads the following fields, which `request_turn` sets.
         self.priority_class: PriorityClass = "standard"
-        self.priority = 0  # of its messages to engines
-        self.units = 0.0  # prompt tokens, characters or seconds of audio that wait with it
-        self.cost = 0.0  # its expected work; after its start the work that is known
+        self.priority = 0  # the priority in messages to engines
+        self.units = 0.0  # prompt tokens, characters or seconds of audio that wait with this ticket
+        self.cost = 0.0  # the expected work; after the start, the work that is known
         self.admitted_s = self.order_s = 0.0
         self.is_queued = False
-        self.charge = 0.0  # what its class has paid for it
+        self.charge = 0.0  # the cost that the priority class was charged for this ticket
         self.is_retried = False
-        self.error: RequestError | None = None  # that has ended it
-        self.is_sending = False  # inside `await send(...)`: the client is not reading
-        # Of a coroutine that serves it: what it waits for first, and what ends it.
+        self.error: RequestError | None = None  # the error that has ended the ticket
+        self.is_sending = False  # True inside `await send(...)`: the client is not reading
+        # The coroutine that serves the ticket waits for `turn` first, and `time_limit` ends it.
         self.turn: asyncio.Future[None] | None = None
         self.time_limit: asyncio.Timeout | None = None
 
     def request_turn(self, default_class: PriorityClass, *, units: float, cost: float = 1.0, priority: int = 0) -> None:
-        """Set what the queue must know of the request.
+        """Set the fields by which the queue orders the request.
 
         Args:
             default_class: the model's class, for a request that names no class.

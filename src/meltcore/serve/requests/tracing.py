@@ -124,7 +124,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, scope: Scope) -> Span:
-        """Begin the span of a request. If the request names a span of its client, this is the parent."""
+        """Begin the span of a request. If the request's headers name a span of the client, that span is the parent."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
@@ -142,7 +142,7 @@ class Tracing:
         return span
 
     def close(self) -> None:
-        """Send what is queued, for at most CLOSE_S."""
+        """Send the queued spans, for at most CLOSE_S."""
         thread = threading.Thread(target=self._provider.shutdown, name="traces-close", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
@@ -181,16 +181,16 @@ class _CountingExporter:
         return result
 
     def shutdown(self) -> None:
-        """End a retry that waits to be sent."""
+        """End a retry that waits before it sends again."""
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Do as the exporter does."""
+        """Call the method of the wrapped exporter."""
         return bool(self._exporter.force_flush(timeout_millis))
 
 
 def _processor(exporter: Any, stats: ServerStats, limit: int) -> Any:
-    """Return a BatchSpanProcessor that counts the spans that do not fit. Its base class needs the package."""
+    """Return a BatchSpanProcessor that counts the spans that do not fit. Its class needs the package OpenTelemetry."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     class Bounded(BatchSpanProcessor):  # type: ignore[misc, unused-ignore]
@@ -209,7 +209,7 @@ def _processor(exporter: Any, stats: ServerStats, limit: int) -> Any:
 
 
 def describe_span(span: Span, fields: dict[str, Any]) -> None:
-    """Set the name of the span, and the attributes that follow from the fields of the request's log line."""
+    """Set the name and the attributes of the span from the fields of the request's log line."""
     if not span.is_recording():
         return
     for field, name in _ATTRIBUTES.items():

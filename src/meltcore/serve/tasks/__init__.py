@@ -1,1 +1,4 @@
-"""What requests of all tasks share: the choice of a model, and the exchange of one request."""
+"""Serves the requests of each task.
+
+What all tasks share is here: the choice of a model, and the endpoint of a route.
+"""

@@ -1,4 +1,4 @@
-"""What the backends of transcription and synthesis share: worker processes for audio, and the limit of uploads."""
+"""The base class of the backends of transcription and synthesis. It has worker processes for audio."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _Work = TypeVar("_Work", bound=Child)
 
 
 class AudioBackend(EngineBackend, Generic[_Work]):
-    """The engines of a model that transcribes or speaks.
+    """Connects one API server process to the engines of a model that transcribes or speaks.
 
-    A ticket has one child, which stays at one replica whatever it sends. The child counts there with the bytes of its
-    upload.
+    A ticket has one child, which stays at one replica for all its messages. The child counts there with the bytes of
+    its upload.
     """
 
     child_type: type[_Work]
@@ -51,12 +51,12 @@ class AudioBackend(EngineBackend, Generic[_Work]):
         check_audio_packages()
 
     async def close_workers(self) -> None:
-        """End the processes of this backend."""
+        """End the worker processes of this backend."""
         await self.workers.close()
 
     @asynccontextmanager
     async def admitted(self, upload_bytes: int, units: float) -> AsyncIterator[_Work]:
-        """Wait for a request's turn before the block, and end the request after it. Yields its child at an engine.
+        """Wait for a request's turn, and yield the child that a replica serves. End the request after the block.
 
         The second bound of the queue counts `units`. Raises RequestError: 429 if the queue is full, 503, and 504 after
         the time limit.

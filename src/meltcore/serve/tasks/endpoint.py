@@ -1,4 +1,4 @@
-"""What most routes share: reading a request, choosing its model, and turning errors into answers."""
+"""The base class of most routes: it reads a request, chooses the model, and turns errors into answers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _Form = TypeVar("_Form", bound=msgspec.Struct)
 
 
 class Endpoint(ABC):
-    """A route as a raw ASGI application. If the client disconnects, the work for its request ends.
+    """Serves a route as a raw ASGI application. If the client disconnects, the work for its request ends.
 
     Args:
         operations: the entries of the route in /openapi.json.
-        paths: the paths where the route answers, by default the paths of its operations.
+        paths: the paths of the route, by default the paths of its operations.
         dwani_paths: the paths where errors also have the field of dwani.ai's form.
         has_uploads: whether bodies may be as large as OpenAI's uploads.
     """
@@ -60,8 +60,8 @@ class Endpoint(ABC):
     def find_model(self, exchange: Exchange, name: str | None) -> Any:
         """Return the backend of the model that a request names.
 
-        Without a name, return the backend of the path's default. Raises RequestError: 400 for a model of another task,
-        404, 503.
+        If the request names no model, return the default backend of the path. Raises RequestError: 400 for a model of
+        another task, 404, 503.
         """
         path = exchange.scope["path"]
         backend = self._models.find(name or self._models.default(path))

@@ -1,4 +1,4 @@
-"""Passes requests and answers of models on upstream servers on as they came, without decoding them.
+"""Forwards requests to upstream servers, and their answers to clients, without decoding either.
 
 An endpoint of this module comes before the endpoint of Meltcore's own models on the same path. It reads the body and
 finds the model's name. Then it passes the request to the model's backend, or to the other endpoint.
@@ -32,7 +32,7 @@ UPSTREAM_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages
 
 
 def forwarded_paths() -> tuple[str, ...]:
-    """Return the paths whose requests are passed on to upstream servers."""
+    """Return the paths whose requests may be forwarded to upstream servers."""
     return (*(path for task in tasks().values() for path in task.paths), *UPSTREAM_PATHS)
 
 
@@ -40,10 +40,10 @@ _decode_request = msgspec.json.Decoder(JsonRequest).decode
 
 
 class ForwardingEndpoint(Endpoint):
-    """Passes requests of forwarding backends on, and all others to `own`, the endpoint of Meltcore's own models."""
+    """Passes a request to a forwarding backend, or to `own`, the endpoint of Meltcore's own models."""
 
     def __init__(self, own: Endpoint | None, models: ModelTable, config: FleetSpec, log: Log) -> None:
-        """Create the endpoint. `own` is None for a path that no model of Meltcore's own serves."""
+        """Create the endpoint. `own` is None if no model of Meltcore's own serves the path."""
         super().__init__(models, config, log)
         self._own = own
         if own is not None:
@@ -74,7 +74,7 @@ class ForwardingEndpoint(Endpoint):
         exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, body, request))
 
     def _default(self, path: str) -> str | None:
-        """Return the model of a request that names none. Speech and translation choose their models by language."""
+        """Return the model of a request that names none. For speech and translation the language decides later."""
         has_default = path in LANGUAGE_PATHS or path in UPSTREAM_PATHS
         return self._models.default(path) if has_default else None
 
@@ -90,7 +90,7 @@ async def _not_found(scope: Scope, receive: Receive) -> NoReturn:
 
 
 def read_request(body: bytes, content_type: str) -> JsonRequest | None:
-    """Return the fields that the API needs of a body. Returns None if the body is neither JSON nor a form."""
+    """Return the fields of a body that the API itself needs. Returns None if the body is neither JSON nor a form."""
     if is_multipart(content_type):
         place = find_field(body, content_type, "model")
         return JsonRequest() if place is None else JsonRequest(model=body[place].decode(errors="replace"))

@@ -13,13 +13,13 @@ from meltcore.text.languages import code_among
 
 
 class SpokenBackend(Protocol):
-    """A backend of a model that transcribes or speaks in certain languages."""
+    """Describes a backend whose model transcribes or speaks certain languages."""
 
     names: tuple[str, ...]
 
     @property
     def languages(self) -> Sequence[str]:
-        """The model's languages by code. There are none before the model is loaded."""
+        """The model's languages by code. The mapping is empty before the model is loaded."""
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
@@ -30,10 +30,10 @@ _Language = TypeVar("_Language", str, str | None)
 
 
 class ModelChoice:
-    """Finds the model for a request.
+    """Chooses the model for a request.
 
-    It is the model that the request names, else the configured model of its language, else the first model that has the
-    language.
+    The choice is the model that the request names. Without a name it is the configured model of the request's language,
+    or else the first model that knows the language.
     """
 
     def __init__(self, models: ModelTable) -> None:
@@ -41,17 +41,17 @@ class ModelChoice:
 
     @property
     def languages(self) -> LanguagesSection:
-        """The models of languages, as fleet.yaml names them now."""
+        """The section of fleet.yaml that names models of languages. It may change while the server runs."""
         return self._models.languages
 
     @property
     def routes(self) -> RoutesSection:
-        """The models of routes, as fleet.yaml names them now."""
+        """The section of fleet.yaml that names models of routes. It may change while the server runs."""
         return self._models.routes
 
     @property
     def backends(self) -> Sequence[Backend]:
-        """All models of the server."""
+        """The backends of all models of the server."""
         return self._models.backends
 
     def by_language(
@@ -62,7 +62,7 @@ class ModelChoice:
         language: str | None,
         model: str | None,
     ) -> tuple[_Backend, str | None]:
-        """Return a model of a task that knows the request's language, and the language in which the model is asked.
+        """Return a model for the request's language, and the name of the language for this model.
 
         If no model knows the language or a substitute of it, the returned language is None. The error of the returned
         model then names its languages. Raises RequestError (400, 404, 503).
@@ -85,9 +85,9 @@ class ModelChoice:
         return chosen[0], None
 
     def chat_model(self, model: str | None = None) -> Backend:
-        """Return a language model, if possible one that takes chats. Raises RequestError (400, 404, 503).
+        """Return a language model. Models that accept chats are preferred. Raises RequestError (400, 404, 503).
 
-        A model without a chat template refuses the chat by itself. Its error says how to configure a template.
+        A model without a chat template refuses the chat. Its error says how to configure a template.
         """
         candidates = self.candidates(model or self.routes.chat.model)
         for backend in sorted(candidates, key=lambda backend: not backend.chats):
@@ -97,11 +97,14 @@ class ModelChoice:
         return refuse(candidates, "chat; serve a language model")
 
     def candidates(self, model: str | None) -> list[Backend]:
-        """Return the model that a request names, or all models. Raises RequestError (404, 503)."""
+        """Return the backend that a request names, or all backends if it names none. Raises RequestError (404, 503)."""
         return self._models.backends if model is None else [self._models.find(model)]
 
     def meanings(self, language: _Language) -> Sequence[_Language]:
-        """Return a language, followed by the languages that models which do not know it get instead."""
+        """Return a language, followed by its substitutes.
+
+        Models that do not know the language get a substitute instead.
+        """
         return [language, *self._substitutes(language)]
 
     def _substitutes(self, language: str | None) -> Sequence[str]:
@@ -111,15 +114,15 @@ class ModelChoice:
 
 
 def _configured(models: Mapping[str, str], language: str | None) -> str | None:
-    """Return the configured model of a language by any name of the language, else the model of all other languages."""
+    """Return the configured model of a language, whichever name it has, or else the model of all other languages."""
     name = None if language is None else code_among(language, list(models))
     return models.get(ANY_LANGUAGE if name is None else name)
 
 
 def _of_language(found: Sequence[_Backend], language: str | None) -> _Backend | None:
-    """Return the first backend that has a language, else the first backend, if it is ready.
+    """Return the first backend that knows a language. Without one, return the first backend, if it is ready.
 
-    Returns None without any.
+    Returns None if there are no backends.
     """
     for backend in found:
         if _knows(backend, language):
@@ -135,7 +138,7 @@ def _knows(backend: SpokenBackend, language: str | None) -> bool:
 
 
 def refuse(candidates: Sequence[Backend], task: str) -> NoReturn:
-    """Raise RequestError (400) for models that cannot do what a request asks for."""
+    """Raise RequestError (400), because no model can do what a request asks for."""
     if len(candidates) == 1:
         [backend] = candidates
         routes = ", ".join(backend.paths)

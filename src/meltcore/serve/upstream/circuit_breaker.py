@@ -1,12 +1,12 @@
-"""Circuit breaker: sends no requests to a replica that fails repeatedly, until a single request succeeds."""
+"""Stops sending requests to a replica that fails repeatedly, until a single request succeeds (circuit breaker)."""
 
 from __future__ import annotations
 
 
 class CircuitBreaker:
-    """A circuit breaker, which is closed at first, and open after `failures` failures in a row.
+    """A circuit breaker. It is closed at first, and opens after `failures` failures in a row.
 
-    After `open_s` it is half open, and the next request is the probe.
+    After `open_s` seconds it is half open, and the next request is the probe.
     """
 
     def __init__(self, failures: int, open_s: float) -> None:
@@ -28,11 +28,14 @@ class CircuitBreaker:
         return not self._probe_is_running and now_s - self._opened_s >= self._open_s
 
     def begin(self) -> None:
-        """Count a request that is being sent. While the breaker is not closed, the request is the probe."""
+        """Note that a request is sent. If the breaker is not closed, this request is the probe."""
         self._probe_is_running = self._opened_s is not None
 
     def begin_answer(self) -> None:
-        """Close the breaker when the replica begins to answer a probe. It opens again if the answer breaks off."""
+        """Close the breaker, because the replica has begun to answer the probe.
+
+        The breaker opens again if the answer breaks off.
+        """
         if self._opened_s is not None:
             self._failures = self._limit - 1
             self._opened_s = None
@@ -45,7 +48,7 @@ class CircuitBreaker:
         self._probe_is_running = False
 
     def fail(self, now_s: float) -> bool:
-        """Count a failure. Returns whether this failure has opened the breaker."""
+        """Count a failure. Return whether this failure has opened the breaker."""
         self._failures += 1
         was_open, self._probe_is_running = self.is_open, False
         if was_open or self._failures >= self._limit:

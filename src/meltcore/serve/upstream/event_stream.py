@@ -13,7 +13,7 @@ _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 
 
 class EventBuffer:
-    """Cuts a stream at the ends of its events. `add` and `end` together return all bytes that were added, in order."""
+    """Cuts a stream after complete events. `add` and `end` together return all added bytes, in order."""
 
     __slots__ = ("_held", "is_inside_event")
 
@@ -22,7 +22,7 @@ class EventBuffer:
         self.is_inside_event = False  # of an event too long to be held, a part has been passed on
 
     def add(self, data: bytes) -> bytes:
-        """Add bytes. Returns the bytes up to the end of the last complete event, or b"" if no event is complete."""
+        """Add bytes. Return all bytes up to the end of the last complete event, or b"" if no event is complete."""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -39,7 +39,7 @@ class EventBuffer:
         return data[:end]
 
     def end(self) -> bytes:
-        """Return the remaining bytes at the end of a stream that `is_whole`."""
+        """Return the bytes that are left when a stream ends and `is_whole` is true."""
         return self._held
 
     @property

@@ -1,4 +1,4 @@
-"""One request at one upstream server: the request is sent, and its answer is checked and passed on as it came."""
+"""Sends one request to one upstream server, checks the answer, and passes the answer on unchanged."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ _decode_first = json.JSONDecoder().raw_decode  # other bytes follow
 
 
 def read_usage(data: bytes) -> tuple[int | None, int | None]:
-    """Return the prompt tokens and the output tokens of the last `usage` in an answer.
+    """Return the prompt tokens and the output tokens that the last `usage` of an answer reports.
 
-    Each number is None if the answer does not have it.
+    A number is None if the answer does not report it.
     """
     position = data.rfind(_USAGE_MARK)
     while position >= 0:
@@ -77,10 +77,10 @@ def _count(usage: dict[str, Any], *names: str) -> int | None:
 
 
 class ForwardOutcome(msgspec.Struct):
-    """How a request has ended, for the log.
+    """Says for the log how a request has ended.
 
     `error` is the code of an error of this server, and is None for an error of the upstream. `prompt_tokens` and
-    `completion_tokens` are the upstream's counts, or follow from its events. They are None if neither is known.
+    `completion_tokens` are the upstream's counts, or are counted from its events. They are None if neither is known.
     """
 
     status: int
@@ -91,13 +91,13 @@ class ForwardOutcome(msgspec.Struct):
 
 
 class UpstreamChild(Child):
-    """A request at the server of its attempt. The attempt sends the request, not the queue."""
+    """A request at the server that its attempt has chosen. The attempt sends the request, not the queue."""
 
     ticket: UpstreamTicket
 
 
 class UpstreamTicket(Ticket[UpstreamChild]):
-    """One request that is being forwarded, with everything that a time limit or a client's disconnection has to end."""
+    """One request that is forwarded. It has everything that ends with its time limit or when its client disconnects."""
 
     def __init__(self, arrived_s: float, client: Any) -> None:
         super().__init__(arrived_s)
@@ -115,7 +115,7 @@ class UpstreamTicket(Ticket[UpstreamChild]):
             await self.turn
 
     async def connect(self, replica: UpstreamReplica) -> UpstreamConnection:
-        """Open a connection, unless the client disconnects meanwhile. Raises UpstreamError."""
+        """Open a connection to a replica, unless the client disconnects meanwhile. Raises UpstreamError."""
         self._connecting = asyncio.create_task(replica.connect())
         try:
             return await self._connecting
@@ -134,7 +134,7 @@ class UpstreamTicket(Ticket[UpstreamChild]):
         self.interrupt("aborted", "the client has disconnected")
 
     def fail(self) -> None:
-        """End the request because of its error."""
+        """End the request with the error of the ticket."""
         assert self.error is not None
         self.interrupt("aborted", self.error.message)
 
@@ -154,7 +154,7 @@ class UpstreamTicket(Ticket[UpstreamChild]):
             self.client.transport.abort()  # it does not read, so no error would reach it
 
     async def close_client(self) -> None:
-        """Close the client's connection once it has read what was sent, or after CLOSE_LIMIT_S."""
+        """Close the client's connection when the client has read all that was sent, or after CLOSE_LIMIT_S."""
         lost = asyncio.Event()
         self.client.set_disconnect_callback(lost.set)
         self.client.transport.close()
@@ -177,7 +177,7 @@ class UpstreamTicket(Ticket[UpstreamChild]):
 
 
 class Attempt:
-    """A request at one replica, to the end of its answer."""
+    """Carries a request at one replica to the end of its answer."""
 
     def __init__(
         self,
@@ -213,9 +213,10 @@ class Attempt:
         self._num_events = 0
 
     async def run(self, body: bytes, *, may_retry: bool) -> ForwardOutcome | None:
-        """Send the request and pass on the answer. Returns None if the replica is busy and another one may be tried.
+        """Send the request and pass on the answer.
 
-        Raises UpstreamError if the answer failed before anything was sent to the client.
+        Return None if the replica is busy, so that another one may be tried. Raises UpstreamError if the answer failed
+        before anything was sent to the client.
         """
         breaker = self._replica.breaker
         try:
@@ -256,7 +257,7 @@ class Attempt:
             self._replica.breaker.abandon()
 
     def describe(self, error: UpstreamError) -> str:
-        """Return the error for the client, without the upstream's address."""
+        """Return the text of an error for the client. It does not contain the upstream's address."""
         if error.kind == "deadline":
             return self._ticket.exchange.overdue(self._limit_s).message
         return f"{self._server} failed: {error}"
@@ -296,7 +297,10 @@ class Attempt:
         return connection
 
     async def _first_bytes(self, connection: UpstreamConnection) -> tuple[bytes, bool]:
-        """Return the first bytes for the client, and whether they are the complete answer. Raises UpstreamError."""
+        """Wait for the first bytes of the answer. Return them, and whether they are the complete answer.
+
+        Raises UpstreamError.
+        """
         status = connection.status
         content_type = connection.headers.get(b"content-type", b"").decode("latin-1")
         kind = content_type.partition(";")[0].strip().lower()
@@ -342,16 +346,13 @@ class Attempt:
         await send_bytes(self._send_part, body, content_type, status=connection.status, headers=headers)
 
     async def _send_part(self, message: Message) -> None:
-        """Send a part of the answer. Until the client has read enough of what came before, it counts as slow."""
+        """Send a part of the answer. The client counts as slow until it has read enough of the earlier parts."""
         self._ticket.is_sending = True
         await self._exchange.send(message)
         self._ticket.is_sending = False
 
     async def _relay(self, connection: UpstreamConnection, first: bytes) -> ForwardOutcome | None:
-        """Pass on an answer as it arrives.
-
-        If the answer breaks off, return the outcome, which the client has received.
-        """
+        """Pass on an answer as it arrives. Return the outcome, also if the answer breaks off."""
         events, headers = self._events, self._headers(connection)
         if events is None and b"content-length" in connection.headers:
             headers.append((b"content-length", connection.headers[b"content-length"]))
@@ -401,16 +402,20 @@ class Attempt:
             self._usage = data
 
     def _counted(self, outcome: ForwardOutcome) -> ForwardOutcome:
-        """Add the tokens that the upstream reports. Without a report, each event with a token counts as one token."""
+        """Return the outcome with the numbers of tokens that the upstream reports.
+
+        Without a report, each event with a token counts as one token.
+        """
         outcome.prompt_tokens, outcome.completion_tokens = read_usage(self._usage)
         if outcome.completion_tokens is None and self._num_events:
             outcome.completion_tokens = max(0, self._num_events - _EVENTS_WITHOUT_TOKENS)
         return outcome
 
     async def _break_off(self, error: UpstreamError) -> ForwardOutcome:
-        """End an answer that has begun. A stream gets an error event, and the last chunk of the body is not sent.
+        """End an answer that has begun and cannot be completed.
 
-        A client that does not know error events then sees an incomplete answer, which HTTP clients report.
+        A stream gets an error event. The body gets no last chunk. A client that does not know error events then sees an
+        incomplete answer, which HTTP clients report.
         """
         ticket, events = self._ticket, self._events
         if error.kind not in ("aborted", "deadline"):
@@ -425,7 +430,7 @@ class Attempt:
         return ForwardOutcome(499 if ticket.is_gone else failure.status, self._replica.index, failure.code)
 
     def _headers(self, connection: UpstreamConnection) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the answer, its content type first."""
+        """Return the headers of the answer. The content type comes first."""
         headers = [(name, connection.headers[name]) for name in _RELAYED_HEADERS if name in connection.headers]
         if connection.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
             headers.append((b"x-accel-buffering", b"no"))  # nginx would gather events into blocks

@@ -1,4 +1,4 @@
-"""The backend of a model on upstream servers. Requests and answers pass through in the bytes in which they came.
+"""The backend of a model on upstream servers. The bytes of requests and answers are passed on unchanged.
 
 A request goes to the replica with the fewest open requests. Its body is changed only if the upstream knows the model by
 another name. Answers are never changed. Addresses come only from the configuration, and redirects are not followed.
@@ -55,7 +55,7 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class UpstreamHealth(Health):
-    """Whether an upstream model can be served: a replica answers, and the replica's circuit breaker is not open."""
+    """Says whether an upstream model can be served: a replica answers, and its circuit breaker is not open."""
 
     def __init__(self, name: str, stats: ModelStats, replicas: list[UpstreamReplica]) -> None:
         super().__init__(stats)
@@ -63,7 +63,7 @@ class UpstreamHealth(Health):
         self._replicas = replicas
 
     def problem(self) -> str | None:
-        """Return the reason why the model cannot be served now, or None if it can."""
+        """Return the reason why the model cannot be served now, or None if it can be served."""
         if self.status not in SERVING:
             return self.reason
         if self._stats.is_asleep:
@@ -80,7 +80,7 @@ class UpstreamHealth(Health):
         )
 
     async def circle(self, scope: Scope) -> str | None:
-        """Query the servers' health on behalf of the servers that wait for this one, if no server has answered yet."""
+        """Query the servers' health on behalf of the servers that wait for this one, unless a server has answered."""
         if self.status not in ("loading", "failed"):
             return None
         found = await asyncio.gather(*(replica.circle(scope) for replica in self._replicas))
@@ -89,16 +89,19 @@ class UpstreamHealth(Health):
 
 
 class _OpenTickets(OpenTickets[UpstreamChild]):
-    """Requests for which the queue chooses no server. Each attempt chooses one."""
+    """Holds requests whose server is chosen by each attempt, not by the queue."""
 
     def start(self, ticket: Ticket[UpstreamChild]) -> None:
-        """Let the request start. Until its answer is known, its work is its prompt."""
+        """Let the request's coroutine continue.
+
+        Until the answer is known, the cost of the request is that of its prompt.
+        """
         ticket.cost = ticket.units
         ticket.begin()
 
 
 class HttpBackend:
-    """The servers of one upstream model, as one API server process uses them."""
+    """Connects one API server process to the servers of one upstream model."""
 
     def __init__(
         self,
@@ -146,12 +149,12 @@ class HttpBackend:
     # --- life cycle
 
     def start(self) -> None:
-        """Start to watch the replicas and the time limits."""
+        """Start the tasks that watch the replicas and the time limits."""
         self._tasks = [asyncio.create_task(self._watch_limits())]
         self.check_health()
 
     def check_health(self) -> None:
-        """Ask each replica now, and regularly from then on."""
+        """Query the health of each replica now, and at intervals from then on."""
         for watch in self._watches:
             watch.cancel()
         self._watches = [asyncio.create_task(self._watch_health(replica)) for replica in self.replicas]
@@ -164,7 +167,7 @@ class HttpBackend:
             replica.close()
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
-        """End all open requests, or all open requests of `replica`, with an error."""
+        """End the open requests with an error: all of them, or the requests of `replica` only."""
         self.tickets.end_all(error, outcome, replica)
 
     async def _watch_health(self, replica: UpstreamReplica) -> None:
@@ -197,9 +200,9 @@ class HttpBackend:
             raise self.health.not_ready(problem)
 
     async def forward(self, exchange: Exchange, body: bytes, request: JsonRequest) -> ForwardOutcome:
-        """Send the body of a request to an upstream, and the answer to the client.
+        """Send the body of a request to an upstream, and the answer to the client. Return the outcome.
 
-        Raises RequestError. No part of an answer was sent then.
+        If RequestError is raised, nothing was sent to the client.
         """
         self.check_ready()
         client = exchange.scope["meltcore.connection"]
@@ -229,7 +232,7 @@ class HttpBackend:
             ticket.children.clear()  # they refer to it: a cycle would stay until the next collection
 
     def _count_tokens(self, ticket: UpstreamTicket, outcome: ForwardOutcome) -> None:
-        """Count the tokens of an answer, if they are known."""
+        """Add the tokens of an answer to the statistics, if their number is known."""
         if outcome.replica is None:  # its client has left the queue
             return
         prompt_tokens, output_tokens = outcome.prompt_tokens, outcome.completion_tokens
@@ -255,7 +258,10 @@ class HttpBackend:
         return await self._try_replicas(exchange, ticket, body, is_streamed=is_streamed)
 
     async def _wait_usable(self, ticket: UpstreamTicket) -> None:
-        """Wait until this process has seen, too, that a server which has just been started answers."""
+        """Wait until this process sees that a server answers.
+
+        The supervisor has seen it before, when it started the server.
+        """
         deadline_s = asyncio.get_running_loop().time() + self._timeouts.connect_s
         while not self._usable(set()) and asyncio.get_running_loop().time() < deadline_s:
             if ticket.is_gone or ticket.error is not None or self.health.status not in SERVING:
@@ -323,7 +329,10 @@ class HttpBackend:
         return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
 
     def _usable(self, tried: set[int]) -> list[UpstreamReplica]:
-        """Return the replicas for requests, without replicas that the supervisor starts or drains."""
+        """Return the replicas that accept requests.
+
+        Replicas that the supervisor starts or drains are not among them.
+        """
         now_s, live = asyncio.get_running_loop().time(), self.stats.live_replicas()
         return [
             each
@@ -332,7 +341,7 @@ class HttpBackend:
         ]
 
     def _renamed(self, body: bytes, content_type: str, model: str | None) -> bytes:
-        """Return the body with the upstream's name of the model. All other values keep their bytes."""
+        """Return the body with the model name that the upstream uses. The bytes of all other values stay the same."""
         name = self.config.upstream_model or self.names[0]
         if name == model:
             return body
@@ -347,12 +356,12 @@ class HttpBackend:
 
     @property
     def chats(self) -> bool:
-        """Whether the server takes chats."""
+        """Whether the upstream server accepts chats."""
         return LANGUAGE_PATHS[0] in self.paths
 
     @property
     def purpose(self) -> str:
-        """What the model does, and where."""
+        """A text that says in errors what the model does, and where."""
         return f"serves {', '.join(self.paths)} only"
 
     def model_card(self, name: str) -> dict[str, Any]:
@@ -364,7 +373,7 @@ class HttpBackend:
 
 
 def upstream_api_key(name: str, config: ModelSection) -> str | None:
-    """Return the key that the upstreams require. Raises ConfigError if its environment variable is missing."""
+    """Return the API key for the upstreams. Raises ConfigError if the environment variable is missing."""
     if config.upstream_key_env is None:
         return None
     key = os.environ.get(config.upstream_key_env, "")

@@ -1,4 +1,4 @@
-"""Keeps an HTTP/1.1 connection to a server alive for one request after another. Answers keep the bytes they came in.
+"""Keeps an HTTP/1.1 connection to a server alive for one request after another. The bytes of answers are not changed.
 
 Upstream servers and the admin socket of a fleet use it. It is built on asyncio and httptools, the parser of uvicorn. An
 HTTP client library would wake its reader and allocate for each chunk, and could not say whether a failed request has
@@ -33,7 +33,7 @@ class UpstreamError(MeltcoreError):
 
 
 class UpstreamAnswer(NamedTuple):
-    """A complete answer of an upstream."""
+    """A complete answer from an upstream."""
 
     status: int
     content_type: str
@@ -111,13 +111,13 @@ class UpstreamConnection(asyncio.Protocol):
             self._sink = None
 
     def pause(self) -> None:
-        """Stop reading the body until `resume`. What was already read is still passed on."""
+        """Stop reading the body until `resume`. Bytes that were already read are still passed on."""
         if not self._is_paused and self.is_open:
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on after `pause`."""
+        """Continue to read the body after `pause`."""
         if self._is_paused:
             self._is_paused = False
             self.last_byte_s = self._loop.time()  # the upstream could not send until now
@@ -126,18 +126,18 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_waiting_for_upstream(self) -> bool:
-        """Whether this process waits for the upstream's next byte: the client has taken all bytes that have arrived."""
+        """Whether this process waits for bytes of the upstream, because the client has read all earlier bytes."""
         return not self.is_complete and not self._chunks and not self._is_paused
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the next request may be sent."""
+        """Whether the connection can carry another request."""
         return self.is_open and self.is_complete and self._error is None and self._keeps_alive
 
     def fail(self, kind: FailureKind, message: str) -> None:
-        """Drop the connection.
+        """Close the connection because of an error.
 
-        Callers that wait for the answer get an UpstreamError after the bytes that came before.
+        Callers that wait for the answer get the bytes that came before, and then an UpstreamError.
         """
         if self._error is None:
             self._error = UpstreamError(kind, message, had_bytes=self.has_begun)
@@ -147,11 +147,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether any part of the answer has come."""
+        """Whether a part of the answer has arrived."""
         return self.status != 0 or self._head_bytes > 0
 
     def abort(self) -> None:
-        """Drop the connection without an answer."""
+        """Close the connection. The answer is lost."""
         self.fail("aborted", "the request was ended")
 
     # --- asyncio
@@ -162,7 +162,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has arrived, and stop reading while the client takes no bytes."""
+        """Parse the received bytes. Stop reading while the client takes no bytes."""
         if self._parser is None or self.is_complete:
             self.fail("malformed", "it sent bytes without a request")
             return
@@ -191,7 +191,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the answer. It is complete if the end of the connection marks its end, else it ends with an error."""
+        """End the answer.
+
+        If only the end of the connection marks its end, it is complete, else it ends with an error.
+        """
         self.is_open = False
         if self._error is None and not self.is_complete:
             if self.status and not self._is_framed and exc is None:
@@ -204,11 +207,11 @@ class UpstreamConnection(asyncio.Protocol):
     # --- httptools
 
     def on_message_begin(self) -> None:
-        """Begin an answer, or the answer that follows an informational answer."""
+        """Begin an answer, which may follow an informational answer."""
         self.headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header by its name in lower case."""
+        """Store a header under its name in lower case."""
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
@@ -222,7 +225,7 @@ class UpstreamConnection(asyncio.Protocol):
         )
 
     def on_body(self, data: bytes) -> None:
-        """Keep bytes of the body."""
+        """Store bytes of the body until they are read."""
         self.has_body = True
         self._chunks.append(data)
         self._unread_bytes += len(data)
@@ -254,7 +257,10 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 async def connect(address: tuple[str, int] | str, context: ssl.SSLContext | None, limit_s: float) -> UpstreamConnection:
-    """Open a connection to a host and port, or to the path of a Unix socket, within `limit_s`. Raises UpstreamError."""
+    """Open a connection to a host and port, or to the path of a Unix socket.
+
+    Raises UpstreamError if this fails, or takes longer than `limit_s` seconds.
+    """
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(limit_s):
@@ -271,7 +277,10 @@ async def connect(address: tuple[str, int] | str, context: ssl.SSLContext | None
 
 
 async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
-    """Return the complete answer to the sent request. Raises UpstreamError, also if it exceeds MAX_ANSWER_BYTES."""
+    """Wait for the complete answer to the sent request, and return it.
+
+    Raises UpstreamError, also for an answer of more than MAX_ANSWER_BYTES.
+    """
     await connection.response_head()
     parts, size = [], 0
     while data := await connection.read():
@@ -284,7 +293,10 @@ async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
 
 
 async def ask(connecting: Awaitable[UpstreamConnection], request: bytes, limit_s: float) -> UpstreamAnswer:
-    """Send one request over a new connection, and return the complete answer within `limit_s`. Raises UpstreamError."""
+    """Send one request over a new connection.
+
+    Return the complete answer within `limit_s` seconds. Raises UpstreamError.
+    """
     connection: UpstreamConnection | None = None
     try:
         async with asyncio.timeout(limit_s):

@@ -1,4 +1,4 @@
-"""One upstream server: its address, its pool of connections, its circuit breaker and its health."""
+"""Represents one upstream server: its address, its pool of connections, its circuit breaker and its health."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ ReplicaState = Literal["starting", "up", "down"]
 
 
 class UpstreamReplica:
-    """One server of an upstream model, as one process uses it. `index` counts the replicas of the model."""
+    """One server of an upstream model, as one process uses it.
+
+    `index` is the number of the replica within the model.
+    """
 
     def __init__(self, index: int, url: str, connect_timeout_s: float, api_key: str | None) -> None:
         parts = urlsplit(url)
@@ -50,14 +53,14 @@ class UpstreamReplica:
         self._late_answers = 0
 
     def encode(self, method: str, path: str, body: bytes, content_type: str, headers: str = "") -> bytes:
-        """Return the bytes of a request. `headers` has additional lines of the head, each with its line end."""
+        """Return the bytes of a request. `headers` contains further lines of the head, each with its line end."""
         length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
         return f"{method} {self._prefix}{path}{self._fixed}{length}{headers}\r\n".encode("latin-1") + body
 
     # --- connections
 
     def idle_connection(self) -> UpstreamConnection | None:
-        """Return the most recently used open connection without a request, or None if there is none."""
+        """Return the most recently used connection that is open and idle, or None if there is none."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -69,7 +72,7 @@ class UpstreamReplica:
         return await connect((self._host, self._port), self._ssl, self._connect_timeout_s)
 
     def release(self, connection: UpstreamConnection) -> None:
-        """Keep a connection for the next request if it can be used again, else drop it."""
+        """Keep a connection for the next request if it is reusable, or else close it."""
         if connection.is_reusable:
             connection.idle_since_s = asyncio.get_running_loop().time()
             self._idle.append(connection)
@@ -77,7 +80,7 @@ class UpstreamReplica:
             connection.abort()
 
     def drop_idle(self, now_s: float) -> None:
-        """Close connections that have been idle for too long, and forget those that the server has closed."""
+        """Close connections that were idle for too long. Remove connections that the server has closed."""
         limit_s = now_s - KEEP_ALIVE_S
         while self._idle and (not self._idle[0].is_open or self._idle[0].idle_since_s <= limit_s):
             self._idle.popleft().abort()
@@ -100,7 +103,7 @@ class UpstreamReplica:
         return await ask(self.connect(), request, limit_s)
 
     async def check_health(self) -> None:
-        """Query the health of the server and set `state`. A busy server may be late once."""
+        """Query the health of the server and set `state`. One late answer of a busy server is tolerated."""
         try:
             answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S)
             if answer.status == 404 and self._health_path == "/health":
@@ -123,9 +126,9 @@ class UpstreamReplica:
             self._set_down(f"{self._health_path} answers with status {answer.status}")
 
     async def _is_this_server(self) -> bool:
-        """Return whether the upstream is this server itself: its list of models has this server's name.
+        """Return whether the upstream is this server itself, because its list of models has this server's name.
 
-        This finds a circle through a gateway that drops `Via`.
+        This detects a circle through a gateway that drops `Via`.
         """
         try:
             answer = await self.ask("GET", "/v1/models", limit_s=HEALTH_TIMEOUT_S)
@@ -134,9 +137,9 @@ class UpstreamReplica:
         return own_name().encode() in answer.body
 
     async def circle(self, scope: Scope) -> str | None:
-        """Return the next part of the circle of upstreams that wait for each other.
+        """Return a text on the upstreams that wait for each other: this server, and the servers for which it waits.
 
-        Returns None if there is no circle.
+        Returns None if they form no circle.
         """
         try:
             answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S, scope=scope)
@@ -154,7 +157,7 @@ class UpstreamReplica:
     # --- choice
 
     def problem(self, now_s: float) -> str | None:
-        """Return why no request can be sent to this server now, or None if one can."""
+        """Return why no request can be sent to this server now, or None if requests can be sent."""
         if self.state != "up":
             return self.reason
         if not self.breaker.allows(now_s):
@@ -163,9 +166,9 @@ class UpstreamReplica:
 
 
 def _circle_of(answer: UpstreamAnswer) -> str:
-    """Return the servers for which another server says that it waits.
+    """Return the names of the servers for which another server says that it waits.
 
-    Returns "" if the answer names none, since the request has already been there.
+    Returns "" if its answer names none, because the request has already passed it.
     """
     try:
         error = msgspec.json.decode(answer.body, type=_ErrorAnswer).error
@@ -175,7 +178,7 @@ def _circle_of(answer: UpstreamAnswer) -> str:
 
 
 class _Error(msgspec.Struct):
-    """The fields that are read of an error."""
+    """The fields of an error that this server reads."""
 
     message: str = ""
     code: str | None = None

@@ -162,9 +162,10 @@ def postprocess(text: str, language: Language, placeholders: dict[str, str]) -> 
 
 
 def _restore_placeholder(text: str, spelling: str, entity: str) -> str:
-    """Return the text with `entity` in place of a spelling of its placeholder.
+    """Replace a placeholder in `text` by the `entity` for which it stands.
 
-    A spelling that is followed by a digit belongs to another placeholder.
+    `spelling` is the placeholder's form in the text. If the spelling ends with a digit and another digit follows it in
+    the text, it is part of another placeholder.
     """
     if spelling not in text:
         return text

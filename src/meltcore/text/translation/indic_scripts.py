@@ -51,8 +51,8 @@ class _Script(NamedTuple):
 
 def _dandas(block: int, *, pipe: bool) -> tuple[tuple[str, str], ...]:
     """Return replacements that turn a block's reserved dandas, and the pipe character, into the shared dandas."""
-    own = ((chr(block + 0x64), _DANDA), (chr(block + 0x65), _DOUBLE_DANDA))
-    return (*own, ("|", _DANDA)) if pipe else own
+    dandas = ((chr(block + 0x64), _DANDA), (chr(block + 0x65), _DOUBLE_DANDA))
+    return (*dandas, ("|", _DANDA)) if pipe else dandas
 
 
 _SCRIPTS = {

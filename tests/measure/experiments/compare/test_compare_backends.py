@@ -406,7 +406,7 @@ def test_failed_requests_are_shown_with_their_share_and_most_frequent_reason() -
     found.best, found.aspects = best_backends(found), find_aspects(found)
     for best, share in zip(found.best, ("2 to 51", "2", "51"), strict=True):
         assert best.backend is None
-        assert best.reason.startswith("no comparison: only a was measured whole")
+        assert best.reason.startswith("no comparison: only a completed all levels")
         assert best.reason.endswith(f"; b failed {share} % (single)")
     findings = {aspect.name: aspect.findings for aspect in found.aspects}
     assert findings["Performance"]["b"] == "at 8 failed 51 %: http 500: broken"
@@ -416,7 +416,9 @@ def test_failed_requests_are_shown_with_their_share_and_most_frequent_reason() -
     assert "failed 51 %: http 500: broken" in page
     assert "too many requests failed" not in page
     neither = best_backends(comparison(a=[level(4, 1, failed=9), level(8, 1)], b=[level(4, 1, failed=8), level(8, 1)]))
-    assert neither[0].reason == "no backend was measured whole; a failed 0 to 9 % (single); b failed 0 to 8 % (single)"
+    assert (
+        neither[0].reason == "no backend completed all levels; a failed 0 to 9 % (single); b failed 0 to 8 % (single)"
+    )
 
 
 @pytest.mark.parametrize(

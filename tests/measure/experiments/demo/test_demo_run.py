@@ -20,7 +20,7 @@ from meltcore.measure import problems
 from meltcore.measure.documents.runfolder import read_result
 from meltcore.measure.experiments import servers
 from meltcore.measure.experiments.demo import clients
-from meltcore.measure.experiments.demo.clients import open_routes
+from meltcore.measure.experiments.demo.clients import check_routes
 from meltcore.measure.experiments.demo.config import DemoConfig
 from meltcore.measure.experiments.demo.run import fleet_server, print_outcome, run_demo, write_fleet
 from meltcore.measure.load.fleet.fleet_streams import NUM_PROBLEMS
@@ -212,7 +212,7 @@ def test_routes_need_the_right_answer(tmp_path: Path, fault: str, is_right: bool
     server = FakeServer(fault, {"What is 7 * 8?": 56})
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        checks = {check.name: check for check in open_routes(server.address, {"generation": "fake"}, tmp_path)}
+        checks = {check.name: check for check in check_routes(server.address, {"generation": "fake"}, tmp_path)}
     finally:
         server.shutdown()
         server.server_close()

@@ -200,7 +200,7 @@ def _failure(result: RunResult) -> str:
 
 @contextmanager
 def _monitor(path: Path, run: BackendRun) -> Iterator[Monitor | None]:
-    """Record the GPUs during the block; without an NVIDIA driver note that they are not measured."""
+    """Record the use of the GPUs during the block. Without an NVIDIA driver, yield None and add a note to `run`."""
     try:
         monitor = Monitor(SamplerSettings(path=str(path)))
     except NoDriverError as error:

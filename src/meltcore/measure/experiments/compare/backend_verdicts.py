@@ -62,7 +62,7 @@ def _best(model: str, set_up: str, levels: list[int], runs: Sequence[BackendRun]
     best = BestBackend(model=model, set_up=set_up, levels=levels)
     rated = [(rate, run) for run in runs if (rate := mean_rate(run, levels)) is not None]
     if not rated:
-        best.reason = "no backend was measured whole" if levels else "it has no level of its own"
+        best.reason = "no backend completed all levels" if levels else "it has no level of its own"
         best.reason += _failed_shares(runs, levels)
         return best
     rated.sort(key=lambda pair: pair[0], reverse=True)
@@ -71,7 +71,7 @@ def _best(model: str, set_up: str, levels: list[int], runs: Sequence[BackendRun]
     rivals = [(other, run) for other, run in rated if run.backend != first.backend]
     where = "" if set_up else f" ({first.start})"
     if not rivals:
-        best.reason = f"no comparison: only {first.backend} was measured whole{where}"
+        best.reason = f"no comparison: only {first.backend} completed all levels{where}"
     elif rate < (1 + LEAST_LEAD) * rivals[0][0]:
         best.reason = (
             f"no clear best: {first.backend} leads {rivals[0][1].backend} by {100 * (rate / rivals[0][0] - 1):.1f} %, "

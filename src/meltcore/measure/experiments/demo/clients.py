@@ -104,10 +104,10 @@ def check_installed() -> None:
         )
 
 
-def open_routes(
+def check_routes(
     url: str, models: Mapping[str, str], folder: Path, on_check: Callable[[CheckResult], None] = lambda _check: None
 ) -> list[CheckResult]:
-    """Open the routes of the tasks in `models`, which maps task to model name, and return one check per route.
+    """Request the routes of the tasks in `models`, which maps task to model name. Returns one check per route.
 
     `folder` is for the files that clients upload. `on_check` receives each check as it ends.
     """

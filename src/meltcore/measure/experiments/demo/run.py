@@ -28,7 +28,7 @@ from meltcore.measure.documents.schema import CheckResult, DemoSample, FleetLeve
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.values.formatting import evaluation_line, format_duration, format_percent
 from meltcore.measure.documents.values.progress import answer_progress, print_check, warning_printer
-from meltcore.measure.experiments.demo.clients import check_installed, open_routes
+from meltcore.measure.experiments.demo.clients import check_installed, check_routes
 from meltcore.measure.experiments.demo.config import CHAT, MIX, TASKS, DemoConfig
 from meltcore.measure.experiments.demo.verdict import judge, passed
 from meltcore.measure.experiments.evals.conformance import run_checks
@@ -202,7 +202,7 @@ class _Demo:
         result.checks = run_checks(api, model)
         with TemporaryDirectory(prefix="meltcore-demo-") as uploads, console.status("opening the routes") as status:
             if config.clients:
-                result.checks += open_routes(
+                result.checks += check_routes(
                     api.address, self.models, Path(uploads), lambda check: status.update(escape(check.name))
                 )
         _print_checks(console, result.checks, "API checks passed")

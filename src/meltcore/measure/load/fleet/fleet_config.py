@@ -92,7 +92,7 @@ class FleetLoadConfig:
     )
     drain_limit_s: float = option(
         300.0,
-        "A model's own ladder ends at a level whose last answer comes so much later than its last request.",
+        "A model's own ladder ends at a level whose last answer comes more than this time after its last request.",
         group=_GROUP,
         flag="--drain-limit",
         limits={"exclusive_minimum": 0},

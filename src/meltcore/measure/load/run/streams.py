@@ -16,7 +16,7 @@ from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.client_monitor import ClientUsage
 from meltcore.measure.load.run.summary import LevelMeasurement
-from meltcore.measure.load.run.worker import FirstInterrupt, LoadWorker, LocalWorker, WorkerResult, WorkerSettings
+from meltcore.measure.load.run.worker import InterruptHandler, LoadWorker, LocalWorker, WorkerResult, WorkerSettings
 from meltcore.measure.load.run.worker_process import WorkerProcess
 from meltcore.measure.load.tasks.task import workload_task
 from meltcore.measure.load.wire.connection import Target
@@ -95,7 +95,7 @@ class StreamRunner:
         self._num_failed = 0
         # Every request of the run, warm-ups too, has a prompt of its own: a repeated one would hit a prefix cache.
         self._num_prompts_used: Counter[str] = Counter()  # by workload
-        self.interrupt = FirstInterrupt(self._stop_workers)
+        self.interrupt = InterruptHandler(self._stop_workers)
 
     def _stop_workers(self) -> None:
         for worker in self._workers:

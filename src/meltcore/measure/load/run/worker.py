@@ -183,15 +183,15 @@ class LocalWorker:
         )
 
 
-class FirstInterrupt:
-    """Ends the current level in order after the first Ctrl-C of a run. A second Ctrl-C interrupts as usual.
+class InterruptHandler:
+    """Stops the current level after the first Ctrl-C of a run. A second Ctrl-C interrupts the program as usual.
 
     The context manager is entered in the event loop. It has no effect outside the main thread, which alone receives
     signals.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
-        """Call `stop` in the event loop after the signal, unless the loop ends first."""
+        """Create a handler that calls `stop` in the event loop after the signal, unless the loop ends first."""
         # Set by the signal's own handler: the loop may not run again before the run returns its results.
         self.arrived = False
         self._stop = stop

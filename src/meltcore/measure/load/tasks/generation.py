@@ -171,9 +171,10 @@ def _parse_prompt_line(line: str, location: str, max_tokens: int | None) -> Prom
 
 
 def _make_grader(answer: str) -> Callable[[str], bool]:
-    """Return the grader for `answer`.
+    """Return a function that says whether a generated text has the right `answer`.
 
-    A number must be the last number of the text. Any other answer must occur in the text, in upper or lower case.
+    If the answer is a number, the last number of the text must be equal to it. Any other answer must occur in the text,
+    in upper or lower case.
     """
     expected_number = _parse_number(answer)
 

@@ -21,7 +21,10 @@ from meltcore.measure.load.workloads.workload import Clip, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of requests to models that are not small: tokens for generation, seconds of a clip for transcription."""
+    """Sizes of requests to models on GPUs.
+
+    Generation has tokens of prompt and output. Transcription has seconds of a clip.
+    """
 
     input_len: IntRange
     output_len: IntRange

@@ -121,7 +121,7 @@ def mean_sm_activity(samples: Sequence[Sample], from_s: float, to_s: float) -> f
 
 
 def attach_gpu_means(result: FleetLoad, recording: Recording) -> None:
-    """Set the means of each level of a load on a fleet, over the time in which its requests were sent."""
+    """Add each GPU's mean metrics to every level, over the time in which the level's requests were sent."""
     for level in result.levels:
         start_s, end_s = level.released_s, level.released_s + min(level.send_s, level.duration_s)
         for gpu, info in enumerate(recording.start.gpus):

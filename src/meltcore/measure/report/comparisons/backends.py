@@ -141,8 +141,8 @@ def _rate_table(runs: Sequence[BackendRun], levels: Sequence[int]) -> Table:
 
 def _level_cells(level: LevelResult) -> list[str]:
     numbers = (level.output_tokens_per_s, level.ttft_ms.p50, level.ttft_ms.p95, level.itl_ms.p50)
-    gpu = (_gpu_mean(level, key) for key in _GPU_VALUES)
-    return [f"{level.requests:,}", f"{level.failed:,}", *map(format_number, (*numbers, *gpu))]
+    gpu_means = (_gpu_mean(level, key) for key in _GPU_VALUES)
+    return [f"{level.requests:,}", f"{level.failed:,}", *map(format_number, (*numbers, *gpu_means))]
 
 
 def _gpu_mean(level: LevelResult, key: str) -> float | None:

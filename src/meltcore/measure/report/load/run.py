@@ -138,7 +138,7 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
 
 
 def all_levels(result: RunResult) -> list[LevelResult]:
-    """Return the levels of a run, and each model's levels within mixed ones."""
+    """Return the levels of a run. For a mixed level, return the level of each model in it."""
     return [*result.levels, *(load.level for level in result.mixed for load in level.streams)]
 
 

@@ -70,7 +70,7 @@ def _conclusion(plan: FleetPlan) -> str:
     if plan.fits and not any(len(gpu.parts) > 1 for gpu in plan.gpus):
         return "The fleet needs no GPU."
     if plan.fits:
-        sleeping = [model.name for model in plan.models if model.is_sleeping]
+        sleeping = [model.name for model in plan.models if model.takes_turns]
         turns = f"; {', '.join(sleeping)} take turns and sleep" if sleeping else "; all models stay awake"
         return f"The fleet fits{_gpus_text(plan)}{turns}."
     if plan.reason:
@@ -173,7 +173,7 @@ def _model_row(model: PlannedModel) -> Row:
         [
             Cell(model.name),
             Cell(model.task),
-            Cell(model.place + (", sleeps" if model.is_sleeping else "")),
+            Cell(model.place + (", sleeps" if model.takes_turns else "")),
             Cell(model.source),
             Cell(f"{model.max_model_len:,}" if model.max_model_len else "–"),
             Cell(str(model.concurrency) if model.concurrency else "–"),

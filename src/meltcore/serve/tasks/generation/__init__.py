@@ -1,1 +1,1 @@
-"""Generation: routes, prompts, responses, and the backend of local engines."""
+"""Generation: its routes, prompts, responses, and the backend of its engines."""

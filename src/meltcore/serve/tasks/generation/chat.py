@@ -1,4 +1,4 @@
-"""Chats of the server itself with one of its language models, for routes whose form is not OpenAI's."""
+"""Asks a language model of the server on behalf of routes whose form is not OpenAI's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_ANSWER_TOKENS = 2048
 
 
 class ChatAnswer(NamedTuple):
-    """A complete answer without its reasoning, with the numbers of prompt tokens and generated tokens."""
+    """The text of a complete answer without its reasoning, and the numbers of prompt tokens and generated tokens."""
 
     text: str
     prompt_tokens: int
@@ -29,7 +29,7 @@ class ChatAnswer(NamedTuple):
 async def ask(backend: Backend, system: str, prompt: str, *, stop: Sequence[str] = ()) -> ChatAnswer:
     """Return a model's answer to a prompt. Cancelling the call ends the work.
 
-    `system` has instructions that come before the prompt, or is "". Raises RequestError (400, 429, 500, 503, 504).
+    `system` contains instructions that precede the prompt, or is "". Raises RequestError (400, 429, 500, 503, 504).
     """
     messages = [ChatMessage("system", system)] if system else []
     messages.append(ChatMessage("user", prompt))
@@ -56,6 +56,6 @@ async def ask(backend: Backend, system: str, prompt: str, *, stop: Sequence[str]
 
 
 def check_mode(mode: str) -> None:
-    """Raise RequestError (501) if the mode needs more than a language model."""
+    """Raise RequestError (501) for a mode that needs more than a language model."""
     if mode != "llm":
         raise RequestError("mode agent is not supported: this server has no agents", param="mode", status=501)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions, from the request's body to the last byte of the response."""
+"""Serves POST /v1/chat/completions and /v1/completions, from the body of a request to the last byte of the response."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _STREAM_HEADERS: Headers = [
 
 
 class _GenerationEndpoint(Endpoint):
-    """One of the two routes as a raw ASGI application. Starlette's Request and Response are not used per token."""
+    """Serves one of the two routes as a raw ASGI application. No object of Starlette is used per token."""
 
     form: type[ChatRequest | CompletionRequest]
     writer_type: type[ResponseWriter]
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. If the client disconnects first, the request is ended in the engine.
+        """Answer one request. If the client disconnects first, the engine ends the request.
 
         Raises RequestError, after which nothing was started, and ClientDisconnectedError.
         """
@@ -72,7 +72,7 @@ class _GenerationEndpoint(Endpoint):
 
 
 class ChatEndpoint(_GenerationEndpoint):
-    """POST /v1/chat/completions."""
+    """Serves POST /v1/chat/completions."""
 
     form, writer_type = ChatRequest, ChatResponseWriter
     operations = (
@@ -88,7 +88,7 @@ class ChatEndpoint(_GenerationEndpoint):
 
 
 class CompletionsEndpoint(_GenerationEndpoint):
-    """POST /v1/completions."""
+    """Serves POST /v1/completions."""
 
     form, writer_type = CompletionRequest, CompletionResponseWriter
     operations = (
@@ -138,7 +138,7 @@ async def _send_whole(exchange: Exchange, ticket: GenerationTicket, writer: Resp
     if ticket.error is not None:
         await _send_failure(exchange, ticket.error)
         return
-    if sum(choice.unsent_logprobs for choice in ticket.choices) <= INLINE_LOGPROBS:
+    if sum(choice.num_unsent_logprobs for choice in ticket.choices) <= INLINE_LOGPROBS:
         body = writer.body(ticket)
     else:
         body = await asyncio.to_thread(writer.body, ticket)
@@ -159,7 +159,7 @@ async def _send_failure(exchange: Exchange, error: RequestError) -> None:
 
 
 def _log_fields(ticket: GenerationTicket) -> dict[str, object]:
-    """Return the fields of the request's log line beside its identity and status: outcome and times, but no text."""
+    """Return the outcome and the times of a request for its log line, but no text."""
     first = [choice.first_token_s for choice in ticket.choices if choice.first_token_s is not None]
     return {
         "stream": ticket.streaming,

@@ -1,4 +1,4 @@
-"""One HTTP request in progress: its choices (one per prompt), their output, and the output not sent yet."""
+"""Represents one HTTP request in progress. It has one choice per answer, with the output that was not sent yet."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LOGPROB_CHARS = 32  # that one log-probability counts for: about its number and 
 
 
 class Echo(NamedTuple):
-    """A prompt with which the answer begins. `token_ids` are packed by pack_token_ids.
+    """A prompt that the answer repeats at its beginning. `token_ids` are packed by pack_token_ids.
 
-    With `echo_only` no generated token follows the prompt.
+    With `echo_only` the answer has no generated tokens.
     """
 
     text: str
@@ -100,7 +100,7 @@ class Choice(Child):
         self._begin(prompt)
 
     def _begin(self, prompt: Sequence[int]) -> None:
-        """Set the fields that depend on the answer so far."""
+        """Reset the fields that depend on the answer so far."""
         params, tokenizer = self.params, self.tokenizer
         continues_prompt = self.continues_prompt
         self.detokenizer = Detokenizer(
@@ -126,11 +126,11 @@ class Choice(Child):
 
     @property
     def can_retry(self) -> bool:
-        """Whether nothing was sent to the client yet."""
+        """Whether no output was sent to the client yet."""
         return not self.ticket.has_sent
 
     def messages(self) -> Sequence[AddRequest]:
-        """Return the prompt and its settings, without the stop strings, which are checked where the text is.
+        """Return one message with the prompt and its sampling settings. Stop strings are checked in this process.
 
         A request of 1,024 prompts may have 64 KiB of stop strings, which would be sent with each prompt.
         """
@@ -150,15 +150,17 @@ class Choice(Child):
         return [self.request_id]
 
     def restart(self) -> None:
-        """Forget the answer so far, of which nothing was sent. The time of its first token stays."""
-        unsent_chars = sum(map(len, self.text)) + sum(map(len, self.reasoning)) + self.unsent_logprobs * LOGPROB_CHARS
+        """Discard the answer so far, none of which was sent. The time of its first token is kept."""
+        unsent_chars = (
+            sum(map(len, self.text)) + sum(map(len, self.reasoning)) + self.num_unsent_logprobs * LOGPROB_CHARS
+        )
         self.ticket.unsent_chars -= unsent_chars
         self._begin(unpack_token_ids(self.prompt_token_ids))
 
     def accept(self, output: SequenceOutput) -> int:
-        """Add the engine's new tokens to the answer. Returns how many count, without the tokens after a stop string.
+        """Add the engine's new tokens to the answer. Return how many of them belong to it: all up to a stop string.
 
-        Sets `finish_reason` if the answer ends, by the engine or by a stop string.
+        Sets `finish_reason` if the engine or a stop string ends the answer.
         """
         if self.echo is not None:
             output = self._emit_echo(self.echo, output)
@@ -195,16 +197,13 @@ class Choice(Child):
         return num_counted
 
     def _emit_echo(self, echo: Echo, output: SequenceOutput) -> SequenceOutput:
-        """Put the prompt before the answer.
-
-        Returns the part of the engine's first output that belongs to the answer.
-        """
+        """Put the prompt before the answer. Return the part of the engine's first output that belongs to the answer."""
         self.echo = None
         if output.prompt_logprobs is not None:
             self.logprobs.extend(zip(unpack_token_ids(echo.token_ids), [None, *output.prompt_logprobs], strict=True))
         self.text.append(echo.text)
         # The client asked for this much: it is not a sign of one that reads too slowly.
-        size = len(echo.text) + self.unsent_logprobs * LOGPROB_CHARS
+        size = len(echo.text) + self.num_unsent_logprobs * LOGPROB_CHARS
         self.ticket.unsent_chars += size
         self.ticket.max_unsent_chars += size
         if not echo.echo_only:
@@ -212,9 +211,9 @@ class Choice(Child):
         return msgspec.structs.replace(output, token_ids=[], finish_reason="length", stop_token_id=None, logprobs=None)
 
     def begins_text(self, token_id: int) -> bool:
-        """Return whether the text begins with the next logprobs entry. Must be called once for each entry.
+        """Return whether the next logprobs entry begins the text. Call this method once per entry.
 
-        The prompt of a completion belongs to its text. The prompt of a chat does not.
+        The text of a completion includes its prompt. The text of a chat does not.
         """
         if not self._text_is_ahead or self.detokenizer.is_hidden(token_id):
             return False
@@ -222,7 +221,10 @@ class Choice(Child):
         return True
 
     def logprob_text_offset(self, token_id: int) -> int:
-        """Return the text_offset of the next logprobs entry, and advance the offset by the text of `token_id`."""
+        """Return the text_offset of the next logprobs entry in characters.
+
+        Then advance it by the text of `token_id`.
+        """
         offset = self.logprob_offset
         if self.offset_decoder is None or self.detokenizer.is_hidden(token_id):
             return offset
@@ -234,7 +236,7 @@ class Choice(Child):
         return offset + len(text) - len(text.lstrip(REPLACEMENT_CHAR))
 
     def take_update(self) -> bool:
-        """Return whether an event would have new output. Called once before each event."""
+        """Return whether an event would have new output. Call this method once before each event."""
         if self.end_sent:
             return False
         self.end_sent = self.finish_reason is not None
@@ -261,7 +263,7 @@ class Choice(Child):
         return unsent_logprobs_list
 
     @property
-    def unsent_logprobs(self) -> int:
+    def num_unsent_logprobs(self) -> int:
         """The number of log-probabilities that were not sent yet."""
         return len(self.logprobs) * self._logprobs_per_token
 
@@ -277,7 +279,7 @@ class Choice(Child):
 
 
 class GenerationTicket(Ticket[Choice]):
-    """One HTTP request. The backend calls `wake`; the request handler waits in `changed`."""
+    """Represents one HTTP request. The backend calls `wake`; the request handler waits in `wait_for_change`."""
 
     def __init__(
         self,
@@ -303,34 +305,34 @@ class GenerationTicket(Ticket[Choice]):
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all choices."""
+        """The number of prompt tokens of all choices."""
         return sum(choice.prompt_tokens for choice in self.choices)
 
     @property
     def output_tokens(self) -> int:
-        """Generated tokens of all choices."""
+        """The number of generated tokens of all choices."""
         return sum(choice.output_tokens for choice in self.choices)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens of all choices that the prefix cache held."""
+        """The number of prompt tokens of all choices that were in the prefix cache."""
         return sum(choice.cached_tokens for choice in self.choices)
 
     def note_sent(self) -> None:
-        """Note that output is sent to the client. The request cannot be retried then, so its prompts are freed."""
+        """Note that output is sent to the client. Then the request cannot be retried, so its prompts are freed."""
         if not self.has_sent:
             self.has_sent = True
             for choice in self.choices:
                 choice.prompt_token_ids = b""
 
     def fail(self) -> None:
-        """Let the request handler send the error. For a client that does not read, it drops the connection."""
+        """Let the request handler send the error. If the client does not read, drop the connection."""
         self.wake()
         if self.is_sending and self.disconnect is not None:
             self.disconnect()
 
     def wake(self) -> None:
-        """Wake the request handler, because there is output to send, or the end. Several calls wake it once."""
+        """Wake the request handler, because the request has new output or has ended. Several calls wake it once."""
         self._is_changed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

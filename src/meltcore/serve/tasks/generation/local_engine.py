@@ -1,4 +1,4 @@
-"""The backend of a model whose engines run on this machine, as one API server process sees it."""
+"""The backend of a language model whose engines Meltcore runs, as one API server process uses it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def local_engine(backend: Backend) -> LocalEngine:
 
 
 class LocalEngine(EngineBackend):
-    """Tokenizes and admits requests, sends each to the replica with the least work, and passes on the new tokens."""
+    """Tokenizes and admits requests, sends each to the replica with the least work, and distributes the new tokens."""
 
     purpose = "generates text"
     unit = TOKENS
@@ -58,7 +58,7 @@ class LocalEngine(EngineBackend):
         self.tickets = OpenRequests(self.stats, self._send, queue, self._time_limit.limit_s)
 
     def on_step(self, step: StepOutputs, replica: int) -> None:
-        """Give each choice its new tokens."""
+        """Add the new tokens of a step to their choices."""
         assert self.tickets is not None
         self.tickets.on_step(step, replica)
 
@@ -66,13 +66,13 @@ class LocalEngine(EngineBackend):
 
     @property
     def chats(self) -> bool:
-        """Whether the model takes chats: it has a chat template, or is still loading."""
+        """Whether the model accepts chats: it has a chat template, or is still loading."""
         return self._text is None or self._text.template.is_usable
 
     async def submit(self, request: ChatRequest | CompletionRequest, ticket: GenerationTicket) -> None:
         """Tokenize, check and admit a request.
 
-        Raises RequestError (400, 429, 503). Nothing was started then.
+        If it is refused, raise RequestError (400, 429, 503) and start nothing.
         """
         ready: GenerationReady = self._loaded()
         text, limit = self._text, ready.max_model_len
@@ -101,7 +101,7 @@ class LocalEngine(EngineBackend):
         self._admit(ticket, request.priority or 0)
 
     def release(self, ticket: GenerationTicket, error: RequestError | None = None) -> None:
-        """End the open choices of `ticket`, either with `error` or because the client has disconnected."""
+        """End the open choices of `ticket`. Without an `error`, the client has disconnected."""
         self._time_limit.forget(ticket)
         assert self.tickets is not None
         self.tickets.end(ticket, error or client_disconnected(), "aborted")
@@ -157,10 +157,7 @@ class LocalEngine(EngineBackend):
         )
 
     async def _echoes(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo | None]:
-        """Return the prompts with which the answers begin.
-
-        An answer has None if the request does not ask for `echo`.
-        """
+        """Return one Echo per prompt, with which its answer begins, or None per prompt without `echo`."""
         if not isinstance(request, CompletionRequest) or not request.echo:
             return [None] * len(prompts)
         if request.stream and request.logprobs is not None:

@@ -1,4 +1,4 @@
-"""The requests in progress. Each is accepted here, receives its output, and is ended exactly once."""
+"""Holds the requests in progress. Each is accepted, receives its output, and is ended exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUEST_TOKENS = 1024
 def client_disconnected() -> RequestError:
     """Return the error of a request whose client has disconnected.
 
-    Status 499 is nginx's, and appears only in the log.
+    Its status is 499, as in nginx, and appears only in the log.
     """
     return RequestError("the client closed the connection", status=499, code="client_closed")
 
@@ -34,7 +34,7 @@ def slow_reader() -> RequestError:
 
 
 class OpenRequests(OpenTickets[Choice]):
-    """The choices of one model, by id, that wait or on which an engine works for this API server.
+    """Holds the open choices of one model by id. A choice waits in the queue, or an engine works on it.
 
     `waiting_prompt_tokens` in the statistics counts the prompts without a first token.
     """
@@ -45,8 +45,8 @@ class OpenRequests(OpenTickets[Choice]):
         """Send a choice to a replica.
 
         The answer counts with its limit of tokens, but at most with the usual length, because clients often set no
-        limit. If such an answer counted with the longest length that the model allows, it would keep dozens of shorter
-        requests away from its replica. Each request also counts as REQUEST_TOKENS, because it takes part in every step.
+        limit. An answer that counted with the longest length of the model would keep dozens of shorter requests away
+        from its replica. Each request also counts as REQUEST_TOKENS, because it takes part in every step.
         """
         answer_tokens = min(child.params.max_tokens, round(self.usual_output_tokens))
         child.cost = REQUEST_TOKENS + child.prompt_tokens + answer_tokens
@@ -55,7 +55,10 @@ class OpenRequests(OpenTickets[Choice]):
             child.prompt_token_ids = b""  # the engine has them; for 10,000 requests a second copy takes much memory
 
     def settle(self, ticket: Ticket[Choice]) -> float:
-        """Return the number of tokens of a request that has ended, and count its output."""
+        """Return the number of prompt and output tokens of an ended request.
+
+        Its output changes the average length, and is charged to its API key.
+        """
         output_tokens = sum(choice.output_tokens for choice in ticket.children)
         mean = output_tokens / len(ticket.children)
         self.usual_output_tokens += (mean - self.usual_output_tokens) * OUTPUT_TOKENS_WEIGHT
@@ -63,7 +66,10 @@ class OpenRequests(OpenTickets[Choice]):
         return sum(choice.prompt_tokens for choice in ticket.children) + output_tokens
 
     def on_step(self, step: StepOutputs, replica: int = 0) -> None:
-        """Give each choice its new tokens. Outputs of requests that have already ended here are dropped."""
+        """Add the new tokens of a step to their choices.
+
+        Outputs of choices that have already ended here are dropped.
+        """
         self._stats.record_step(step.stats, step.step_ended_s, replica)
         for output in step.outputs:
             choice = self._open.get(output.request_id)

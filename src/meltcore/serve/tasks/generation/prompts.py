@@ -74,7 +74,7 @@ async def chat_prompt(
 async def completion_prompts(
     tokenizer: Tokenizer, vocab_size: int, request: CompletionRequest, context: int | None = None
 ) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises RequestError (400).
+    """Return one list of token ids per prompt. Raises RequestError (400).
 
     A request has one text, several texts, one list of token ids, or several lists. `encode_all` explains `context`.
     """
@@ -98,7 +98,7 @@ async def completion_prompts(
 
 
 async def prompt_texts(tokenizer: Tokenizer, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
-    """Return the text of each prompt for `echo`: the text that was sent, or the decoded token ids that were sent.
+    """Return the text of each prompt for `echo`. A prompt of token ids is decoded.
 
     Token ids may end within a character. This character then belongs to the answer.
     """
@@ -186,7 +186,7 @@ async def _on_thread(work: Callable[[], _Result]) -> _Result:
 
 
 async def decode(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
-    """Return the text of `ids`, including special tokens.
+    """Return the text of the token `ids`, including special tokens.
 
     Raises RequestError (400) if an id is not in the vocabulary.
     """
@@ -215,10 +215,7 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
 
 
 def _with_system_role(message: ChatMessage) -> dict[str, str]:
-    """Return a message in the form for a template.
-
-    Templates know the role "developer" only by its older name, "system".
-    """
+    """Return a message in the form that templates expect: the role "developer" becomes "system", its older name."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     template_message = {"role": "system" if message.role == "developer" else message.role, "content": text}

@@ -1,4 +1,4 @@
-"""Writes responses in OpenAI's two forms, as bytes.
+"""Writes responses in OpenAI's forms for chats and completions, as bytes.
 
 The events of a stream differ only in a few values. So the constant parts of an event are made into byte strings once
 per request. Building and encoding a dictionary per token would cost more than everything else this process does for the
@@ -26,7 +26,7 @@ _LogprobsEntry = tuple[int, TokenLogprobs | None]  # None: a prompt's first toke
 
 
 class ResponseWriter(ABC):
-    """Writes the response to one request in one of the two forms."""
+    """Writes the response to one request. Subclasses have the forms for chats and completions."""
 
     id_prefix: str
     stream_object: str
@@ -35,7 +35,7 @@ class ResponseWriter(ABC):
     def __init__(self, ticket: GenerationTicket, model: str, options: StreamOptions) -> None:
         """Create a writer.
 
-        `options` say whether every event has the usage so far, or null until the last event has the usage.
+        `options` say whether every event has the usage so far, or only the last event has the usage.
         """
         self._id = self.id_prefix + ticket.exchange.identity
         self._created = int(time.time())
@@ -54,11 +54,11 @@ class ResponseWriter(ABC):
         return b'%s%s],"usage":%s}\n\n' % (event_start, body, usage)
 
     def usage_event(self, ticket: GenerationTicket) -> bytes:
-        """Return the event after the last text, which has the whole usage and no choices."""
+        """Return the last event of a stream, which has the usage of the whole request and no choices."""
         return b'%s],"usage":%s}\n\n' % (self._event_start, usage_json(ticket))
 
     def body(self, ticket: GenerationTicket) -> bytes:
-        """Return the whole response."""
+        """Return the whole response body as JSON."""
         return _json(
             {
                 "id": self._id,
@@ -89,7 +89,7 @@ class ResponseWriter(ABC):
 
 
 class ChatResponseWriter(ResponseWriter):
-    """Responses of /v1/chat/completions."""
+    """Writes responses of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     stream_object = "chat.completion.chunk"
@@ -144,7 +144,7 @@ class ChatResponseWriter(ResponseWriter):
 
 
 class CompletionResponseWriter(ResponseWriter):
-    """Responses of /v1/completions."""
+    """Writes responses of /v1/completions."""
 
     id_prefix = "cmpl-"
     stream_object = "text_completion"
@@ -187,7 +187,7 @@ class CompletionResponseWriter(ResponseWriter):
 
 
 def usage_json(ticket: GenerationTicket) -> bytes:
-    """Return OpenAI's usage object over all choices, in tokens of the engine."""
+    """Return OpenAI's usage object, in tokens of the engine, summed over all choices."""
     return _usage(ticket.prompt_tokens, ticket.output_tokens, ticket.cached_tokens)
 
 
@@ -201,7 +201,7 @@ def _usage(prompt: int, output: int, cached: int) -> bytes:
 def _top_logprobs(
     choice: Choice, token: str, token_id: int, token_logprobs: TokenLogprobs, *, is_first: bool
 ) -> dict[str, float]:
-    """Return the highest log-probabilities by token. The log-probability of `token` follows if it is not among them."""
+    """Return the highest log-probabilities by token text. `token` is added at the end if it is not among them."""
     tops = zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True)
     found = dict(list(tops)[: choice.params.logprobs]) | {token_id: token_logprobs.logprob}
     keyed: dict[str, float] = {}
@@ -217,7 +217,7 @@ def _top_logprobs(
 def _token_key(choice: Choice, token_id: int, *, is_first: bool) -> str:
     """Return the text of a token as a key of `top_logprobs`.
 
-    A token whose bytes are an incomplete character is written as bytes, as OpenAI does.
+    If the bytes of a token are not whole characters, the key shows the bytes, as OpenAI does.
     """
     data = _token_bytes(choice, token_id, is_first=is_first)
     try:

@@ -39,7 +39,10 @@ def check_servable(config: ModelSection) -> Task:
 
 
 def _reasons_of_files(config: ModelSection) -> tuple[str | None, list[str]]:
-    """Return a model's file or folder, and the reasons that it shows. None means that the reasons already name it."""
+    """Return a model's file or folder, and the reasons that it shows.
+
+    The path is None if the reasons already name it.
+    """
     try:
         if find_task(config) is not DEFAULT:
             return None, []
@@ -59,7 +62,10 @@ def _reasons_of_files(config: ModelSection) -> tuple[str | None, list[str]]:
 
 
 def _with_good_tokenizer(config: ModelSection) -> ModelSection:
-    """Return the settings with a valid tokenizer, so that the faults of the model's other files are found."""
+    """Return the settings with a valid tokenizer in place of a bad one.
+
+    So the faults of the model's other files are found.
+    """
     return msgspec.structs.replace(config, tokenizer=BUNDLED_MODEL)
 
 
@@ -76,14 +82,14 @@ def _reasons_of_folder(checkpoint: Checkpoint, config: ModelSection) -> list[str
 
 
 def _reasons_of_gguf_tokenizer(path: Path) -> list[str]:
-    """Return the reasons why the tokenizer of a GGUF file is broken, although its type is supported."""
+    """Return why the tokenizer of a GGUF file is broken, although its type is supported."""
     from meltcore.text.gguf_tokenizer import broken_reasons  # imports gguf and numpy, which others do not need
 
     return broken_reasons(path)
 
 
 def _reason_of_tokenizer(name: str | None) -> str | None:
-    """Return why the tokenizer of --tokenizer cannot be used. Returns None if it can."""
+    """Return why the tokenizer of --tokenizer cannot be used, or None if it can be used."""
     if name is None:
         return None
     try:
@@ -97,7 +103,7 @@ def _reason_of_tokenizer(name: str | None) -> str | None:
 
 
 def _reason_of_template(path: str | None) -> str | None:
-    """Return why the template of --chat-template cannot be used. Returns None if it can."""
+    """Return why the template of --chat-template cannot be used, or None if it can be used."""
     try:
         if path is not None:
             ChatTemplate.from_file(Path(path))

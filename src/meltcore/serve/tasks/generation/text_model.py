@@ -1,4 +1,4 @@
-"""The text-related parts of a checkpoint: tokenizer, chat template, reasoning parser and sampling defaults."""
+"""Loads the parts of a checkpoint for text: tokenizer, chat template, reasoning parser and sampling defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meltcore.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TextModel:
-    """The tokenizer, chat template, reasoning parser and sampling defaults of a checkpoint."""
+    """Holds the tokenizer, chat template, reasoning parser and sampling defaults of a checkpoint."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | MissingTemplate
@@ -32,7 +32,7 @@ class TextModel:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the tokenizer is a substitute for dummy weights."""
+        """Whether a substitute for the tokenizer is used, because the weights are dummy weights."""
         return self.tokenizer.is_synthetic
 
 
@@ -63,7 +63,7 @@ def _tokenizer_reasons(path: Path) -> list[str]:
 
 
 def find_task(config: ModelSection) -> Task:
-    """Return the task of a model, after downloading its configuration if necessary. Raises ConfigError."""
+    """Return the task of a model. Downloads the configuration if necessary. Raises ConfigError."""
     task = checkpoints.find_task(config.model, dummy=config.load_format == "dummy")
     if task is DEFAULT:
         find_checkpoint(config)  # says what is wrong with one that cannot be opened

@@ -1,4 +1,7 @@
-"""Chats of the server itself with an upstream model. A request is forwarded, and this process reads the answer."""
+"""Asks an upstream model on behalf of the server's own routes.
+
+A request is forwarded, and this process reads the answer.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _decode = msgspec.json.Decoder(_Completion).decode
 
 
 class _NoConnection:
-    """Stands in for a client's connection. This process reads the answer, and cancels to end a request."""
+    """Stands in for the connection of a client, because this process itself reads the answer."""
 
     def __init__(self) -> None:
         self.transport = self  # whose two methods close the connection
@@ -50,7 +53,7 @@ class _NoConnection:
         self._on_lost = callback
 
     def close(self) -> None:
-        """Call the callback, because an answer that broke off has been read to its end."""
+        """Call the callback, because the whole of a broken answer has been read."""
         if self._on_lost is not None:
             self._on_lost()
 

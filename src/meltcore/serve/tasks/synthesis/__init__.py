@@ -1,1 +1,1 @@
-"""Synthesis: its route, and the backend of its engines."""
+"""Synthesis: its routes, and the backend of its engines."""

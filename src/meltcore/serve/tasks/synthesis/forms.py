@@ -1,4 +1,4 @@
-"""The forms of requests for speech, the interface of their backends, and the choice of the model."""
+"""Defines the forms of requests for speech and the interface of their backends, and chooses the model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meltcore.serve.tasks.model_choice import ModelChoice, SpokenBackend
 
 
 class SynthesisRequest(NamedTuple):
-    """The fields of a request for speech. None stands for the model's default.
+    """A request for speech. For a field that is None the model's default is used.
 
     Args:
-        reference: a recording of a voice that says reference_text. It is used in place of a voice of the model.
+        reference: a recording of a voice that says reference_text. It replaces the voices of the model.
         is_whole: whether the answer is one file with its length.
         is_events: whether the answer is a stream of OpenAI's events.
     """
@@ -37,7 +37,7 @@ class SynthesisRequest(NamedTuple):
 
 
 class SpeechOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that the forms of requests for speech share. None stands for the model's default."""
+    """The fields that all forms of requests for speech share. For a field that is None the model's default is used."""
 
     model: str | None = None
     language: str | None = None
@@ -47,7 +47,7 @@ class SpeechOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     num_steps: int | None = None
 
     def request(self, text: str, voice: str | None) -> SynthesisRequest:
-        """Return the request for the speech of a text, in the form's language and format."""
+        """Return the request to speak a text, in the form's language and format."""
         return SynthesisRequest(
             text,
             voice,
@@ -63,7 +63,7 @@ class SpeechOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class SynthesisFields(SpeechOptions, forbid_unknown_fields=True, kw_only=True):
     """The fields of POST /v1/audio/speech.
 
-    The last three fields are dwani.ai's names of input, voice and reference_text.
+    The last three fields are dwani.ai's names for input, voice and reference_text.
     """
 
     input: str | None = None
@@ -88,14 +88,17 @@ class SynthesisBackend(SpokenBackend, Protocol):
     """A backend whose model synthesizes speech."""
 
     async def synthesize(self, request: SynthesisRequest, on_part: Callable[[SpokenPart], Awaitable[None]]) -> float:
-        """Pass the parts of an audio file to `on_part` as they are spoken. Returns the duration of the file in seconds.
+        """Pass the parts of an audio file to `on_part` as they are spoken. Return the duration of the file in seconds.
 
         Raises RequestError. Cancelling the call ends the work.
         """
 
 
 async def speak_whole(backend: SynthesisBackend, request: SynthesisRequest) -> bytes:
-    """Return the complete audio file of a text. Raises RequestError. Cancelling the call ends the work."""
+    """Return the complete audio file in which a text is spoken.
+
+    Raises RequestError. Cancelling the call ends the work.
+    """
     parts: list[bytes] = []
 
     async def on_part(part: SpokenPart) -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech in OpenAI's form and in dwani.ai's, and dwani.ai's batches, from the text to the audio."""
+"""Serves POST /v1/audio/speech, in OpenAI's form and in dwani.ai's form, and dwani.ai's batches of texts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: Sy
 
 
 async def read_request(body: bytes, content_type: str, query: Mapping[str, str]) -> SynthesisRequest:
-    """Parse a request: JSON, a form with a reference, or dwani.ai's query without a body. Raises RequestError (400)."""
+    """Return the request for speech. Its form is JSON, a form with a reference, or dwani.ai's query without a body.
+
+    Raises RequestError (400).
+    """
     reference = None
     if is_multipart(content_type):
         texts, files = await split_form(body, content_type, ("reference", "ref_audio"))
@@ -180,7 +183,7 @@ def _speech_requests(fields: SpeechBatchRequest) -> list[SynthesisRequest]:
 
 
 def _zip(files: dict[str, bytes]) -> bytes:
-    """Return a zip archive without compression, which would not make audio smaller."""
+    """Return a zip archive of files. It is not compressed, because audio would not become smaller."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as target:
         for name, data in files.items():

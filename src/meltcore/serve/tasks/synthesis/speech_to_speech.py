@@ -1,4 +1,4 @@
-"""POST /v1/speech_to_speech, in the form of dwani.ai's API: a spoken question in, a spoken answer out."""
+"""Serves POST /v1/speech_to_speech in the form of dwani.ai's API: a spoken question gets a spoken answer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SpeechToSpeechFields(SpeechOptions, forbid_unknown_fields=True, kw_only=Tr
 
 
 class _Answer(msgspec.Struct):
-    """The answer to a request with format json."""
+    """The answer if the request's format is json."""
 
     transcription: str
     llm_response: str
@@ -49,7 +49,7 @@ class _Answer(msgspec.Struct):
 
 
 class SpeechToSpeechEndpoint(Endpoint):
-    """Transcribes a file, asks a language model, and sends its answer as speech, chunk by chunk."""
+    """Transcribes a question, asks a language model, and sends the model's answer as speech, chunk by chunk."""
 
     has_uploads = True
     paths = dwani_paths = ("/v1/speech_to_speech", "/v1/speech_to_speech/")

@@ -1,4 +1,4 @@
-"""The backend of a speech synthesizer whose engines run on this machine, as one API server process sees it."""
+"""The backend of a speech synthesizer whose engines Meltcore runs, as one API server process uses it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _ENDED = {
 
 
 class _Speech(Child):
-    """A text at a replica with its results, or the error that ends it.
+    """A text that a replica speaks, with its results, or with the error that ends it.
 
-    None among the results means that the results begin again.
+    A result of None means that another replica begins the text again, so that earlier results do not count.
     """
 
     def __init__(self, ticket: Ticket[_Speech], cost: int) -> None:
@@ -49,24 +49,24 @@ class _Speech(Child):
 
     @property
     def needs_replica(self) -> bool:
-        """Whether results are still to come."""
+        """Whether the replica has not yet sent all results."""
         return not self.is_ended
 
     @property
     def can_retry(self) -> bool:
-        """Whether results are still to come, and the client has no speech yet."""
+        """Whether the replica has not yet sent all results, and the client has received no speech yet."""
         return not (self.is_ended or self.has_sent)
 
     def messages(self) -> Sequence[Synthesize]:
-        """Return the message with the text, if it was sent."""
+        """Return the message with the text, or no message before the text was sent."""
         return [] if self.message is None else [self.message]
 
     def open_ids(self) -> Sequence[str]:
-        """Return the id of the text while the engine works on it."""
+        """Return the id of the text while the engine still works on it."""
         return [] if self.message is None or self.is_ended else [self.request_id]
 
     def restart(self) -> None:
-        """Drop the results that wait, and mark that they begin again."""
+        """Discard the results that were not encoded yet, and add None, because the text begins again."""
         while not self.results.empty():
             self.results.get_nowait()
         self.waiting_bytes = 0
@@ -74,7 +74,7 @@ class _Speech(Child):
 
 
 class SynthesisEngine(AudioBackend[_Speech]):
-    """Sends texts to a replica, and encodes their chunks in worker processes as they are spoken."""
+    """Sends texts to a replica. Worker processes encode the chunks of speech as they arrive."""
 
     purpose = "synthesizes speech: POST /v1/audio/speech"
     unit = CHARS
@@ -95,22 +95,22 @@ class SynthesisEngine(AudioBackend[_Speech]):
 
     @property
     def languages(self) -> Sequence[str]:
-        """The languages that the model speaks, by code. There are none before the model is loaded."""
+        """The languages that the model speaks, by code. The mapping is empty before the model is loaded."""
         return _LANGUAGES if self._ready is not None else ()
 
     async def close_workers(self) -> None:
-        """End the processes of this backend."""
+        """End the processes that encode speech."""
         if self._warm_up is not None:
             self._warm_up.cancel()
         await asyncio.gather(super().close_workers(), self._encoders.close())
 
     @property
     def _waiting_bytes(self) -> int:
-        """The bytes of speech that wait for slow clients."""
+        """The bytes of speech that slow clients have not read yet."""
         return sum(speech.waiting_bytes for speech in self.tickets)
 
     def on_output(self, replica: int, output: Synthesized) -> None:
-        """Give a result to its text."""
+        """Pass a result to the text to which it belongs."""
         speech = self.tickets.find(output.request_id, replica)
         if speech is None:
             return
@@ -123,7 +123,7 @@ class SynthesisEngine(AudioBackend[_Speech]):
         speech.results.put_nowait(output)
 
     async def synthesize(self, request: SynthesisRequest, on_part: Callable[[SpokenPart], Awaitable[None]]) -> float:
-        """Pass the parts of an audio file to `on_part` as they are spoken. Returns the duration of the file in seconds.
+        """Pass the parts of an audio file to `on_part` as they are spoken. Return the duration of the file in seconds.
 
         Raises RequestError: 400 if the model cannot speak the text, 429 if the queue is full, 500 if the engine fails,
         and 504 after the time limit. Cancelling the call ends the work.
@@ -159,9 +159,9 @@ class SynthesisEngine(AudioBackend[_Speech]):
     async def _encode(
         self, speech: _Speech, file: EncodedFile, on_part: Callable[[SpokenPart], Awaitable[None]]
     ) -> int | None:
-        """Encode the chunks of a text as they arrive.
+        """Encode the chunks of a text as they arrive. Return the number of bytes of the samples.
 
-        Returns the number of bytes of the samples. Returns None if the text begins again.
+        Returns None if another replica begins the text again.
         """
         num_bytes, is_last = 0, False
         while not is_last:
@@ -186,7 +186,7 @@ class SynthesisEngine(AudioBackend[_Speech]):
         return num_bytes
 
     async def _samples(self, file: bytes, ready: SynthesisReady) -> bytes:
-        """Return the float32 samples of an uploaded reference. Raises RequestError (400)."""
+        """Return an uploaded reference as float32 samples. Raises RequestError (400)."""
         parts = self.workers.decode(
             file,
             sample_rate=ready.sample_rate,
@@ -210,7 +210,7 @@ class SynthesisEngine(AudioBackend[_Speech]):
         return samples.tobytes()
 
     def facts(self, ready: SynthesisReady) -> dict[str, Any]:
-        """Return the facts that clients and measurements need."""
+        """Return the fields for the model card that clients and measurements need."""
         return {
             "languages": self.languages,
             "voices": ready.voices,

@@ -1,1 +1,1 @@
-"""Transcription: routes, forms, and the backend of its engines."""
+"""Transcription: its routes and forms, and the backend of its engines."""

@@ -1,4 +1,4 @@
-"""The forms of requests for transcripts, the interface of their backends, and the choice of the model."""
+"""Defines the forms of requests for transcripts and the interface of their backends, and chooses the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 
 
 class SpeechRequest(NamedTuple):
-    """The fields of a transcription request. `language` has the name that the client sent."""
+    """The fields of a transcription request. `language` is the name that the client sent."""
 
     data: bytes
     model: str | None
@@ -32,13 +32,13 @@ class SpeechBackend(SpokenBackend, Protocol):
     ) -> Transcription:
         """Return the words of an audio file.
 
-        `on_words` receives the words of each clip, in order, as soon as they are known. Raises RequestError. Cancelling
-        the call ends the work.
+        As soon as the words of a clip are known, `on_words` receives them. Clips are in order. Raises RequestError.
+        Cancelling the call ends the work.
         """
 
 
 def transcriber(choices: ModelChoice, request: SpeechRequest) -> tuple[SpeechBackend, SpeechRequest]:
-    """Return a model that transcribes speech, and the request with the language in which the model is asked.
+    """Return a model that transcribes speech, and the request with the name of the language for this model.
 
     Raises RequestError (400, 404, 503).
     """

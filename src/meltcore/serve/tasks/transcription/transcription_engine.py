@@ -1,4 +1,4 @@
-"""The backend of a transcription model whose engines run on this machine, as one API server process sees it."""
+"""The backend of a transcription model whose engines Meltcore runs, as one API server process uses it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def estimated_audio_s(data: bytes) -> float:
     """Return the estimated duration of an audio file in seconds.
 
     The header of a WAV file gives the duration. Other files are assumed to be compressed to 32 kbit/s. The estimate
-    decides whether a file may wait, before a worker has decoded it. No field of the header is used for anything else.
+    only decides whether a file may wait, before a worker has decoded it.
     """
     bytes_per_s = _COMPRESSED_BYTES_PER_S
     if data[:4] == b"RIFF" and data[8:16] == b"WAVEfmt " and len(data) >= 32:
@@ -36,10 +36,10 @@ def estimated_audio_s(data: bytes) -> float:
 
 
 class _Recording(Child):
-    """An audio file at a replica.
+    """An audio file that a replica transcribes.
 
-    Its clips there are stored by id, each with a future of its transcript and the sent samples. If there is no other
-    replica, the sent samples are not kept, because a request has up to 15 MB of them.
+    It stores each clip at the replica by id: a future of the transcript, and the sent samples. If there is no other
+    replica, the samples are not kept, because a request has up to 15 MB of them.
     """
 
     def __init__(self, ticket: Ticket[_Recording], cost: int) -> None:
@@ -47,16 +47,16 @@ class _Recording(Child):
         self.clips: dict[str, tuple[asyncio.Future[Transcript], Transcribe | None]] = {}
 
     def messages(self) -> Sequence[Transcribe]:
-        """Return the clips without a transcript. Transcripts that were already streamed stay as they are."""
+        """Return the clips that have no transcript yet. Transcripts that were already streamed do not change."""
         return [message for _, message in self.clips.values() if message is not None]
 
     def open_ids(self) -> Sequence[str]:
-        """Return the ids of the clips without a transcript."""
+        """Return the ids of the clips that have no transcript yet."""
         return list(self.clips)
 
 
 class TranscriptionEngine(AudioBackend[_Recording]):
-    """Decodes uploads in worker processes, sends their clips to a replica, and joins the transcripts."""
+    """Decodes uploads in worker processes, sends the clips to a replica, and joins the transcripts."""
 
     purpose = "transcribes speech: POST /v1/audio/transcriptions"
     unit = AUDIO_S
@@ -64,11 +64,11 @@ class TranscriptionEngine(AudioBackend[_Recording]):
 
     @property
     def languages(self) -> Sequence[str]:
-        """The languages that the model transcribes, by code. There are none before the model is loaded."""
+        """The languages that the model transcribes, by code. The mapping is empty before the model is loaded."""
         return self._ready.languages if self._ready is not None else ()
 
     def on_output(self, replica: int, output: Transcript) -> None:
-        """Give a transcript to its clip."""
+        """Resolve the future of the clip to which a transcript belongs."""
         recording = self.tickets.find(output.request_id.rpartition("-")[0], replica)
         if recording is not None and (clip := recording.clips.pop(output.request_id, None)) is not None:
             clip[0].set_result(output)
@@ -80,9 +80,9 @@ class TranscriptionEngine(AudioBackend[_Recording]):
     ) -> Transcription:
         """Return the words of an audio file.
 
-        `on_words` receives the words of each clip, in order, as soon as they are known. Raises RequestError: 400 if the
-        audio or the language cannot be served, 429 if the queue is full, 500 if the engine fails, and 504 after the
-        time limit. Cancelling the call ends the work.
+        As soon as the words of a clip are known, `on_words` receives them. Clips are in order. Raises RequestError: 400
+        if the audio or the language cannot be served, 429 if the queue is full, 500 if the engine fails, and 504 after
+        the time limit. Cancelling the call ends the work.
         """
         ready: TranscriptionReady = self._loaded()
         language = model_language(request.language, ready.languages)
@@ -97,7 +97,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         recording: _Recording,
         on_words: Callable[[list[SpokenWord]], None],
     ) -> Transcription:
-        """Send the clips of a file as they are decoded, at most a bounded number of clips ahead of the transcripts."""
+        """Send the clips of a file as they are decoded. A bounded number of clips may be without a transcript."""
         starts: list[float] = []
         clips: list[asyncio.Future[Transcript]] = []
         words: list[SpokenWord] = []
@@ -155,7 +155,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         start_s: float,
         on_words: Callable[[list[SpokenWord]], None],
     ) -> list[SpokenWord]:
-        """Wait for the transcript of a clip. Returns its words with times from the beginning of the file."""
+        """Wait for the transcript of a clip. Return its words with times in seconds from the beginning of the file."""
         transcript = await clip
         if transcript.finish_reason != "stop":
             raise RequestError(transcript.error or "the engine ended the request", status=500)
@@ -164,7 +164,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         return words
 
     def facts(self, ready: TranscriptionReady) -> dict[str, Any]:
-        """Return the facts that a measurement must record."""
+        """Return the fields for the model card that a measurement records."""
         return {
             "languages": ready.languages,
             "max_clip_s": ready.max_samples / ready.sample_rate,

@@ -1,4 +1,4 @@
-"""OpenAI's forms of transcripts: the form of a request, and the formats of the answer."""
+"""Reads OpenAI's form of a transcription request, and writes the answer in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CONTENT_TYPES: dict[str, bytes] = {
 
 
 async def read_form(body: bytes, content_type: str, query: Mapping[str, str]) -> SpeechRequest:
-    """Parse the body of a request. `query` has the fields of its URL.
+    """Return the transcription request in the body of a form. `query` has the fields of the URL.
 
     Raises RequestError (400) that names a field.
     """
@@ -54,7 +54,7 @@ async def read_form(body: bytes, content_type: str, query: Mapping[str, str]) ->
 
 
 def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozenset[str] = frozenset()) -> SpeechRequest:
-    """Return the request for the file `data` with the fields in `texts`.
+    """Return the request to transcribe the file `data`, with the fields in `texts`.
 
     Raises RequestError (400) that names a field.
     """
@@ -85,7 +85,7 @@ def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozens
 
 
 def _check_temperature(value: str) -> None:
-    """Raise RequestError unless the temperature is 0, since tokens are not sampled."""
+    """Raise RequestError unless the temperature is 0, because tokens are never sampled."""
     try:
         is_zero = read_number(value, float) == 0
     except ValueError:
@@ -112,7 +112,7 @@ def render(result: Transcription, request: SpeechRequest) -> tuple[bytes, bytes]
 
 
 def _verbose(result: Transcription, granularities: frozenset[str]) -> dict[str, Any]:
-    """Return OpenAI's verbose form."""
+    """Return a transcript in OpenAI's format verbose_json."""
     answer: dict[str, Any] = {
         "task": "transcribe",
         "language": result.language,

@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions, and dwani.ai's /v1/transcribe and /transcribe_batch, from the upload to the text."""
+"""Serves POST /v1/audio/transcriptions, and dwani.ai's /v1/transcribe and /transcribe_batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = ("file", "model", "language", "response_format", "timestamp_granulariti
 
 
 class TranscriptionsEndpoint(Endpoint):
-    """Reads a form, transcribes its file, and answers in the format that the form names."""
+    """Reads a form, transcribes its file, and answers in the format that the form requests."""
 
     has_uploads = True
     paths, dwani_paths = ("/v1/audio/transcriptions", *DWANI_PATHS), DWANI_PATHS
@@ -48,7 +48,7 @@ class TranscriptionsEndpoint(Endpoint):
 
 
 async def _stream(exchange: Exchange, backend: SpeechBackend, request: SpeechRequest) -> Transcription:
-    """Send OpenAI's events: the text of each clip when its transcript is complete, and at the end the whole text."""
+    """Send OpenAI's events: the text of each clip when it is transcribed, and finally the whole text."""
     parts: asyncio.Queue[list[SpokenWord] | None] = asyncio.Queue()
     work = asyncio.create_task(backend.transcribe(request, parts.put_nowait))
     work.add_done_callback(lambda _: parts.put_nowait(None))

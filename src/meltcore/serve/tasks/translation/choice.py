@@ -16,7 +16,7 @@ from meltcore.text.languages import code_among
 
 
 def translator(choices: ModelChoice, request: TranslateRequest) -> tuple[TranslationBackend, TranslateRequest]:
-    """Return a model that translates, and the request with the languages in which the model is asked.
+    """Return a model that translates, and the request with the names of the languages for this model.
 
     Raises RequestError (400, 404, 503).
     """
@@ -32,7 +32,7 @@ def translator(choices: ModelChoice, request: TranslateRequest) -> tuple[Transla
 
 
 def can_translate(choices: ModelChoice) -> bool:
-    """Return whether POST /v1/translate has a model that can answer."""
+    """Return whether any model of the server can answer POST /v1/translate."""
     backends = choices.backends
     is_llm = choices.routes.translate.backend == "llm" and any(backend.chats for backend in backends)
     return is_llm or any(map(_translates, backends))

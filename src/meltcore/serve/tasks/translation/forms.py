@@ -1,4 +1,4 @@
-"""The form of a request for translations, and the interface of the backends that answer it."""
+"""Defines the form of a request for translations, and the interface of the backends that answer it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TranslateRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TranslatedTexts(NamedTuple):
-    """The translation of each text of a request, and the numbers of input and output tokens of all sentences.
+    """One translation per text of a request, and the numbers of input and output tokens of all sentences.
 
-    The tokens include those that a model adds to a sentence: language tags and the end token.
+    The numbers include the tokens that a model adds to a sentence: language tags and the end token.
     """
 
     texts: list[str]
@@ -31,7 +31,7 @@ class TranslatedTexts(NamedTuple):
 
 @runtime_checkable
 class TranslationBackend(Protocol):
-    """A backend whose model may translate."""
+    """A backend whose model translates, if `translates` is true."""
 
     names: tuple[str, ...]
 
@@ -40,10 +40,10 @@ class TranslationBackend(Protocol):
         """Whether the model is loaded and is a translation model."""
 
     def has_pair(self, request: TranslateRequest) -> bool:
-        """Return whether the model translates between the request's languages."""
+        """Return whether the model translates from the source language of the request to its target language."""
 
     async def translate(self, request: TranslateRequest) -> TranslatedTexts:
-        """Return the translation of each text. Cancelling the call ends the work.
+        """Return one translation per text, in order. Cancelling the call ends the work.
 
         Raises RequestError (400, 429, 500, 503).
         """

@@ -1,4 +1,4 @@
-"""Translation by a language model, with one prompt per text. So there are always as many translations as texts."""
+"""Translates with a language model. Each text has a prompt of its own, so there are as many translations as texts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NOTHING = ChatAnswer("", 0, 0)
 
 
 class LLMTranslator:
-    """Prompts a language model for each translation. All prompts of a request run concurrently."""
+    """Asks a language model for each translation. All prompts of a request run concurrently."""
 
     translates = True
 
     def __init__(self, backend: Backend, prompt: str, stop: Sequence[str]) -> None:
         """Create a translator with a language model.
 
-        `prompt` is the system message, with {source} and {target}. An answer ends at a text of `stop`.
+        `prompt` is the system message, which contains {source} and {target}. An answer ends before any text of `stop`.
         """
         self.names = backend.names
         self._backend = backend
@@ -35,7 +35,7 @@ class LLMTranslator:
         return True
 
     async def translate(self, request: TranslateRequest) -> TranslatedTexts:
-        """Return the translation of each text. Cancelling the call ends the work.
+        """Return one translation per text, in order. Cancelling the call ends the work.
 
         A text without a visible character is returned unchanged. Raises RequestError (400, 429, 500, 503, 504).
         """

@@ -1,4 +1,7 @@
-"""POST /v1/translate in the form of dwani.ai's API. The answer has one translation for each sentence."""
+"""Serves POST /v1/translate in the form of dwani.ai's API.
+
+The answer has one translation per sentence of the request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats in the client's languages with a language model that may be prompted in another language."""
+"""Lets clients chat in their languages with a language model that may be prompted in another language."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meltcore.text.languages import english_name
 
 
 async def answer_in(choices: ModelChoice, exchange: Exchange, prompt: str, languages: tuple[str, str]) -> str:
-    """Return a language model's answer to a prompt. `languages` has the language of the prompt and of the answer.
+    """Return a language model's answer to a prompt. `languages` has two names: the prompt's and the answer's language.
 
     `fields["model"]` of the exchange names the model; None is the default model of the chat routes. If a language is
     configured in which the model is prompted, the prompt and the answer are translated. Raises RequestError (400, 404,

@@ -1,4 +1,4 @@
-"""The backend of a translation model whose engines run on this machine, as one API server process sees it."""
+"""The backend of a translation model whose engines Meltcore runs, as one API server process uses it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TURN_CHARS = 8_192
 
 
 class TranslationEngine(BatchBackend):
-    """Prepares texts, sends their sentences to the replicas, and joins the translations."""
+    """Splits texts into sentences, sends these to the replicas, and joins the translations."""
 
     purpose = "translates, with POST /v1/translate; it generates no text"
     unit = CHARS
@@ -50,14 +50,14 @@ class TranslationEngine(BatchBackend):
         return self.tickets is not None
 
     def has_pair(self, request: TranslateRequest) -> bool:
-        """Return whether the model is loaded and translates between the request's languages."""
+        """Return whether the model is loaded and translates the request's source language into its target language."""
         try:
             return self.translates and bool(self._text.pair(request, self.names[0]))
         except RequestError:
             return False
 
     async def translate(self, request: TranslateRequest) -> TranslatedTexts:
-        """Return the translation of each text. Cancelling the call ends the work in the engines.
+        """Return one translation per text, in order. Cancelling the call ends the work in the engines.
 
         Raises RequestError (400, 429, 500, 503).
         """
@@ -87,7 +87,7 @@ class TranslationEngine(BatchBackend):
         return TranslatedTexts(texts, num_source_tokens, num_output_tokens)
 
     async def _documents(self, texts: Sequence[str], source: Language, target: Language) -> list[Document]:
-        """Prepare texts in a thread, one request after another. Raises RequestError.
+        """Split texts into tokenized sentences. A thread does this for one request after another. Raises RequestError.
 
         Only one thread runs at a time, because each additional thread takes a share of the event loop's time.
         """
@@ -112,7 +112,7 @@ class TranslationEngine(BatchBackend):
         return documents
 
     def facts(self, ready: TranslationReady) -> dict[str, Any]:
-        """Return the facts that a measurement must record."""
+        """Return the fields for the model card that a measurement records."""
         sources, targets = self._text.languages
         return {
             "direction": self._text.direction,

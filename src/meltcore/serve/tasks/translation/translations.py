@@ -1,4 +1,4 @@
-"""The texts of translations: their languages, their sentences, and the translations from these."""
+"""Prepares the texts of a translation request: languages, sentences and tokens. Joins the translated sentences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meltcore.text.translation.tokenizer import (
 
 @dataclass(frozen=True)
 class TranslationText:
-    """The tokenizer of a translation checkpoint, and the direction that its name states."""
+    """Has the tokenizer of a translation checkpoint, and the direction that the checkpoint's name states."""
 
     tokenizer: TranslationTokenizer
     is_synthetic: bool
@@ -33,7 +33,7 @@ class TranslationText:
 
     @property
     def languages(self) -> tuple[list[str], list[str]]:
-        """The FLORES codes that texts and translations may have, by vocabulary and direction."""
+        """The FLORES codes of the languages of texts and translations, by vocabulary and direction."""
         codes = [each.code for each in LANGUAGES if each.code in self.tokenizer.tags]
         indic = [code for code in codes if code != "eng_Latn"]
         source, _, target = (self.direction or "").partition("-")
@@ -41,7 +41,10 @@ class TranslationText:
         return sides.get(source, codes), sides.get(target, codes)
 
     def pair(self, request: TranslateRequest, model: str) -> tuple[Language, Language]:
-        """Return the languages of a request. Raises RequestError (400) if the checkpoint does not translate them."""
+        """Return the source and the target language of a request.
+
+        Raises RequestError (400) if the checkpoint does not translate this pair.
+        """
         source, target = find_language(request.src_lang, "src_lang"), find_language(request.tgt_lang, "tgt_lang")
         if source == target:
             raise RequestError(f"src_lang and tgt_lang are both {source.code}", param="tgt_lang")
@@ -61,7 +64,7 @@ class TranslationText:
         return [prepare(text, self.tokenizer, source, target, limit, normalizer) for text in texts]
 
     def finish(self, documents: Sequence[Document], outputs: Sequence[list[int]], target: Language) -> list[str]:
-        """Return the translation of each text from the token ids of its translated sentences."""
+        """Return one translation per text. The arguments have the token ids of the translated sentences."""
         rest = iter(outputs)
         return [
             finish(document, list(itertools.islice(rest, len(document.sentences))), self.tokenizer, target)
