@@ -1,1 +1,1 @@
-"""Modules that every part may import: errors, processes, options, files, host memory, versions, GPUs."""
+"""Modules that all packages may import: errors, processes, options, files, host memory, versions and GPUs."""

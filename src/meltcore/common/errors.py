@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class MeltcoreError(Exception):
-    """Is the base class of all errors that Meltcore raises on purpose.
+    """The base class of all errors that Meltcore raises on purpose.
 
     The command line prints the text as one line and exits with a non-zero status.
     """
@@ -33,7 +33,7 @@ class ShardError(ConfigError):
 class RequestError(MeltcoreError):
     """Reports one request that cannot be served. Other requests continue.
 
-    `param` names the field at fault. `status` is the HTTP status, and `code` the error code, of the response in
+    `param` is the name of the invalid field. `status` is the HTTP status. `code` is the error code of the response in
     OpenAI's form (https://platform.openai.com/docs/guides/error-codes). `retry_after_s` becomes the header Retry-After.
     """
 
@@ -55,7 +55,7 @@ class RequestError(MeltcoreError):
 
 
 class SleepError(MeltcoreError):
-    """Reports that an engine cannot sleep or wake now. The engine's state has not changed."""
+    """Reports that an engine cannot sleep or wake now. The state of the engine has not changed."""
 
 
 class EngineDeadError(MeltcoreError):
@@ -63,14 +63,14 @@ class EngineDeadError(MeltcoreError):
 
 
 class EnginePendingError(MeltcoreError):
-    """Reports that an engine was not started: no node has space for it, or the cluster cannot be changed.
+    """Reports that an engine was not started, because no node has memory or the cluster cannot be changed.
 
     The engine is not dead. It waits, and its start is tried again.
     """
 
 
 class EngineEvictedError(EnginePendingError):
-    """Reports that the cluster has ended the start of an engine for lack of memory on its node.
+    """Reports that the cluster has ended the start of an engine, because its node ran out of memory.
 
     No other node is tried instead. The engine process may continue for FIRST_CLIENT_S.
     """

@@ -23,7 +23,7 @@ Content = TypeVar("Content", bound=msgspec.Struct)
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Return whether a file is GGUF, by its suffix or by its first bytes. Other programs store GGUF under any name."""
+    """Return whether a file is GGUF, by its suffix or its first bytes. Other programs give GGUF files any name."""
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
         return True
@@ -88,7 +88,10 @@ def check_disk_space(path: Path, num_bytes: int) -> None:
 
 
 def _publish(new: Path, path: Path) -> None:
-    """Rename `new` to `path`. Raises OSError if `path` exists, also if two processes publish it concurrently."""
+    """Rename `new` to `path`.
+
+    Raises OSError if `path` exists, even if another process publishes it at the same time.
+    """
     if new.is_dir():
         path.mkdir()  # fails if it exists; a rename replaces an empty folder
     else:
@@ -101,7 +104,7 @@ def _publish(new: Path, path: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Rename `new` to `path`. An old folder is moved away first and removed, since no call replaces a full folder."""
+    """Rename `new` to `path`. An old folder is moved away before, because no system call replaces a full folder."""
     if not (new.is_dir() and path.is_dir()):
         new.replace(path)
         return
@@ -125,7 +128,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until the disk has a file, or the entries of a folder."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -172,7 +175,7 @@ def write_document(path: Path, content: msgspec.Struct) -> Path:
 
 
 def read_document(path: Path | str, *types: type[Content], name: str = "") -> Content:
-    """Read the document in a file, or in the file `name` of a run folder.
+    """Return the document in a file, or in the file `name` of a run folder.
 
     Raises ConfigError if the file cannot be read, if its type is not one of `types`, or if it has another schema
     version.
@@ -197,7 +200,7 @@ def read_document(path: Path | str, *types: type[Content], name: str = "") -> Co
 
 
 def parse_json(path: Path) -> Any:
-    """Read and parse a JSON file. Raises ConfigError for an unreadable file and for invalid JSON."""
+    """Return the contents of a JSON file. Raises ConfigError for an unreadable file and for invalid JSON."""
     try:
         return msgspec.json.decode(path.read_bytes())
     except OSError as error:

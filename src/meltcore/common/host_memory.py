@@ -31,13 +31,16 @@ ONE_ARENA_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}  # for the environment of a pr
 
 
 def use_one_arena() -> None:
-    """Limit glibc to one arena in this process. Call it before the first thread starts: existing arenas stay."""
+    """Limit glibc to one arena in this process.
+
+    Call this before the first thread starts, because existing arenas stay.
+    """
     if _mallopt is not None:
         _mallopt(_M_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step, instead of returning megabytes and faulting them in again.
+    """Make glibc keep freed memory for the next step. Otherwise it returns megabytes and faults them in again.
 
     The bundled model on a CPU at 256 sequences per step took 4.7 s of CPU time without and 3.2 s with it (2026-11-21).
     """
@@ -47,7 +50,7 @@ def keep_freed_memory() -> None:
 
 
 def trim_memory() -> None:
-    """Return free memory to the system. Call it while the process is idle: it takes up to 0.1 s."""
+    """Return free memory to the system. Call this while the process is idle, because it takes up to 0.1 s."""
     # CPython's type cache maps the address of a method's name to the method, and keeps the name alive. C code often
     # creates the name for each call (numpy's `cumsum`, for example), so a burst leaves up to 4096 strings.
     sys._clear_type_cache()
@@ -57,9 +60,9 @@ def trim_memory() -> None:
 
 
 def drop_pages(address: int, size: int) -> int:
-    """Return the physical memory of all whole pages in a range of private memory to the system. Returns its bytes.
+    """Return the physical memory of all whole pages in a range of private memory to the system. Return its bytes.
 
-    The addresses stay valid, and the pages hold zeros when they are used next. Raises OSError if the system refuses it.
+    The addresses stay valid, and the pages have zeros when they are used next. Raises OSError if the system refuses.
     """
     start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= start:
@@ -102,7 +105,7 @@ def _meminfo_bytes(root: Path, name: str) -> int | None:
 
 
 class _CgroupMemory(NamedTuple):
-    """The limit of a control group, and the bytes that it leaves."""
+    """The limit of a control group in bytes, and the bytes that are left of it."""
 
     limit_bytes: int
     available_bytes: int
@@ -133,7 +136,7 @@ _CGROUP_FILES = {
 
 
 def _cgroup_limits(root: Path) -> Iterator[_CgroupMemory]:
-    """Yield every limit on this process: the limits of its control groups and their ancestors."""
+    """Yield the memory limits of all control groups of this process, and of their ancestors."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)

@@ -78,7 +78,9 @@ Size = NewType("Size", int)  # a number of bytes, which a user may write as 40Gi
 def setting(
     description: str, *, group: str = "", help: str = "", flag: str = "", short: str = "", **keywords: Any
 ) -> Meta:
-    """Describe a struct's field that is a key of a file and a command-line option: the last item of its `Annotated`.
+    """Declare that a struct's field is both a key of a file and an option.
+
+    The result is the last item of its `Annotated`.
 
     Args:
         description: The meaning of the key, for reference pages and the JSON schema.
@@ -136,7 +138,7 @@ def add_options(
     group: str | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add the options of `config`, a dataclass or a struct, to `parser`: all, or only the fields `names`.
+    """Add options to `parser` for the fields of `config`, a dataclass or a struct: for all fields, or only for `names`.
 
     `group` replaces the headings of the fields, and `defaults` replaces their defaults. Options with one heading stand
     together, also when they come from several classes.
@@ -154,7 +156,7 @@ def add_options(
 
 
 def from_options(config: type[_Config], args: argparse.Namespace, **overrides: Any) -> _Config:
-    """Create a `config` from the parsed arguments with the names of its fields. `overrides` replace the arguments.
+    """Create a `config` from the parsed arguments, which have the names of its fields. `overrides` replace arguments.
 
     Fields of a struct that are not options are set by `overrides` alone.
     """
@@ -164,9 +166,10 @@ def from_options(config: type[_Config], args: argparse.Namespace, **overrides: A
 
 
 def check_unused(args: argparse.Namespace, config: type, reason: str, *allowed: str) -> None:
-    """Raise ConfigError for the first option of `config` whose value is not its default.
+    """Raise ConfigError for the first option of `config` that is set but has no effect.
 
-    `reason` says why such an option has no effect. `allowed` are fields that have an effect.
+    An option is set if its value is not the default. `reason` says why it has no effect. `allowed` are fields that have
+    an effect.
     """
     for name, settings in _declared(config).items():
         value = getattr(args, name, None)
@@ -209,7 +212,7 @@ def number(
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text consists of one or more digits from 0 to 9."""
+    """Return whether a text consists only of digits from 0 to 9, at least one."""
     return text.isascii() and text.isdigit()
 
 
@@ -226,7 +229,10 @@ def read_number(text: str, number_type: type[_Number]) -> _Number:
 
 
 def size_bytes(text: str) -> int:
-    """Return the bytes of a size like 40GiB, 512M or 1000000. Units are powers of 1024. Raises ArgumentTypeError."""
+    """Return the number of bytes that a text such as 40GiB, 512M or 1000000 means. Raises ArgumentTypeError.
+
+    Units are powers of 1024.
+    """
     match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None or not 0 < float(match[1]) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 40GiB, 512MiB or 1000000")
@@ -234,28 +240,28 @@ def size_bytes(text: str) -> int:
 
 
 def not_empty(text: str) -> str:
-    """Return `text`. Raises ArgumentTypeError if it is empty, for example from an unset shell variable."""
+    """Return `text` unless it is empty. An unset shell variable gives an empty text. Raises ArgumentTypeError."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty")
     return text
 
 
 def origin(text: str) -> str:
-    """Return a web origin. Raises ArgumentTypeError if no browser would send the text as an origin."""
+    """Return `text` if it is a web origin. Raises ArgumentTypeError if no browser would send it as an origin."""
     if not re.fullmatch(ORIGIN_PATTERN, text):
         raise argparse.ArgumentTypeError(f"must be {ORIGIN_FORM}; got {text!r}")
     return text
 
 
 def address(text: str) -> str:
-    """Return a URL. Raises ArgumentTypeError for an invalid URL; the message hides the URL's password."""
+    """Return `text` if it is a URL. Raises ArgumentTypeError otherwise; the message hides the URL's password."""
     if not re.match(ADDRESS_PATTERN, text):
         raise argparse.ArgumentTypeError(f"must be {ADDRESS_FORM}; got {shown_url(text)!r}")
     return text
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ArgumentTypeError for any other text."""
+    """Return the JSON object that a text contains. Raises ArgumentTypeError for any other text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -266,7 +272,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def _declared(config: type) -> dict[str, dict[str, Any]]:
-    """Return the `option` or `setting` declaration of each field that is an option, by the field's name."""
+    """Return the declaration (`option` or `setting`) of each field that is an option, by field name."""
     if is_dataclass(config):
         return {entry.name: entry.metadata[_METADATA] for entry in fields(config) if _METADATA in entry.metadata}
     declared = {}
@@ -288,7 +294,7 @@ def _declared(config: type) -> dict[str, dict[str, Any]]:
 
 
 def _metas(hint: Any) -> list[Meta]:
-    """Return the metadata of all `Annotated` at any depth of a type, inner ones first."""
+    """Return the metadata of a type's `Annotated` at any depth. Inner ones come first."""
     return [hint] if isinstance(hint, Meta) else [meta for part in get_args(hint) for meta in _metas(part)]
 
 
@@ -316,7 +322,7 @@ def _add_option(
 
 
 def _parse_keywords(name: str, hint: Any, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the arguments of `add_argument` that make it read values of type `hint`."""
+    """Return arguments for `add_argument`, with which an option reads values of type `hint`."""
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if hint is Size or (hint is int and name.endswith("_bytes")):
@@ -345,7 +351,7 @@ def _help_text(text: str, hint: Any, default: Any) -> str:
 
 
 def braces_fault(text: str, names: Sequence[str]) -> str:
-    """Return what is wrong with the names in braces in a text. Returns "" if all of them are in `names`."""
+    """Return a text that says which names in braces are wrong. Returns "" if all of them are in `names`."""
     try:
         text.format(**dict.fromkeys(names, ""))
     except (LookupError, ValueError, AttributeError):
@@ -355,7 +361,7 @@ def braces_fault(text: str, names: Sequence[str]) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL for errors and logs: `***` replaces user, password, query and fragment."""
+    """Return a URL in a form for errors and logs: `***` replaces user, password, query and fragment."""
     address = re.sub(r"[?#].*", "?***", url, flags=re.DOTALL)
     scheme, separator, rest = address.rpartition("://")
     host, slash, path = rest.partition("/")
@@ -365,7 +371,7 @@ def shown_url(url: str) -> str:
 
 
 def server_url_fault(url: str) -> str:
-    """Return what is wrong with the base address of another server, or "" if nothing is. The password is hidden."""
+    """Return why a text is no valid base address of another server, or "" if it is valid. The password is hidden."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

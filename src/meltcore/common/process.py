@@ -1,8 +1,8 @@
-"""Starts, watches and ends child processes: process groups, output, readiness, time limits, signals.
+"""Starts child processes, watches them and ends them, with their process groups, output and time limits.
 
-Every command of Meltcore is started here; only workers that compile kernels are forked elsewhere. A child leads its
-own session and process group unless the caller asks otherwise. Ctrl-C in the terminal thus reaches the parent alone,
-which ends its children in order. The module imports neither torch nor third-party packages.
+Every command of Meltcore is started here; only workers that compile kernels are forked elsewhere. A child leads its own
+session and process group unless the caller asks otherwise. Ctrl-C in the terminal thus reaches the parent alone, which
+ends its children one by one. The module imports neither torch nor third-party packages.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def start(
     environment: Mapping[str, str] | None = None,
     new_session: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """Start a program. Pipes are unbuffered.
+    """Start a program. Its pipes are unbuffered.
 
-    `environment` is the child's whole environment; None lets it inherit ours. With `new_session` the child leads a
-    session and a process group. Signals are blocked during the start: an interrupt must not arrive before the parent
-    knows the process. Raises ProcessError if the program cannot be started.
+    `environment` is the child's whole environment. If it is None, the child inherits the environment of this process.
+    With `new_session` the child leads a session and a process group. Signals are blocked during the start: an interrupt
+    must not arrive before the parent knows the process. Raises ProcessError if the program cannot be started.
     """
     try:
         with block_signals():
@@ -82,9 +82,9 @@ async def start_async(
 ) -> asyncio.subprocess.Process:
     """Start a program whose pipes and exit are awaited on the event loop.
 
-    `environment` is the child's whole environment; None lets it inherit ours. With `new_session` the child leads a
-    session and a process group. The child inherits the file descriptors `pass_fds`. Raises ProcessError if the
-    program cannot be started.
+    `environment` is the child's whole environment. If it is None, the child inherits the environment of this process.
+    With `new_session` the child leads a session and a process group. The child inherits the file descriptors
+    `pass_fds`. Raises ProcessError if the program cannot be started.
     """
     try:
         return await asyncio.create_subprocess_exec(
@@ -103,7 +103,7 @@ async def start_async(
 class CompletedRun(NamedTuple):
     """Describes how a program ended.
 
-    `returncode` is None where the program exceeded its time limit. With `is_alive` even SIGKILL could not end it.
+    `returncode` is None if the program exceeded its time limit. If `is_alive`, even SIGKILL could not end it.
     """
 
     returncode: int | None
@@ -158,7 +158,7 @@ def describe_exit(returncode: int) -> str:
 
 
 def ended_within(process: subprocess.Popen[Any], limit_s: float) -> bool:
-    """Wait up to `limit_s` and return whether `process` has ended."""
+    """Wait up to `limit_s` seconds. Return whether `process` has ended."""
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -167,7 +167,7 @@ def ended_within(process: subprocess.Popen[Any], limit_s: float) -> bool:
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the third on, the state first (proc(5)).
+    """Return the fields of /proc/PID/stat from the third on (proc(5)). The first of them is the state.
 
     Returns None if the process is gone.
     """
@@ -185,7 +185,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot. Returns None if it has ended.
+    """Return the time at which a process started, in clock ticks since boot. Returns None if it has ended.
 
     The start time distinguishes two processes that had the same id.
     """
@@ -194,7 +194,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def group_members(group_id: int) -> list[int]:
-    """Return the process ids of a process group, without those that have ended and wait for their parent."""
+    """Return the ids of the processes in a process group, without zombies."""
     members = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         fields = stat_fields(int(path.parent.name))
@@ -241,7 +241,7 @@ class LoggedProcess:
         self.stop()
 
     def start(self) -> Self:
-        """Start the process. Raises ProcessError if it cannot start, and OSError where its log cannot be written."""
+        """Start the process. Raises ProcessError if it cannot start, and OSError if its log cannot be written."""
         try:
             self._log_path.write_bytes(b"")
             # To append: a log that grows too large is emptied while the process writes to it.
@@ -268,19 +268,19 @@ class LoggedProcess:
 
     @property
     def running(self) -> bool:
-        """Returns whether the process has been started and has not ended."""
+        """Whether the process has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Returns the id of the process and of its group. Raises ProcessError before the start."""
+        """The id of the process, which is also the id of its group. Raises ProcessError before the start."""
         if self._process is None:
             raise ProcessError(f"{self._name} has not been started")
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """Returns the exit code of the process; None while it runs and before the start."""
+        """The exit code of the process. It is None while the process runs and before the start."""
         return None if self._process is None else self._process.poll()
 
     @property
@@ -328,9 +328,9 @@ class LoggedProcess:
         )
 
     def ended_within(self, limit_s: float) -> bool:
-        """Wait up to `limit_s` and return whether the process has ended.
+        """Wait up to `limit_s` seconds. Return whether the process has ended.
 
-        A process closes its connections before its exit is known, hence the wait.
+        A process closes its connections before its exit is known, so callers have to wait.
         """
         return self._process is None or ended_within(self._process, limit_s)
 
@@ -363,10 +363,10 @@ def end_group(
     on_timeout: Callable[[], None] = lambda: None,
     kill_limit_s: float = KILL_LIMIT_S,
 ) -> bool:
-    """End the group that `process` leads: SIGTERM, then SIGKILL after `limit_s`. Returns whether all processes ended.
+    """End the group that `process` leads: SIGTERM, then SIGKILL after `limit_s`. Return whether all processes ended.
 
     `on_timeout` is called before SIGKILL. The result is False only if a process cannot be killed within `kill_limit_s`,
-    for example in a driver call. Signals are blocked, since a second Ctrl-C would leave processes without a parent.
+    for example in a driver call. Signals are blocked, because a second Ctrl-C would leave processes without a parent.
     """
     with block_signals():
         if _wait_group_ended(process, signal.SIGTERM, limit_s):
@@ -385,7 +385,7 @@ def signal_group(group_id: int, signum: signal.Signals) -> None:
 
 
 async def end_async(process: asyncio.subprocess.Process, limit_s: float) -> None:
-    """Wait until `process`, which was asked to exit, has ended. Kills it after `limit_s`."""
+    """Wait until `process`, which was asked to exit, has ended. After `limit_s` kill it."""
     try:
         async with asyncio.timeout(limit_s):
             await process.wait()
@@ -410,7 +410,7 @@ def _wait_group_ended(process: subprocess.Popen[Any], signum: signal.Signals, li
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 without a listener.
+    """Return a TCP port of 127.0.0.1 on which no process listens.
 
     The kernel assigns other ports first, so the port stays free until a server that starts now binds it.
     """
@@ -448,7 +448,7 @@ def call_with_timeout(limit_s: float, function: Callable[[], _Result]) -> _Resul
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM until the block is left. Outside the main thread it does nothing.
+    """Delay SIGINT and SIGTERM until the block is left. Outside the main thread this does nothing.
 
     Python runs signal handlers on the main thread only, so no other thread is ever interrupted.
     """

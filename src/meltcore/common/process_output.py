@@ -1,4 +1,4 @@
-"""Formats the output of a program for error messages: its last lines, bounded, without control characters."""
+"""Formats the output of a program for error messages: its last lines, with bounded length and no control characters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def log_tail(path: Path, num_lines: int = _NUM_LINES) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a reason and the lines of output below it as one bounded line: the first line and the last ones."""
+    """Return a reason and the output below it as one line of bounded length, with the first and the last lines."""
     first, *lines = _shown_lines(text) or [""]
     kept: list[str] = []
     for line in reversed(lines):
@@ -43,7 +43,7 @@ def one_line(text: str) -> str:
 
 
 def last_error(text: str) -> str:
-    """Return type and message of the last exception in a log's last lines. Without one, return the last line."""
+    """Return the type and the text of the last exception in the end of a log, or the last line if there is none."""
     lines = [line[match.end() :] for line in text.splitlines() if (match := _LOG_PREFIX.match(line))]
     lines = [line.rstrip() for line in lines if line.strip() and not _HINT.match(line.strip())]
     starts = [index for index, line in enumerate(lines) if _EXCEPTION.match(line)]
@@ -59,7 +59,7 @@ def last_error(text: str) -> str:
 
 
 def _shown_lines(text: str) -> list[str]:
-    """Return the lines that a terminal would show: the last state of a progress bar, and the end of a long line."""
+    """Return the lines as a terminal shows them: the last state of a progress bar, and the end of a long line."""
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in _ESCAPES.sub("", text).split("\n")]
     lines = [_CONTROLS.sub("", line).rstrip() for line in lines]
     return [line if len(line) <= _LINE_CHARS else f"...{line[-_LINE_CHARS:]}" for line in lines if line.strip()]

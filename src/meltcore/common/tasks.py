@@ -206,7 +206,7 @@ def task_of_architectures(names: Collection[str]) -> Task:
 
 
 def load(path: str) -> Any:
-    """Return what an import path names: "package.module:name", or "package.module" for a module."""
+    """Return the object that an import path names: "package.module:name", or "package.module" for a module."""
     module, _, name = path.partition(":")
     found = import_module(module)
     return getattr(found, name) if name else found

@@ -1,1 +1,1 @@
-"""Engines: a process shell, and the engine of each task that runs in it."""
+"""Runs the engine of each task in a process shell."""

@@ -1,4 +1,4 @@
-"""The engine as a separate process: `python -m meltcore.engine SOCKET_DIR [CLIENT_COUNT]`.
+"""Runs an engine in a separate process: `python -m meltcore.engine SOCKET_DIR [CLIENT_COUNT]`.
 
 Clients are the supervisor, of index 0, and the API servers. Each client binds two sockets in that folder
 (`protocol/sockets.py`). The server writes the EngineConfig as one JSON line to the standard input and keeps the input
@@ -27,7 +27,7 @@ from meltcore.settings.config import EngineConfig
 
 
 def main() -> int:
-    """Run an engine process, which serves clients through its socket folder. Returns the exit status."""
+    """Run an engine process, which serves clients through its socket folder. Return the exit status."""
     # The server decides when this process ends. It may have requests to drain when systemd, or the end of a job, sends
     # SIGTERM to all processes of a service.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

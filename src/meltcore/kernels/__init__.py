@@ -1,1 +1,1 @@
-"""Triton kernels, each with a reference implementation in PyTorch."""
+"""Triton and CUDA kernels. Each has a reference implementation in PyTorch."""

@@ -1,4 +1,4 @@
-"""Gated activations: SwiGLU and GeGLU of the feed-forward block, and the sigmoid gate on the output of attention."""
+"""Computes gated activations: SwiGLU and GeGLU of the feed-forward block, and the sigmoid gate on attention outputs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Shared memory and SM count of the GPU architectures that kernels are compiled for on machines without a GPU.
+"""Lists shared memory and SM counts of GPU architectures, for which kernels are compiled on machines without a GPU.
 
-Imports neither torch nor Triton: scripts and tests read it on machines without both.
+This module imports neither torch nor Triton, because scripts and tests read it on machines without both.
 """
 
 from __future__ import annotations

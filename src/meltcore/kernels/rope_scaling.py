@@ -1,6 +1,6 @@
-"""Scaled frequencies of rotary embeddings, with which a model reads texts longer than its training texts.
+"""Scales the frequencies of rotary embeddings, so that a model reads texts longer than its training texts.
 
-This module does not import torch, since plans of memory read configurations too.
+This module does not import torch, because plans of memory read configurations too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (Chen et al. 2023, arXiv:2306.15595): every frequency is divided by `factor`."""
+    """Divides every frequency by `factor`: position interpolation (Chen et al. 2023, arXiv:2306.15595)."""
 
     factor: float
     original_max_position_embeddings: int
@@ -29,7 +29,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and goes smoothly from one to the other.
+    """Divides low frequencies by `factor`, keeps high ones, and changes smoothly between both, as Llama 3.1 does.
 
     A frequency is low with fewer than `low_freq_factor` turns in `original_max_position_embeddings` positions, and high
     with more than `high_freq_factor`.

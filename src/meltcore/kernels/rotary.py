@@ -80,10 +80,9 @@ def half_split_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
 
 
 def apply_rope(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotate each head by its token's position.
+    """Rotate each head by the position of its token. Return the heads in their type; computation is in float32.
 
-    heads: [tokens, heads, head_dim]; positions: [tokens] int64. `rotary_table` makes the table. Computed in float32,
-    returned in the type of `heads`.
+    heads: [tokens, heads, head_dim]; positions: [tokens] int64. `rotary_table` makes the table.
     """
     cos, sin = table[positions][:, None, :].chunk(2, dim=-1)
     first_half, second_half = heads.float().chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Input and output of a decode step in a CUDA graph: updates from the host, and tokens for the host.
+"""Updates the input of a decode step in a CUDA graph from the host, and returns its tokens to the host.
 
 Copies between host and device are separate commands with several microseconds of idle time around each, as long as a
 whole layer of a small model. Here kernels access pinned host memory directly. A step with the same sequences as the

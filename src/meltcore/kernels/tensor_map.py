@@ -1,4 +1,4 @@
-"""Tensor maps: how the tensor memory accelerator (TMA) of Hopper GPUs copies boxes of a matrix."""
+"""Makes tensor maps, by which the tensor memory accelerator (TMA) of Hopper GPUs copies boxes of a matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device memory whose physical part can be given back and taken again while its addresses stay.
+"""Manages device memory whose physical part can be released and allocated again while its addresses stay.
 
 A segment is a range of reserved addresses with physical memory mapped into it (CUDA's virtual memory management). While
 it is unmapped, tensors, CUDA graphs and descriptors keep its address; a kernel that reads it fails.
@@ -59,7 +59,10 @@ class Segment:
 
 
 class VirtualMemory:
-    """The segments of one engine on one device, each with a tag that says what becomes of its content."""
+    """The segments of one engine on one device.
+
+    Each has a tag, by which its content is copied or dropped during sleep.
+    """
 
     def __init__(self, driver: MemoryDriver, available_host_bytes: Callable[[], int] = host_available_bytes) -> None:
         self._driver = driver
@@ -96,7 +99,7 @@ class VirtualMemory:
         return segment.address
 
     def free(self, address: int) -> None:
-        """Give a segment back with its address and its copy, after all work of the device."""
+        """Release a segment with its address and its copy, after all work of the device."""
         segment = self._segments.pop(address)
         if segment.handle is not None:
             self._driver.synchronize()  # unlike cudaFree, unmapping does not wait for kernels that use the memory
@@ -125,7 +128,7 @@ class VirtualMemory:
         return unmapped_bytes
 
     def wake(self, copied_tags: Collection[str]) -> int:
-        """Map all segments at their addresses. Returns the bytes copied back.
+        """Map all segments at their addresses. Return the number of bytes that were copied back.
 
         Segments with `copied_tags` have the content that they had before the last sleep. Others have zeros. Raises
         SleepError if physical memory is missing. Nothing is mapped then, and `wake` can be called again.
@@ -204,10 +207,10 @@ def _too_little_memory(needed_bytes: int, free_bytes: int) -> SleepError:
 
 
 class CudaMemoryDriver:
-    """`MemoryDriver` of a GPU. Calls run in its primary context, which torch has made current."""
+    """Implements `MemoryDriver` for a GPU. Calls run in its primary context, which torch has made current."""
 
     def __init__(self, device: torch.device) -> None:
-        """Prepare for a device. Raises MeltcoreError when it has no virtual memory management."""
+        """Prepare for a device. Raises MeltcoreError if the device has no virtual memory management."""
         from cuda.bindings import driver
 
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -234,7 +237,7 @@ class CudaMemoryDriver:
         return int(self._call(self._driver.cuMemAddressReserve(size, 0, 0, 0), "reserving addresses"))
 
     def free_address(self, address: int, size: int) -> None:
-        """Give addresses back."""
+        """Release reserved addresses."""
         self._call(self._driver.cuMemAddressFree(address, size), "freeing addresses")
 
     def create(self, size: int) -> Any:
@@ -242,7 +245,7 @@ class CudaMemoryDriver:
         return self._call(self._driver.cuMemCreate(size, self._properties, 0), "creating physical memory")
 
     def release(self, handle: Any) -> None:
-        """Give physical memory back as soon as it is not mapped."""
+        """Release physical memory as soon as it is not mapped."""
         self._call(self._driver.cuMemRelease(handle), "releasing physical memory")
 
     def map(self, address: int, size: int, handle: Any) -> None:
@@ -288,7 +291,7 @@ class CudaMemoryDriver:
 
     @staticmethod
     def _call(result: tuple[Any, ...], action: str) -> Any:
-        """Return what a driver call has returned. Raises OutOfMemoryError, or MeltcoreError for other errors."""
+        """Return the output of a driver call. Raises OutOfMemoryError, or MeltcoreError for other errors."""
         error, *values = result
         if error.value:
             kind = OutOfMemoryError if error.name == "CUDA_ERROR_OUT_OF_MEMORY" else MeltcoreError

@@ -20,22 +20,22 @@ class Translated(TaskResult, tag="translated", array_like=True, frozen=True, kw_
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of the translation."""
+        """The number of tokens of the translation."""
         return len(self.token_ids)
 
 
 class TranslationOutputs(EngineOutputs[Translated, BatchStats], tag="translations", array_like=True, frozen=True):
-    """Holds the outputs of one step."""
+    """Holds the outputs of one step, one per sentence."""
 
 
 class TranslationReady(BatchReady, tag="translation_ready", array_like=True, frozen=True):
     """Reports that a translation engine can serve.
 
     Args:
-        slots: sentences that are decoded together.
-        max_source: the most tokens of a source sentence.
+        slots: number of sentences that are decoded together.
+        max_source: the maximum number of tokens of a source sentence.
         vocab_size: size of the encoder's vocabulary.
-        tokens: "synthetic" when a checkpoint has no tokenizer (dummy weights).
+        tokens: "synthetic" if a checkpoint has no tokenizer (dummy weights).
     """
 
     slots: int
@@ -49,18 +49,18 @@ class TranslationReady(BatchReady, tag="translation_ready", array_like=True, fro
 
     @property
     def has_synthetic_lengths(self) -> bool:
-        """Return whether the length of a translation follows from the tokens of its source."""
+        """Whether the length of a translation follows from the number of tokens of its source."""
         return self.weights == "dummy"
 
     def describe_limits(self) -> str:
-        """Return the limits of requests in words."""
+        """Return a text with the limits of requests."""
         return (
             f"{self.slots} sentences per step of up to {self.max_source} tokens, {self.num_beams} beams of "
             f"{self.max_new_tokens}"
         )
 
     def probe(self, request_id: str) -> Translate:
-        """Return a sentence of a few tokens."""
+        """Return a request to translate a sentence of a few tokens."""
         last = self.vocab_size - 1
         return Translate(request_id=request_id, token_ids=[min(token_id, last) for token_id in (4, 5, 6, 2)])
 

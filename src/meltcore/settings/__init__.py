@@ -1,1 +1,1 @@
-"""The settings of a server and of a fleet: structs, their YAML, checks and flags, and templates of other servers."""
+"""Declares the settings of a server and of a fleet: structs, their YAML, checks, flags and command templates."""

@@ -1,4 +1,7 @@
-"""Defines the settings of an engine: EngineSettings are flags of `serve` and keys of fleet.yaml, the others flags."""
+"""Defines the settings of an engine.
+
+EngineSettings are flags of `serve` and keys of fleet.yaml; the others are flags.
+"""
 
 from argparse import BooleanOptionalAction
 from typing import Annotated, Any, Literal, get_args
@@ -30,7 +33,7 @@ ENGINE_GROUP = "engine"
 
 
 class SharingSection(FleetSection, frozen=True, kw_only=True):
-    """How engines of different classes share a GPU in time."""
+    """The settings by which engines of different classes share a GPU in time."""
 
     means: Annotated[
         Literal["pacing", "mps", "none"],
@@ -57,19 +60,19 @@ class SharingSection(FleetSection, frozen=True, kw_only=True):
 
     @property
     def sm_percent(self) -> int | None:
-        """The share of SMs, in percent, for engines below the class interactive under MPS. None without MPS."""
+        """The percentage of SMs that engines below the class interactive may use under MPS, or None without MPS."""
         return self.mps_sm_percent if self.means == "mps" else None
 
 
 class EngineSharing(SharingSection, frozen=True, kw_only=True):
-    """How one engine shares its GPUs with engines of other classes."""
+    """The settings by which one engine shares its GPUs with engines of other classes."""
 
     priority_class: PriorityClass = "standard"
     marks: tuple[str, ...] = ()  # the file of step marks of each of its GPUs
 
 
 class EngineSettings(FleetSection, frozen=True, kw_only=True):
-    """The settings of a model's engines that fleet.yaml and the flags of `serve` have in common.
+    """The settings of engines that are both keys of fleet.yaml and flags of `serve`.
 
     If a field is None, its value is chosen from the checkpoint and the device, and printed.
     """

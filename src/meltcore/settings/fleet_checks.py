@@ -108,7 +108,7 @@ def _names(spec: FleetSpec) -> Iterator[tuple[str, str]]:
 
 
 def _changed(model: ModelSection | SharingSection | LimitsSection) -> set[str]:
-    """Return the fields that differ from their defaults."""
+    """Return the names of the fields whose value is not the default."""
     fields = msgspec.structs.fields(model)
     return {field.name for field in fields if getattr(model, field.name) != _default(field)}
 
@@ -118,7 +118,7 @@ def _default(field: Any) -> Any:
 
 
 def _check_kind(model: ModelSection, path: str) -> None:
-    """Check that a model is of one kind and has only the settings of that kind."""
+    """Check that a model has exactly one kind, and only settings of this kind."""
     given = [name for name in ("url", "command") if getattr(model, name) is not None]
     if len(given) == 2 or (model.kind == "engine" and model.checkpoint is None):
         found = "both url and command" if given else "none of them"
@@ -156,7 +156,7 @@ def _check_kind(model: ModelSection, path: str) -> None:
 
 
 def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
-    """Refuse settings that engines of the model's task would ignore. The model has an engine of Meltcore's own."""
+    """Refuse settings that engines of the model's task would ignore. Only models on Meltcore's engines are checked."""
     for name, names in setting_tasks().items():
         if name in changed and model.task not in names:
             raise FleetError(
@@ -179,7 +179,7 @@ def _has_tokens(model: ModelSection) -> bool:
 
 
 def _check_limits(spec: FleetSpec) -> None:
-    """Refuse limits of queues that no model of the fleet has."""
+    """Refuse limits for the queues of all models if no model of the fleet has such a queue."""
     tasks_by_setting = setting_tasks()
     for name in sorted(_changed(spec.limits) & tasks_by_setting.keys()):
         names = tasks_by_setting[name]
@@ -194,7 +194,7 @@ def _check_limits(spec: FleetSpec) -> None:
 
 
 def _check_command(model: ModelSection, command: str, path: str) -> None:
-    """Check the names in braces. All must be known and have a value, and {port} must be among them."""
+    """Check the names in braces of a command. Each must be known and have a value, and {port} must be among them."""
     import shlex
 
     if command in UPSTREAM_TEMPLATES:
@@ -306,7 +306,7 @@ def _check_keys(spec: FleetSpec) -> None:
 
 
 def _check_sharing(spec: FleetSpec) -> None:
-    """Refuse settings that only another means of GPU sharing reads than the chosen one. They would be ignored."""
+    """Refuse settings that the chosen means of GPU sharing would ignore, because only another means reads them."""
     sharing, changed = spec.sharing, _changed(spec.sharing)
     others = {"none": ("mps_sm_percent", "min_share", "max_wait_ms", "step_ms"), "pacing": ("mps_sm_percent",)}
     for name in others.get(sharing.means, ()):

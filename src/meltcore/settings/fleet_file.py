@@ -1,4 +1,4 @@
-"""Reads fleet.yaml into a FleetSpec. An error names the file, the key's path, the value and what is allowed.
+"""Reads fleet.yaml into a FleetSpec. An error names the file, the path of the key, the value, and the valid values.
 
 msgspec alone names no key of a mapping ("$.models[...].port"), so the values are converted field by field.
 """
@@ -92,7 +92,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
 
 
 def _plain_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
-    """Return a number that is written in plain decimal digits. Raises FleetError for YAML's other number formats."""
+    """Return a number that is written in decimal digits. Raises FleetError for other notations that YAML accepts."""
     if _PLAIN_NUMBER.fullmatch(node.value) is None:
         shown = _shown(node.value)
         raise FleetError(
@@ -110,7 +110,7 @@ for _tag in (_INT_TAG, _FLOAT_TAG):
 def _count_nodes(node: yaml.Node, known: dict[int, int]) -> int:
     """Return the number of nodes of the tree at `node`, with aliases expanded. Raises FleetError past a limit.
 
-    `known` has the numbers of nodes by id, and 0 for nodes that are being counted.
+    `known` maps the id of a node to its number of nodes. The number is 0 while the node is being counted.
     """
     if (count := known.get(id(node))) is None:
         known[id(node)] = 0

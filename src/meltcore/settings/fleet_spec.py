@@ -62,7 +62,7 @@ HTTP_GROUP, LIMITS_GROUP = "HTTP server", "limits"
 
 
 def _class_shares(text: str) -> tuple[int, ...]:
-    """Return one share per class of requests. Raises ArgumentTypeError for any other text."""
+    """Return the shares of all classes, which a text lists. Raises ArgumentTypeError for an invalid text."""
     try:
         shares = tuple(read_number(each, int) for each in text.split(","))
     except ValueError:
@@ -74,7 +74,7 @@ def _class_shares(text: str) -> tuple[int, ...]:
 
 
 def _device(text: str) -> str | tuple[int, ...]:
-    """Return the value of `device` for --device. Raises ArgumentTypeError for any other text."""
+    """Convert the text after --device to a value of `device`. Raises ArgumentTypeError for an invalid text."""
     if text in ("auto", "cpu", "cuda"):
         return text
     name, _, gpu = text.partition(":")
@@ -151,7 +151,7 @@ class ServerSection(FleetSection, frozen=True, kw_only=True):
 
     @property
     def profiling(self) -> bool:
-        """Whether /start_profile and /stop_profile exist."""
+        """Whether the server has the routes /start_profile and /stop_profile."""
         return self.profile_dir is not None or self.profiler == "cuda"
 
 
@@ -165,7 +165,7 @@ class GpuSection(FleetSection, frozen=True, kw_only=True):
 
 
 class ModelSection(EngineSettings, frozen=True, kw_only=True):
-    """One model: a checkpoint for an engine of Meltcore's own, or another server by `url` or `command`."""
+    """One model. It has a checkpoint for an engine of Meltcore, or the `url` or the `command` of another server."""
 
     checkpoint: Annotated[
         Text | None, Meta(description="Folder, file or hub id, as `meltcore serve MODEL` takes it.")
@@ -299,18 +299,18 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def model(self) -> str:
-        """The checkpoint of an engine of Meltcore's own."""
+        """The checkpoint that an engine of Meltcore loads."""
         assert self.checkpoint is not None, "an upstream server has its own"
         return self.checkpoint
 
     @property
     def kind(self) -> ModelKind:
-        """What runs the model: an engine of Meltcore's own, a server at a URL, or a server that a command starts."""
+        """The program that runs the model: an engine of Meltcore, a server at a URL, or the server of a command."""
         return "url" if self.url is not None else "command" if self.command is not None else "engine"
 
     @property
     def upstream_paths(self) -> tuple[str, ...]:
-        """The paths whose requests are sent to the server of a `url` or a `command`."""
+        """The paths whose requests are forwarded to the model's `url`, or to the server of its `command`."""
         return self.paths or tuple(tasks()[self.task].paths)
 
     @property
@@ -320,7 +320,7 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def replica_gpus(self) -> list[tuple[int, ...]]:
-        """The GPUs that the file names for each replica, `tensor_parallel_size` GPUs each.
+        """The GPUs that the file names for each replica. A replica has `tensor_parallel_size` GPUs.
 
         If the file names no GPUs, any may be used. If it names fewer GPUs than the replicas need, replicas share them
         in turns.
@@ -333,12 +333,12 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def has_context(self) -> bool:
-        """Whether the engines get a context length and a concurrency, which a plan may lower."""
+        """Whether the model's engines have a context length and a concurrency, which a plan may lower."""
         return tasks()[self.task].has_context
 
 
 class LimitsSection(FleetSection, frozen=True, kw_only=True):
-    """Limits of requests. The limits of queues are per model, and a model's own limits replace them."""
+    """Limits of requests. The limits of queues hold for each model. A model may replace them by limits of its own."""
 
     max_body: Annotated[Bytes | None, setting("Largest request body (default: 8MiB).", group=LIMITS_GROUP)] = None
     max_queue: Annotated[
@@ -398,14 +398,14 @@ class LimitsSection(FleetSection, frozen=True, kw_only=True):
         return MAX_BODY_BYTES if self.max_body is None else self.max_body
 
     def of(self, model: ModelSection) -> LimitsSection:
-        """Return the limits of one model. Its own limits of its queue replace the limits of all models."""
+        """Return the limits of one model. Limits that the model itself sets replace the limits of all models."""
         names = ("max_queue", "max_queue_tokens", "max_queue_chars", "max_queue_audio_s")
         own = {name: value for name in names if (value := getattr(model, name)) is not None}
         return msgspec.structs.replace(self, **own)
 
 
 class KeySection(FleetSection, frozen=True, kw_only=True):
-    """One API key. The file says where the key is, or has its hash, but never the key."""
+    """One API key. The file names the place of the key, or has its hash, but never has the key itself."""
 
     name: Annotated[KeyName, Meta(description="Its name in logs and metrics.")]
     env: Annotated[VariableName | None, Meta(description="Environment variable that holds the key.")] = None
@@ -421,7 +421,7 @@ class KeySection(FleetSection, frozen=True, kw_only=True):
 
 
 class TimeoutsSection(FleetSection, frozen=True, kw_only=True):
-    """Time limits in seconds."""
+    """The time limits of a server in seconds."""
 
     request_s: Annotated[
         PositiveSeconds,
@@ -484,11 +484,11 @@ class FleetSpec(FleetSection, frozen=True, kw_only=True):
 
     @property
     def engines(self) -> dict[str, ModelSection]:
-        """The models of Meltcore's own engines, by name."""
+        """The models that run on engines of Meltcore, by name."""
         return {name: model for name, model in self.models.items() if model.kind == "engine"}
 
     def resolve(self, name: str) -> str | None:
-        """Return the name of the model with this name or alias. Returns None if there is no such model."""
+        """Return the name of the model whose name or alias is given, or None if there is no such model."""
         if name in self.models:
             return name
         return next((model for model, section in self.models.items() if name in section.aliases), None)

@@ -26,14 +26,14 @@ def language_models(languages: LanguagesSection) -> Iterator[tuple[str, str, str
 
 
 class TranslationRule(FleetSection, frozen=True, kw_only=True):
-    """A model for a direction of translation. The first rule that matches a request decides."""
+    """Names the model for a direction of translation. The first rule that matches a request decides."""
 
     source: Annotated[Language, Meta(description='FLORES code of the text, such as eng_Latn, or "*".')]
     target: Annotated[Language, Meta(description='FLORES code of the translation, or "*".')]
     model: Annotated[Name, Meta(description="Name or alias of a translation model.")]
 
     def matches(self, source: str, target: str) -> bool:
-        """Return whether the rule is for this direction."""
+        """Return whether the rule holds for this direction."""
         return self.source in (source, ANY_LANGUAGE) and self.target in (target, ANY_LANGUAGE)
 
 
@@ -56,7 +56,7 @@ class LanguagesSection(FleetSection, frozen=True, kw_only=True):
 
     @property
     def substitute_lists(self) -> dict[str, tuple[str, ...]]:
-        """The languages of `substitute`, with a tuple of substitutes for each language."""
+        """The substitutes of each language in `substitute`, as a tuple."""
         return {name: (each,) if isinstance(each, str) else each for name, each in self.substitute.items()}
 
 
@@ -75,7 +75,7 @@ class TranslateRoute(FleetSection, frozen=True, kw_only=True):
 
     @property
     def system_message(self) -> str:
-        """`prompt`, or the default prompt that asks to translate."""
+        """The system message: `prompt`, or a default message that asks for a translation."""
         return self.prompt or (
             "You are a translation model. Translate the following text from {source} to {target}. "
             "Answer with the translation alone."
@@ -97,7 +97,7 @@ class ChatRoute(FleetSection, frozen=True, kw_only=True):
 
     @property
     def system_message(self) -> str:
-        """`prompt`, or the default prompt that asks for one short sentence."""
+        """The system message: `prompt`, or a default message that asks for one short sentence."""
         if self.prompt is not None:
             return self.prompt
         return (

@@ -1,6 +1,7 @@
-"""Command templates of servers: Meltcore, vLLM, SGLang, llama.cpp and TensorRT-LLM. Names in braces stand for values.
+"""Has the command lines of servers as templates: Meltcore, vLLM, SGLang, llama.cpp and TensorRT-LLM.
 
-A fleet starts upstream servers from the templates, and `meltcore compare-backends` starts all servers from them.
+Names in braces stand for values. A fleet starts upstream servers from the templates, and `meltcore compare-backends`
+starts all servers from them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from meltcore.common.gpus.machine import gpu_environment
 
 
 class ServerTemplate(NamedTuple):
-    """A command line, and for each setting the flags that are added if the setting is given.
+    """A command line, and the flags of each setting. The flags are added if the setting has a value.
 
-    An empty text means that the server needs no flag for the setting. The server lacks a setting that is not in
-    `flags`.
+    If the flags are an empty text, the server needs no flag for the setting. If `flags` has no entry for a setting, the
+    server lacks this setting.
     """
 
     command: str
@@ -102,10 +103,10 @@ UPSTREAM_TEMPLATES = tuple(name for name in TEMPLATES if name != "meltcore")  # 
 
 
 def fill_command(command: str, values: Mapping[str, str | None], name: str) -> list[str]:
-    """Return the words of a command line with `values` in place of names in braces. A word with a blank stays one word.
+    """Return the words of a command line in which `values` replace names in braces. A word with a blank stays one word.
 
-    `name` begins every error. Raises ConfigError if the text is no command line or has no {port}, if a name in braces
-    is unknown, and if its value is None.
+    `name` begins every error. Raises ConfigError if the text is no command line or has no {port}, and if a name in
+    braces is unknown or has the value None.
     """
     try:
         words = shlex.split(command)
@@ -117,7 +118,7 @@ def fill_command(command: str, values: Mapping[str, str | None], name: str) -> l
 
 
 def find_program(arguments: Sequence[str], environment: Mapping[str, str], python: str | None, name: str) -> list[str]:
-    """Return the arguments with the full path of their program. `python` replaces a program of the name "python".
+    """Return the arguments with the full path of the program. If the program is "python", `python` replaces it.
 
     Raises ConfigError if the program does not exist.
     """

@@ -109,7 +109,7 @@ class UnfinishedContext(NamedTuple):
 
 
 def divide_context(tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int]) -> UnfinishedContext:
-    """Divide the tokens that a text continues. A prompt of token ids may also end within a character."""
+    """Return the end of the context that a text continues. A prompt of token ids may also end within a character."""
     hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
     tail, starts = b"", list[tuple[int, int]]()  # of each visible token: its index, and the length of the tail with it
     for index in range(len(context) - 1, -1, -1):

@@ -78,7 +78,7 @@ class _Vocabulary:
         self.tokens[token_id], self.types[token_id] = token, token_type
 
     def merges(self) -> list[tuple[str, str]]:
-        """Return the merges in order of rank."""
+        """Return the merges of the vocabulary, ordered by rank."""
         merges = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in self.model.get("merges", []))
         return [(left, right) for left, right in merges]
 

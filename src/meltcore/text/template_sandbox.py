@@ -1,4 +1,4 @@
-"""Defines the Jinja environment of chat templates: what transformers gives them, in a sandbox with limits.
+"""Defines the Jinja environment of chat templates. It has the functions of transformers, in a sandbox with limits.
 
 A template comes with a checkpoint, so it can be broken or hostile. It can do nothing but compute text, for at most
 MAX_CPU_S of CPU time, and no text in it can become longer than MAX_CHARS.
@@ -112,7 +112,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 @contextmanager
 def limit_cpu_time() -> Iterator[None]:
-    """Limit the CPU time of one rendering."""
+    """Limit the CPU time of one rendering of a template."""
     token = _deadline.set(time.thread_time() + MAX_CPU_S)
     try:
         yield

@@ -217,7 +217,7 @@ def _missing_reason(folder: Path) -> str:
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
-    """Return the types of the steps that convert tokens to text, in order."""
+    """Return the types of the steps that convert tokens to text, in the order of the steps."""
     if backend.decoder is None:
         return []
     decoder_state = json.loads(backend.decoder.__getstate__())

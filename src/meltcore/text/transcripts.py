@@ -30,7 +30,7 @@ class SpokenWord(NamedTuple):
 
 
 class Transcription(NamedTuple):
-    """A whole file's words, its duration in seconds, and its language as the model names it."""
+    """The words of a whole file, its duration in seconds, and the model's name of its language."""
 
     words: list[SpokenWord]
     duration_s: float
@@ -38,11 +38,14 @@ class Transcription(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All words with spaces between them."""
+        """All words, joined by spaces."""
         return join_words(self.words)
 
     def segments(self) -> list[list[SpokenWord]]:
-        """Group words into segments. A segment ends at a pause, or before it is too long to be read as a subtitle."""
+        """Return the words in segments.
+
+        A segment ends at a pause, or before it is too long to be read as a subtitle.
+        """
         segments: list[list[SpokenWord]] = []
         for word in self.words:
             segment = segments[-1] if segments else []

@@ -1,4 +1,4 @@
-"""The only module that calls NVML. Each method reads one value in Meltcore's units or raises pynvml's NVMLError.
+"""Calls NVML, as the only module. Each method reads one value in Meltcore's units or raises pynvml's NVMLError.
 
 `FakeNvml` of `tests/doubles/fake_gpu.py` implements the same methods from a script.
 """
@@ -51,10 +51,13 @@ class GpuLostError(MeltcoreError):
 
 
 class Nvml:
-    """NVML, initialized. `device` is the handle of a whole GPU, `handle` the handle of a GPU or of a MIG device."""
+    """Reads GPUs through NVML.
+
+    `device` is the handle of a whole GPU, `handle` the handle of a GPU or of a MIG device.
+    """
 
     def __init__(self) -> None:
-        """Raise NoDriverError if the driver's library is missing or does not start."""
+        """Start NVML. Raises NoDriverError if the driver's library is missing or does not start."""
         try:
             pynvml.nvmlInit()
         except NVMLError as error:
@@ -74,7 +77,7 @@ class Nvml:
         return f"{version // 1000}.{version % 1000 // 10}"
 
     def count(self) -> int:
-        """Return the number of GPUs of the driver. GPUs to which a cgroup denies access count too."""
+        """Return the number of GPUs that the driver knows, including GPUs to which a cgroup denies access."""
         return int(pynvml.nvmlDeviceGetCount())
 
     def device(self, index: int) -> Any:
@@ -86,7 +89,7 @@ class Nvml:
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def gpus(self) -> list[Any]:
-        """Return handles of the GPUs in NVML's order, along the PCI bus.
+        """Return handles of the GPUs in NVML's order, which is that of the PCI bus.
 
         NVML also lists GPUs to which a cgroup denies access. They are left out, as in CUDA. Raises GpuLostError if a
         GPU is lost or needs a reset.
@@ -103,7 +106,7 @@ class Nvml:
         return handles
 
     def mig_devices(self, device: Any) -> list[Any]:
-        """Return handles of a GPU's MIG devices, or an empty list where MIG is off or unsupported."""
+        """Return handles of a GPU's MIG devices. The list is empty if MIG is off or unsupported."""
         try:
             count = pynvml.nvmlDeviceGetMaxMigDeviceCount(device)
         except NVMLError as error:
@@ -129,23 +132,23 @@ class Nvml:
         return _text(pynvml.nvmlDeviceGetName(handle))
 
     def uuid(self, handle: Any) -> str:
-        """Return the UUID, such as GPU-... or MIG-..."""
+        """Return the UUID. It begins with "GPU-" or "MIG-"."""
         return _text(pynvml.nvmlDeviceGetUUID(handle))
 
     def architecture(self, device: Any) -> int:
-        """Return the architecture as NVML_DEVICE_ARCH_*."""
+        """Return the architecture as a constant NVML_DEVICE_ARCH_*."""
         return int(pynvml.nvmlDeviceGetArchitecture(device))
 
     def temperature_c(self, device: Any) -> float:
-        """Return the temperature of the GPU."""
+        """Return the temperature of the GPU in degrees Celsius."""
         return float(pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU))
 
     def sm_clock_mhz(self, device: Any) -> float:
-        """Return the current SM clock."""
+        """Return the current SM clock in MHz."""
         return float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM))
 
     def memory_clock_mhz(self, device: Any) -> float:
-        """Return the current memory clock."""
+        """Return the current memory clock in MHz."""
         return float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_MEM))
 
     def clock_reasons(self, device: Any) -> int:
@@ -153,7 +156,7 @@ class Nvml:
         return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(device))
 
     def memory_bytes(self, handle: Any) -> tuple[int, int]:
-        """Return used and total memory of a GPU or a MIG device."""
+        """Return (used, total) bytes of memory of a GPU or a MIG device."""
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         return int(memory.used), int(memory.total)
 
@@ -164,10 +167,7 @@ class Nvml:
         return int(pynvml.nvmlDeviceGetTotalEccErrors(device, bit, counter))
 
     def pcie_link(self, device: Any) -> tuple[int, int]:
-        """Return the current PCIe link.
-
-        Returns (generation, width) now; an idle GPU lowers its generation to save power.
-        """
+        """Return the current (generation, width) of the PCIe link. An idle GPU lowers the generation to save power."""
         return pynvml.nvmlDeviceGetCurrPcieLinkGeneration(device), pynvml.nvmlDeviceGetCurrPcieLinkWidth(device)
 
     def pcie_link_max(self, device: Any) -> tuple[int, int]:
@@ -175,15 +175,15 @@ class Nvml:
         return pynvml.nvmlDeviceGetMaxPcieLinkGeneration(device), pynvml.nvmlDeviceGetMaxPcieLinkWidth(device)
 
     def pcie_replays(self, device: Any) -> int:
-        """Return the PCIe replay counter."""
+        """Return the number of PCIe replays that the GPU has counted."""
         return int(pynvml.nvmlDeviceGetPcieReplayCounter(device))
 
     def utilization_percent(self, handle: Any) -> float:
-        """Return NVML's GPU utilization; `metrics.UTILIZATION_NOTE` says what it means."""
+        """Return NVML's GPU utilization in percent. `metrics.UTILIZATION_NOTE` says what it means."""
         return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
 
     def fields(self, device: Any, ids: Sequence[int]) -> list[Reading]:
-        """Return NVML_FI_* values in NVML's units, read in one call."""
+        """Return the values of fields NVML_FI_* in NVML's units. One call reads all of them."""
         return [_field_reading(value) for value in pynvml.nvmlDeviceGetFieldValues(device, list(ids))]
 
     def vbios(self, device: Any) -> str:
@@ -195,7 +195,7 @@ class Nvml:
         return short_bus_id(_text(pynvml.nvmlDeviceGetPciInfo(device).busId))
 
     def compute_capability(self, device: Any) -> tuple[int, int]:
-        """Compute capability of the GPU: (major, minor)."""
+        """Return the compute capability of the GPU as (major, minor)."""
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(device)
         return int(major), int(minor)
 
@@ -204,81 +204,83 @@ class Nvml:
         return int(pynvml.nvmlDeviceGetNumGpuCores(device))
 
     def sm_clock_max_mhz(self, device: Any) -> float:
-        """Return the maximum SM clock."""
+        """Return the maximum SM clock in MHz."""
         return float(pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM))
 
     def memory_clock_max_mhz(self, device: Any) -> float:
-        """Return the maximum memory clock."""
+        """Return the maximum memory clock in MHz."""
         return float(pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_MEM))
 
     def memory_bus_bits(self, device: Any) -> int:
-        """Return the width of the memory bus."""
+        """Return the width of the memory bus in bits."""
         return int(pynvml.nvmlDeviceGetMemoryBusWidth(device))
 
     def power_limits_w(self, device: Any) -> tuple[float, float]:
-        """Return the GPU's power limits (enforced, default)."""
+        """Return the power limits of the GPU in watts: (enforced, default)."""
         enforced = pynvml.nvmlDeviceGetEnforcedPowerLimit(device)
         return enforced / 1e3, pynvml.nvmlDeviceGetPowerManagementDefaultLimit(device) / 1e3
 
     def gpu_pcie_generation_max(self, device: Any) -> int:
-        """Return the maximum PCIe generation of the GPU itself, whatever its slot."""
+        """Return the maximum PCIe generation that the GPU itself supports, whatever its slot supports."""
         return int(pynvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(device))
 
     def ecc_mode(self, device: Any) -> int:
-        """Return 1 where ECC is on, else 0."""
+        """Return 1 if ECC is on, else 0."""
         return int(pynvml.nvmlDeviceGetEccMode(device)[0])
 
     def remapped_rows(self, device: Any) -> tuple[int, int, int, int]:
-        """Return counts and flags of remapped memory rows.
+        """Return four numbers on remapped memory rows.
 
-        Returns (rows for correctable errors, for uncorrectable errors, pending: 1 or 0, failed: 1 or 0).
+        They are (rows remapped for correctable errors, rows remapped for uncorrectable errors, 1 if a remapping is
+        pending, 1 if a remapping has failed).
         """
         corrected, uncorrected, pending, failed = pynvml.nvmlDeviceGetRemappedRows(device)
         return int(corrected), int(uncorrected), int(pending), int(failed)
 
     def mig_mode(self, device: Any) -> int:
-        """Return 1 where MIG is on, else 0."""
+        """Return 1 if MIG is on, else 0."""
         return int(pynvml.nvmlDeviceGetMigMode(device)[0])
 
     def persistence(self, device: Any) -> int:
-        """Return 1 where persistence mode is on, else 0."""
+        """Return 1 if persistence mode is on, else 0."""
         return int(pynvml.nvmlDeviceGetPersistenceMode(device))
 
     def processes(self, handle: Any) -> list[int]:
-        """Return ids of the compute processes on a GPU or MIG device, in the driver's numbering."""
+        """Return the ids of the compute processes on a GPU or MIG device, as the driver numbers them."""
         return [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
 
     def process_bytes(self, handle: Any) -> dict[int, int]:
-        """Return the memory of each compute process on a GPU or MIG device, if the driver reports it."""
+        """Return the bytes of memory of each compute process on a GPU or MIG device, if the driver reports them."""
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         return {int(each.pid): int(each.usedGpuMemory) for each in processes if each.usedGpuMemory is not None}
 
     def recovery_action(self, device: Any) -> int:
-        """Return the recommended NVML_GPU_RECOVERY_ACTION_*, or 0 for none."""
+        """Return the recommended action NVML_GPU_RECOVERY_ACTION_*, or 0 if none is recommended."""
         return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]))
 
     def nvlinks(self, device: Any) -> int:
-        """Return the number of NVLinks, whether up or down."""
+        """Return the number of NVLinks of the GPU, including links that are down."""
         return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0]))
 
     def nvlink_up(self, device: Any, link: int) -> bool:
-        """Return whether the link is active."""
+        """Return whether an NVLink is active."""
         return bool(pynvml.nvmlDeviceGetNvLinkState(device, link))
 
     def nvlink_speed_mbps(self, device: Any, link: int) -> float:
-        """Return the link speed in 10^6 bytes per second in one direction."""
+        """Return the speed of an NVLink in 10^6 bytes per second in one direction."""
         return self._link_field(device, link, pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)
 
     def nvlink_peer(self, device: Any, link: int) -> str:
-        """Return `switch`, or the bus id of the GPU at the other end."""
+        """Return the bus id of the GPU at the other end of an NVLink, or `switch`."""
         if pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(device, link) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
             return "switch"
         return short_bus_id(_text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(device, link).busId))
 
     def nvlink_errors(self, device: Any, link: int) -> int:
-        """Return the sum of replays, recoveries and flit CRC errors since the driver was loaded.
+        """Return the number of errors of an NVLink since the driver was loaded.
 
-        From Blackwell on NVML lacks these counters (nvml.h). The sum is then of recoveries and effective errors.
+        It is the sum of replays, recoveries and flit CRC errors. From Blackwell on NVML lacks these counters (nvml.h).
+        It is then the sum of recoveries and effective errors.
         """
         counters = (pynvml.NVML_NVLINK_ERROR_DL_REPLAY, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
                     pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT)  # fmt: skip
@@ -294,11 +296,11 @@ class Nvml:
         return sum(int(self._link_field(device, link, field)) for field in fields)
 
     def _link_field(self, device: Any, link: int, field: int) -> float:
-        """Return an NVML_FI_* value of one link."""
+        """Return the value of a field NVML_FI_* for one link."""
         return _number(_field_reading(pynvml.nvmlDeviceGetFieldValues(device, [(field, link)])[0]))
 
     def common_ancestor(self, device: Any, other: Any) -> int:
-        """Return the level (NVML_TOPOLOGY_*) at which the two PCIe paths meet."""
+        """Return the level (NVML_TOPOLOGY_*) at which the PCIe paths of two GPUs meet."""
         return int(pynvml.nvmlDeviceGetTopologyCommonAncestor(device, other))
 
     def gpm_supported(self, device: Any) -> bool:
@@ -317,7 +319,7 @@ class Nvml:
             pynvml.nvmlGpmMigSampleGet(device, gpu_instance, buffer)
 
     def gpm_metrics(self, earlier: Any, later: Any, ids: Sequence[int]) -> list[Reading]:
-        """Return NVML_GPM_METRIC_* over the time between two filled buffers."""
+        """Return the metrics NVML_GPM_METRIC_* for the time between the fillings of two buffers."""
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = len(ids)
@@ -328,7 +330,7 @@ class Nvml:
         return [_to_reading(metric.nvmlReturn, metric.value) for metric in request.metrics[: len(ids)]]
 
     def xid_events(self) -> Any:
-        """Create an event set to register GPUs with."""
+        """Create an event set, with which the XID errors of GPUs can be registered."""
         return pynvml.nvmlEventSetCreate()
 
     def watch_xids(self, device: Any, events: Any) -> None:
@@ -336,7 +338,10 @@ class Nvml:
         pynvml.nvmlDeviceRegisterEvents(device, pynvml.nvmlEventTypeXidCriticalError, events)
 
     def next_xid(self, events: Any) -> tuple[int, int, int] | None:
-        """Return the next unread event (identity of the GPU, MIG GPU instance or 0xFFFFFFFF for all, XID), or None."""
+        """Return the next unread event, or None if there is none.
+
+        An event is (identity of the GPU, MIG GPU instance, XID). The instance is 0xFFFFFFFF if the event concerns all.
+        """
         try:
             event = pynvml.nvmlEventSetWait_v2(events, 0)
         except NVMLError as error:
@@ -363,7 +368,10 @@ class NvmlWithTimeout(Nvml):
         self._stuck: list[Any] = []
 
     def __getattribute__(self, name: str) -> Any:
-        """Return the attribute of `inner`, wrapped; `identity` makes no driver call."""
+        """Return the attribute of `inner`.
+
+        Methods get the time limit, except `identity`, which makes no driver call.
+        """
         if name.startswith("_"):
             return object.__getattribute__(self, name)
         method = getattr(self._inner, name)
@@ -381,7 +389,10 @@ class NvmlWithTimeout(Nvml):
 
 
 def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWithTimeout:
-    """Load the driver's library with `start`, whose errors pass through. Raises MeltcoreError if the call hangs."""
+    """Load the driver's library by calling `start`.
+
+    Errors of `start` pass through. Raises MeltcoreError if it hangs.
+    """
     try:
         return NvmlWithTimeout(call_with_timeout(limit_s, start))
     except TimeoutError as error:
@@ -389,7 +400,10 @@ def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWi
 
 
 def map_concurrently(function: Callable[[Item], _Result], items: Sequence[Item]) -> list[_Result]:
-    """Call `function` on every item in threads and keep their order: eight GPUs have 144 NVLinks to read."""
+    """Call `function` on every item in threads, and return the results in the order of the items.
+
+    Eight GPUs have 144 NVLinks to read.
+    """
     with ThreadPoolExecutor(max_workers=max(1, len(items))) as pool:
         return list(pool.map(function, items))
 

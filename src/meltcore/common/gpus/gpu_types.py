@@ -1,4 +1,4 @@
-"""Features that GPU types are known to lack: the difference between NOT_APPLICABLE and UNKNOWN.
+"""Lists features that GPU types lack, which tells NOT_APPLICABLE from UNKNOWN.
 
 The table lists absences only. A GPU type that is not in it is expected to have every feature, so a value that cannot be
 read there is UNKNOWN. Sources: NVIDIA's data sheets and the support notes of the NVML API reference.
@@ -62,7 +62,7 @@ _FIRST_ARCHITECTURE: dict[Feature, int] = {
 
 @dataclass(frozen=True)
 class GpuType:
-    """A GPU model. `architecture` is NVML's number, or None if it is unreadable. `mig` is True for a MIG device."""
+    """A type of GPU. `architecture` is NVML's number, or None if it is unreadable. `mig` is True for a MIG device."""
 
     name: str
     architecture: int | None
@@ -70,7 +70,7 @@ class GpuType:
 
 
 def lacks_feature(gpu_type: GpuType, feature: Feature) -> bool:
-    """Return whether `gpu_type` is known to lack `feature`. Types that the table does not list lack none."""
+    """Return whether `gpu_type` is known to lack `feature`. A type that the table does not list lacks no feature."""
     first = _FIRST_ARCHITECTURE.get(feature)
     if first is not None and gpu_type.architecture is not None and gpu_type.architecture < first:
         return True

@@ -23,7 +23,7 @@ _NO_GPU = ("", "nodevfiles", "none", "void")  # what launchers set for no GPU
 
 
 class VisibleGpu(NamedTuple):
-    """A GPU, numbered among the visible GPUs. `used_bytes` is the memory of all processes and the driver together.
+    """A GPU and its number among the visible GPUs. `used_bytes` is the memory of all processes and the driver together.
 
     `problem` says why NVML reports no memory, for example because the GPU shares the host's memory. The byte counts are
     then 0.
@@ -36,9 +36,10 @@ class VisibleGpu(NamedTuple):
     problem: str = ""
 
     def with_known_size(self, limit_bytes: int) -> VisibleGpu:
-        """Return this GPU. If the driver reports no memory, its size becomes `limit_bytes`, which a fleet may use.
+        """Return this GPU with its size.
 
-        Raises ConfigError if `limit_bytes` is 0 too.
+        If the driver reports no memory, the size is `limit_bytes`, which a fleet may use. Raises ConfigError if
+        `limit_bytes` is 0 too.
         """
         if self.problem and not limit_bytes:
             wanted = f"gpus: [{{id: {self.number}, memory: ...}}]"
@@ -58,7 +59,7 @@ class Machine(NamedTuple):
     problem: str = ""
 
     def checked(self) -> Machine:
-        """Return this machine. Raises ConfigError if it has a problem."""
+        """Return this object if it has no problem. Otherwise raise ConfigError."""
         if self.problem:
             raise ConfigError(self.problem)
         return self
@@ -83,7 +84,7 @@ def named_gpus(value: str) -> list[str]:
 
 
 def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if numbers in CUDA_VISIBLE_DEVICES may differ from NVML's, since CUDA orders GPUs by speed.
+    """Raise ConfigError if CUDA may number the GPUs in another order than NVML does. CUDA orders GPUs by speed.
 
     `gpu_names` are the product names of all GPUs of the machine.
     """
@@ -112,10 +113,7 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 @cache
 def _count_driver_gpus(driver_file: Path) -> int:
-    """Return the number of GPUs of the driver to which the file belongs.
-
-    Raises ConfigError if the driver does not report the number.
-    """
+    """Return the number of GPUs that the driver with this file reports. Raises ConfigError if it reports no number."""
     from pynvml import NVMLError
 
     from meltcore.common.gpus.driver import START_LIMIT_S, NoDriverError, Nvml

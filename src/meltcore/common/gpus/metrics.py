@@ -1,4 +1,4 @@
-"""The metrics that the monitor reads, and the names of NVML's clock event reasons."""
+"""Lists the metrics that the monitor reads, and the names of NVML's clock event reasons."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -88,6 +88,6 @@ SLOWDOWN_COUNTERS = ("hw_thermal_slowdown_s", "hw_power_brake_s", "sw_thermal_sl
 
 
 def clock_reason_names(mask: int) -> list[str]:
-    """Return the names of the clock event reasons set in `mask`; unknown bits appear as REASON_0x...."""
+    """Return the names of the clock event reasons whose bits are set in `mask`. An unknown bit is named REASON_0x..."""
     unnamed = [1 << bit for bit in range(mask.bit_length()) if mask & 1 << bit and 1 << bit not in _CLOCK_REASONS]
     return [name for bit, name in _CLOCK_REASONS.items() if mask & bit] + [f"REASON_{bit:#x}" for bit in unnamed]

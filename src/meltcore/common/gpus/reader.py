@@ -1,4 +1,4 @@
-"""Reads one GPU: every metric as a number, NOT_APPLICABLE or UNKNOWN."""
+"""Reads one GPU. Each metric is a number, NOT_APPLICABLE or UNKNOWN."""
 
 import math
 import time
@@ -70,10 +70,10 @@ class Sample(msgspec.Struct, kw_only=True, tag="sample"):
 
 
 class GpmWindow:
-    """GPM performance counters (Hopper and later), as means over the shortest window that is long enough.
+    """Reads the GPM performance counters (Hopper and later) as means over the shortest window that is long enough.
 
     A reading is kept until a newer reading is old enough. So each sample has a window of at least MIN_GPM_WINDOW_S even
-    if samples come more often; windows then overlap.
+    if samples come more often. Windows then overlap.
     """
 
     def __init__(self, nvml: Nvml, gpu: GpuDevice) -> None:
@@ -86,9 +86,9 @@ class GpmWindow:
         self._refusal = supported if isinstance(supported, NVMLError) else unsupported
 
     def read(self, now_s: float) -> tuple[dict[str, Reading], float | None]:
-        """Return the values by key and the window's length in s.
+        """Return the values by key, and the length of the window in seconds.
 
-        Until a window exists, values are NVML's NO_DATA error.
+        Before there is a window, each value is NVML's NO_DATA error.
         """
         if self._refusal is not None:
             return dict.fromkeys(GPM_METRIC_IDS, self._refusal), None
@@ -126,7 +126,7 @@ class GpuReader:
         self._link_max = _read_or_errors(lambda: nvml.pcie_link_max(gpu.device), 2)
 
     def read(self, gpu_index: int, xids: list[int] | Absent) -> Sample:
-        """Take a sample now.
+        """Return a sample of all metrics, which is taken now.
 
         Args:
             gpu_index: index of the GPU among the GPUs of the recording.
@@ -194,6 +194,6 @@ def _to_value(metric: GpuMetric, reading: Reading, gpu_type: GpuType) -> Value:
 
 
 def absent_value(error: NVMLError, gpu_type: GpuType, feature: Feature | None) -> Absent:
-    """Return NOT_APPLICABLE if the driver and the table agree that `gpu_type` lacks `feature`, else UNKNOWN."""
+    """Return NOT_APPLICABLE if both the driver and the table say that `gpu_type` lacks `feature`, else UNKNOWN."""
     unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
     return NOT_APPLICABLE if unsupported and feature is not None and lacks_feature(gpu_type, feature) else UNKNOWN

@@ -1,4 +1,4 @@
-"""Selects GPUs: all of them, those that the user names, or those that CUDA_VISIBLE_DEVICES leaves visible."""
+"""Selects GPUs: all GPUs, the GPUs that the user names, or the GPUs of CUDA_VISIBLE_DEVICES."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from meltcore.common.options import is_number
 
 
 class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """Identity of a GPU or of a MIG device. `index` is the GPU's index in nvidia-smi."""
+    """Identifies a GPU or a MIG device. `index` is the index of the GPU in nvidia-smi."""
 
     index: int
     name: str
@@ -26,20 +26,21 @@ class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def gpu_type(self) -> GpuType:
-        """The model, as the table of GPU types identifies it."""
+        """The type of the GPU, in the form in which the table of GPU types lists it."""
         return GpuType(self.name, self.architecture, self.mig)
 
     @property
     def label(self) -> str:
-        """A short name for tables: "GPU 3", or with the start of its UUID for a MIG device."""
+        """A short name for tables, such as "GPU 3". The name of a MIG device has the beginning of its UUID."""
         return f"GPU {self.index}" + (f" {self.uuid[:12]}" if self.mig else "")
 
 
 @dataclass(frozen=True)
 class GpuDevice:
-    """A selected GPU. `device` is NVML's handle of the whole GPU. `handle` is the MIG device's, or also the GPU's.
+    """A selected GPU or MIG device.
 
-    Most values are read from the whole GPU. A MIG device has only its own memory and GPM counters.
+    `device` is NVML's handle of the whole GPU. `handle` is that of the selected device. Most values are read from the
+    whole GPU. A MIG device has only its own memory and GPM counters.
     """
 
     info: GpuInfo
@@ -101,7 +102,7 @@ def _select_by_names(nvml: Nvml, gpus: list[GpuDevice], names: Sequence[str], so
 
 
 def _find_by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
-    """Return the GPU whose UUID starts with `name`; CUDA accepts prefixes too."""
+    """Return the GPU whose UUID begins with `name`. CUDA accepts such prefixes too."""
     if not name:
         raise ConfigError(f"{source} holds an empty name; it takes indices and UUIDs separated by commas")
     matching_gpus = [gpu for gpu in gpus if gpu.info.uuid.startswith(name)]

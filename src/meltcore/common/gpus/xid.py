@@ -33,13 +33,13 @@ MEANINGS: dict[int, str] = {
 
 
 def describe(xid: int) -> str:
-    """Return a text such as "XID 48 (uncorrectable ECC error)". An unknown XID has only its number."""
+    """Return a text such as "XID 48 (uncorrectable ECC error)". The text of an unknown XID has only the number."""
     meaning = MEANINGS.get(xid)
     return f"XID {xid}" + (f" ({meaning})" if meaning else "")
 
 
 class XidWatch:
-    """Registers every GPU once. `take` returns the XIDs since the last call, or UNKNOWN after a failure."""
+    """Collects the XID errors of all GPUs. `take` returns the XIDs since the last call, or UNKNOWN after a failure."""
 
     def __init__(self, nvml: Nvml, gpus: Sequence[GpuDevice]) -> None:
         self._nvml = nvml

@@ -1,1 +1,1 @@
-"""The generation engine: requests, scheduling, KV-cache pages and recurrent states. One engine per replica."""
+"""The core of the generation engine: requests, scheduling, KV-cache pages and recurrent states."""

@@ -16,7 +16,7 @@ _MASK_LIMIT = 2**24
 
 
 class RecurrentBatch(NamedTuple):
-    """Inputs of a step for recurrent layers.
+    """The inputs of a step for recurrent layers.
 
     Args:
         slots: slot of each chunk.
@@ -82,7 +82,7 @@ class Batch(NamedTuple):
 
 
 class NewPages(NamedTuple):
-    """Changed entries of the device's page table: row rows[i] has pages[i] in column columns[i]."""
+    """Changed entries of the device's page table. Row rows[i] gets the page pages[i] in column columns[i]."""
 
     rows: list[int]
     columns: list[int]
@@ -92,7 +92,7 @@ class NewPages(NamedTuple):
 class Step(NamedTuple):
     """All inputs of a step for the device, as numbers, so that they can be sent to other ranks.
 
-    When every sequence decodes a token that is on the device already, `rows` and `positions` describe the step and
+    If every sequence decodes a token that is on the device already, `rows` and `positions` describe the step and
     `batch` is None. Otherwise they are empty.
     """
 
@@ -133,9 +133,9 @@ def sort_longest_first(chunks: list[Chunk]) -> list[Chunk]:
 
 
 def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Chunk], Batch]:
-    """Sort, group and flatten the chunks of a step, at least one chunk.
+    """Sort, group and flatten the chunks of a step. Return the chunks in the order of the batch, and the batch.
 
-    Returns the chunks in the order of the batch, and the batch.
+    There must be at least one chunk.
     """
     chunks = sorted(sort_longest_first(scheduled), key=_sort_key)
     sizes = np.array([chunk.size for chunk in chunks])

@@ -30,7 +30,7 @@ def pages_for(tokens: int) -> int:
 
 
 class PageGroup(NamedTuple):
-    """The pages of a cache group in a column: `pages` pages from index `first` on.
+    """A cache group's pages in one column: `pages` pages, which begin at index `first`.
 
     `window` is the sliding window in tokens. None means full attention.
     """
@@ -55,7 +55,7 @@ class PageGroup(NamedTuple):
 
 
 class PageLayout(NamedTuple):
-    """The cache groups of a model, full attention first.
+    """The cache groups of a model. Groups of full attention come first.
 
     A sequence's pages are a flat list: column by column, and within a column group by group. The null page, 0, stands
     for pages that slid out of a window.
@@ -74,16 +74,16 @@ class PageLayout(NamedTuple):
 
     @property
     def column_pages(self) -> int:
-        """Number of pages in a column, of all groups: the number of sub-groups."""
+        """The number of pages in a column, summed over all groups. It is the number of sub-groups."""
         return self.groups[-1].first + self.groups[-1].pages
 
     @property
     def sliding_groups(self) -> tuple[PageGroup, ...]:
-        """The groups that have a window."""
+        """The groups that have a sliding window."""
         return tuple(group for group in self.groups if group.window is not None)
 
     def table_rows(self, max_num_seqs: int) -> int:
-        """Return the rows of the page table per sub-group: one for padding, and one per sequence.
+        """Return the number of rows of the page table per sub-group: one for padding, and one per sequence.
 
         With several sub-groups the number is even. Then each sub-group starts at a multiple of 16 bytes, for which
         kernels are compiled.
@@ -96,10 +96,10 @@ class PageLayout(NamedTuple):
         return sum(group.pages * group.max_columns(tokens, chunk) for group in self.groups)
 
     def pages_together(self, seqs: int, tokens: int, chunk: int) -> int:
-        """Return the pages with which `seqs` sequences of `tokens` run together, in steps of at most `chunk` tokens.
+        """Return the number of pages with which `seqs` sequences of `tokens` tokens can run together.
 
-        The chunk of a step is shared by all sequences. So only one sequence holds a whole chunk beyond its window. Each
-        of the others holds the pages that its window reaches, with the page that it fills.
+        A step has at most `chunk` tokens, which all sequences share. So only one sequence holds a whole chunk beyond
+        its window. Each of the others holds the pages that its window reaches, and the page that it fills.
         """
         pages = 0
         for group in self.groups:
@@ -121,7 +121,10 @@ class PageLayout(NamedTuple):
         return missing
 
     def max_sequence_tokens(self, pages: int, tokens: int, chunk: int) -> int:
-        """Return the tokens, in whole columns, of the longest sequence that `pages` pages hold, below `tokens`."""
+        """Return the number of tokens of the longest sequence that fits into `pages` pages.
+
+        The number is a multiple of the tokens of a column, and less than `tokens`.
+        """
         fitting_columns, excess_columns = 0, pages_for(tokens)
         while excess_columns - fitting_columns > 1:
             columns = (fitting_columns + excess_columns) // 2
@@ -136,7 +139,7 @@ FULL_ATTENTION = PageLayout((PageGroup(0, 1, None),))
 
 
 class PagePool:
-    """Allocates page numbers 1..pages. Page 0 is never allocated: padding writes to it."""
+    """Allocates the page numbers 1 to `pages`. Page 0 is never allocated, because padding writes to it."""
 
     def __init__(self, pages: int) -> None:
         self.total = pages
@@ -148,16 +151,16 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Number of pages that `allocate` could return now."""
+        """The number of pages that `allocate` could return now."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Number of referenced pages."""
+        """The number of referenced pages."""
         return self.total - self.num_available
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages. If none are free, the oldest cached pages are evicted.
+        """Take `count` pages and return their numbers. If none are free, the oldest cached pages are evicted.
 
         The caller must have checked that enough pages are available.
         """
@@ -166,19 +169,19 @@ class PagePool:
         return [self._allocate_page() for _ in range(count)]
 
     def add_references(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page, referenced or cached."""
+        """Add one reference to each page. A page may be referenced or cached before."""
         for page in pages:
             if self._references[page] == 0:
                 del self._cached[page]
             self._references[page] += 1
 
     def is_cached(self, page: int) -> bool:
-        """Return whether the page is unreferenced and its content is kept."""
+        """Return whether the page is unreferenced and its content is kept for the prefix cache."""
         return page in self._cached
 
     @property
     def registered_pages(self) -> set[int]:
-        """Pages whose content the prefix cache can find."""
+        """The pages whose content the prefix cache can find."""
         return self._registered
 
     def release(self, pages: Iterable[int]) -> None:
@@ -194,7 +197,7 @@ class PagePool:
                     self._free.append(page)
 
     def register(self, page: int) -> None:
-        """Keep the content of a referenced page after its last release."""
+        """Mark a referenced page, so that its content is kept after its last release."""
         self._registered.add(page)
 
     def unregister(self, page: int) -> None:
@@ -205,14 +208,14 @@ class PagePool:
             self._free.append(page)
 
     def drop_cached(self) -> None:
-        """Free all cached pages: their content is lost."""
+        """Free all cached pages. Their content is lost."""
         while self._cached:
             page = next(iter(self._cached))
             self.unregister(page)
             self.on_evict(page)
 
     def check(self) -> None:
-        """Raise AssertionError if the bookkeeping is inconsistent. For tests, and for an idle engine."""
+        """Raise AssertionError if the bookkeeping is inconsistent. Tests and an idle engine call this."""
         referenced = {page for page in range(1, self.total + 1) if self._references[page] > 0}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a page is free twice"
@@ -313,7 +316,10 @@ class PrefixCache:
         request.registered_columns = num_full_columns
 
     def page_hashes(self, request: Request, count: int) -> list[bytes]:
-        """Return the hashes of the first `count` columns of a sequence, all of whose tokens the host knows."""
+        """Return the hashes of the first `count` columns of a sequence.
+
+        The host must know all tokens of these columns.
+        """
         hashes = request.page_hashes
         while len(hashes) < count:
             start = len(hashes) * PAGE_SIZE
@@ -325,7 +331,7 @@ class PrefixCache:
         return all(page_hash in bundles for bundles in self._bundles)
 
     def check(self) -> None:
-        """Raise AssertionError when the two maps disagree; for tests and for an idle engine."""
+        """Raise AssertionError if the two maps disagree. Tests and an idle engine call this."""
         pages = {
             page: (index, page_hash)
             for index, bundles in enumerate(self._bundles)

@@ -30,7 +30,7 @@ STEP_SAMPLES, SAMPLE_EVERY = 3, 32
 
 
 class StepContents(NamedTuple):
-    """The number of decoding sequences in a step, and its numbers of tokens of long and of ordinary prompts."""
+    """The contents of a step: the number of decoding sequences, and the tokens of long and of ordinary prompts."""
 
     decodes: int
     long_tokens: int
@@ -38,7 +38,7 @@ class StepContents(NamedTuple):
 
 
 class PromptSpeed:
-    """Estimates how many prompt tokens a step of a given time may hold, by the times of earlier steps."""
+    """Estimates from the times of earlier steps how many prompt tokens a step of a given time may have."""
 
     def __init__(self, budget: int) -> None:
         """Start without a measurement. A step has at most `budget` tokens."""
@@ -64,10 +64,13 @@ class PromptSpeed:
 
 
 class _ChunkSize:
-    """Estimates how many tokens add a given time to a step."""
+    """Estimates the number of tokens that add a given time to a step."""
 
     def __init__(self, tokens: int, max_tokens: int, growth: int) -> None:
-        """Start at `tokens`. The size is at most `max_tokens`, and grows at most by the factor `growth` at a time."""
+        """Start with a size of `tokens`.
+
+        It is at most `max_tokens`, and grows at most by the factor `growth` at a time.
+        """
         self.tokens = min(tokens, max_tokens)
         self._max_tokens = max_tokens
         self._step_growth = growth
@@ -83,10 +86,10 @@ class _ChunkSize:
 
 
 class Pacer:
-    """Allots tokens of long prompts to steps with decodes. The current step may still hold `tokens_left` of them."""
+    """Allots tokens of long prompts to steps with decodes. The current step may take `tokens_left` more of them."""
 
     def __init__(self, budget: int) -> None:
-        """Start with the full budget. A step has at most `budget` tokens."""
+        """Start with the full token budget. A step has at most `budget` tokens."""
         self.tokens_left = budget
         self._budget = budget
         self._chunk = _ChunkSize(FIRST_CHUNK, budget, growth=2)
@@ -101,7 +104,7 @@ class Pacer:
         self._ordinary_tokens = 0
 
     def begin(self, *, is_decoding: bool) -> None:
-        """Start to schedule a step. `is_decoding` says whether it holds decoding sequences."""
+        """Start to schedule a step. `is_decoding` says whether it has decoding sequences."""
         self._steps += 1
         if not is_decoding:
             self.tokens_left = self._budget
@@ -118,7 +121,7 @@ class Pacer:
         self.tokens_left = min(self._budget, max(chunk, self._ordinary_tokens))
 
     def end(self, ordinary_tokens: int) -> None:
-        """End scheduling of a step with `ordinary_tokens` tokens of ordinary prompts."""
+        """Finish the scheduling of a step, which has `ordinary_tokens` tokens of ordinary prompts."""
         self._ordinary_tokens = ordinary_tokens
 
     def record(self, took_s: float, step: StepContents) -> None:
@@ -133,7 +136,7 @@ class Pacer:
         self._delay_credit_s = min(0.0, self._delay_credit_s + MAX_SLOWDOWN * self._step_s - took_s)
 
     def _adapt(self, tokens: int, added_s: float) -> None:
-        """Adapt the chunk size to what a chunk of `tokens` added to its step."""
+        """Adapt the chunk size to the time that a chunk of `tokens` added to its step."""
         if tokens <= MIN_CHUNK:
             self._min_added_s = min(self._min_added_s, added_s)
             self._min_chunks_seen += 1

@@ -52,17 +52,17 @@ class RecurrentStatePool:
 
     @property
     def num_available(self) -> int:
-        """Number of slots that `take` could give now."""
+        """The number of slots that `take` could give now."""
         return len(self._free) + len(self._num_reuses)
 
     @property
     def num_used(self) -> int:
-        """Number of held slots."""
+        """The number of slots that sequences hold."""
         return len(self._held_slots)
 
     @property
     def snapshots(self) -> Collection[int]:
-        """The slots that are snapshots."""
+        """The slots that hold snapshots."""
         return self._num_reuses.keys()
 
     def take(self) -> int:
@@ -80,7 +80,7 @@ class RecurrentStatePool:
         return slot
 
     def free_one_for_snapshot(self, num_pending: int) -> bool:
-        """Free a slot for one more snapshot. Returns False if only protected snapshots could be evicted.
+        """Free a slot for one more snapshot. Return False if only protected snapshots could be evicted.
 
         `num_pending` is the number of snapshots that launched steps are taking in held slots.
         """
@@ -109,7 +109,7 @@ class RecurrentStatePool:
         self._num_reuses[slot] = 0
 
     def touch(self, slot: int) -> None:
-        """Protect a snapshot that a sequence is started from."""
+        """Protect a snapshot, because a sequence is started from it."""
         self._probation.pop(slot, None)
         self._protected[slot] = self._num_requested
         self._protected.move_to_end(slot)
@@ -133,7 +133,7 @@ class RecurrentStatePool:
         self._free.append(slot)
 
     def check(self) -> None:
-        """Raise AssertionError when the bookkeeping is inconsistent; for tests and for an idle engine."""
+        """Raise AssertionError if the bookkeeping is inconsistent. Tests and an idle engine call this."""
         free, snapshots = set(self._free), set(self._num_reuses)
         assert self._probation.keys().isdisjoint(self._protected), "a snapshot is on probation and protected"
         assert self._probation.keys() | self._protected.keys() == snapshots, "a snapshot is in no queue"
@@ -179,7 +179,7 @@ class PrefixMatch(NamedTuple):
 
 
 class StateSnapshots:
-    """The snapshots of recurrent states, by the hash of the page at whose end they were taken."""
+    """Keeps the snapshots of recurrent states by the hash of the page at whose end they were taken."""
 
     def __init__(self, states: RecurrentStatePool, cache: PrefixCache) -> None:
         self._states = states
@@ -240,7 +240,7 @@ class StateSnapshots:
         self._states.release(slot)
 
     def check(self) -> None:
-        """Raise AssertionError when the bookkeeping is inconsistent; for tests and for an idle engine."""
+        """Raise AssertionError if the bookkeeping is inconsistent. Tests and an idle engine call this."""
         assert {slot: page_hash for page_hash, slot in self._slot_by_hash.items()} == self._hash_by_slot, (
             "maps disagree"
         )

@@ -1,4 +1,4 @@
-"""One sequence inside the engine, and the memory it holds."""
+"""Represents one sequence inside the engine, and the memory that it holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Request:
     def __init__(
         self, message: AddRequest, arrival: int, stop_ids: frozenset[int], token_mask: TokenMask | None
     ) -> None:
-        """Create a waiting request. `arrival` is its number in the order of arrival.
+        """Create a waiting request. `arrival` is the position of the request in the order of arrival.
 
         Raises OverflowError for a token id of more than 32 bits.
         """
@@ -80,12 +80,12 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Number of tokens, including tokens in flight."""
+        """The number of tokens, including tokens in flight."""
         return len(self.token_ids) + self.in_flight
 
     @property
     def num_generated(self) -> int:
-        """Number of generated tokens, including tokens in flight."""
+        """The number of generated tokens, including tokens in flight."""
         return self.length - self.prompt_length
 
     @property
@@ -100,17 +100,17 @@ class Request:
 
     @property
     def skips_prefix_cache(self) -> bool:
-        """Whether the prefix cache is not used: prompt log-probabilities need the logits of every prompt token."""
+        """Whether the prefix cache is not used, as prompt log-probabilities need the logits of every prompt token."""
         return self.sampling.prompt_logprobs is not None
 
     @property
     def num_remaining(self) -> int:
-        """Number of tokens to compute before the next one can be sampled."""
+        """The number of tokens that must be computed before the next token can be sampled."""
         return self.length - self.num_computed_tokens
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host must read the last token before the next one can be sampled."""
+        """Whether the host must read the last token before the next token can be sampled."""
         return self.token_mask is not None
 
 

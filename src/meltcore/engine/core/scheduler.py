@@ -36,10 +36,11 @@ _Heap = list[tuple[tuple[int, int], Request]]
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + size) of one sequence in one step. A chunk that ends at the sequence's last token samples.
+    """The tokens [start, start + size) of one sequence in one step.
 
-    Before the step, the snapshot in slot `restore` is copied into the sequence's recurrent-state slot. After the step,
-    the state is copied to the slot `snapshot`. For a slot of 0 nothing is copied.
+    A chunk that ends at its sequence's last token samples. Before the step, the snapshot in slot `restore` is copied
+    into the sequence's recurrent-state slot. After the step, the state is copied to the slot `snapshot`. For a slot of
+    0 nothing is copied.
     """
 
     request: Request
@@ -51,12 +52,15 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position after the chunk's last token."""
+        """The position after the last token of the chunk."""
         return self.start + self.size
 
 
 class Scheduler:
-    """Schedules requests: `add` and `finish` them, `schedule` a step, and `update` with its tokens."""
+    """Schedules requests.
+
+    `add` and `finish` take requests, `schedule` makes a step, `update` takes the tokens of a step.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Scheduler:
     ) -> None:
         """Create an idle scheduler.
 
-        A `cache` of None turns the prefix cache off. `states` is None for models without recurrent layers.
+        If `cache` is None, the prefix cache is off. `states` is None for models without recurrent layers.
         """
         if pool.total < layout.max_pages(max_model_len, max_num_batched_tokens):
             raise ValueError(f"{pool.total} pages cannot hold one sequence of {max_model_len} tokens")
@@ -114,7 +118,7 @@ class Scheduler:
         self._push(request)
 
     def schedule(self) -> list[Chunk]:
-        """Return the chunks of the next step: decoding sequences first, then prompts.
+        """Return the chunks of the next step. Decoding sequences come first, then prompts.
 
         Returns no chunks if none can run.
         """
@@ -164,7 +168,7 @@ class Scheduler:
                 self._finish_if_last(request, token_id)
 
     def record_step_time(self, scheduled: list[Chunk], took_s: float) -> None:
-        """Report the time of this step to the pacer, if there is one."""
+        """Report the time of a step to the pacer, if there is one."""
         if self.pacer is not None:
             self.pacer.record(took_s, self._step_contents(scheduled))
 
@@ -190,7 +194,7 @@ class Scheduler:
     # --- the three passes of a step ---
 
     def _schedule_decodes(self, scheduled: list[Chunk], budget: int) -> int:
-        """Schedule the next token of each running sequence; returns the budget that is left, in tokens.
+        """Schedule the next token of each running sequence. Return the budget that is left, in tokens.
 
         This loop is most of the host's time in a step of many sequences. So here and in `update`, whether a page is
         needed is checked before a function is called for it: most tokens need none.
@@ -243,7 +247,7 @@ class Scheduler:
         return budget
 
     def _admit(self, scheduled: list[Chunk], budget: int) -> None:
-        """Start waiting requests while there are budget, rows and pages for all of their tokens."""
+        """Start waiting requests as long as there are budget, rows and pages for all of their tokens."""
         while budget > 0 and self._free_rows and (request := self._next_waiting()) is not None:
             if request.id in self._long_prompt_ids and self.pacer is not None and self.pacer.tokens_left == 0:
                 break
@@ -320,14 +324,14 @@ class Scheduler:
         return Chunk(request, request.num_computed_tokens, num_tokens, samples=num_tokens == request.num_remaining)
 
     def _next_chunk_size(self, request: Request, budget: int) -> int:
-        """Return the number of prompt tokens to compute next."""
+        """Return the number of prompt tokens that the next step computes."""
         end = request.snapshot_positions[0] if request.snapshot_positions else request.length
         if self.pacer is not None and request.id in self._long_prompt_ids:
             budget = min(budget, self.pacer.tokens_left)
         return min(end - request.num_computed_tokens, budget)
 
     def _allocate_pages(self, request: Request, tokens: int) -> bool:
-        """Allocate pages for the first `tokens` tokens of a request. Returns False when too few are available.
+        """Allocate pages for the first `tokens` tokens of a request. Return False if too few are available.
 
         Pages that slid out of a window are released first.
         """
@@ -412,7 +416,7 @@ class Scheduler:
         self.waiting_count += 1
 
     def _next_waiting(self) -> Request | None:
-        """Return the first waiting request in priority for which all required slots are free."""
+        """Return the waiting request of highest priority for which all required slots are free."""
         heaps = self._waiting if self._free_penalty_slots else self._waiting[:1]
         for heap in heaps:
             while heap and heap[0][1].status is not RequestStatus.WAITING:
@@ -424,7 +428,7 @@ class Scheduler:
         return next((request for request in reversed(self.running) if request.id not in scheduled_ids), None)
 
     def _finish_if_last(self, request: Request, token_id: int) -> None:
-        """Finish the request if `token_id`, which was just read, is its last token."""
+        """Finish the request if `token_id`, which the host has just read, is its last token."""
         num_generated = len(request.token_ids) - request.prompt_length
         if token_id in request.stop_ids and num_generated >= request.sampling.min_tokens:
             request.stop_token_id = token_id

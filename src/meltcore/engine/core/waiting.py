@@ -1,4 +1,4 @@
-"""The queue of a batch engine: waiting requests by padded cost and priority, and the selection of the next batch."""
+"""Holds the waiting requests of a batch engine by padded cost and priority, and selects the next batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cost_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> li
 
 
 class WaitingRequest(NamedTuple, Generic[Request]):
-    """One waiting request with its cost, and the cost to which it is padded."""
+    """One waiting request, its cost, and the larger cost to which it is padded."""
 
     order: tuple[int, float, int]  # priority, deadline, arrival: the smallest is served first
     request: Request
@@ -69,7 +69,7 @@ class WaitingQueue(Generic[Request]):
             heapq.heappush(self._deadlines, (deadline_s, request.request_id))
 
     def remove(self, request_id: str) -> WaitingRequest[Request] | None:
-        """Remove and return a request. Returns None if the request does not wait."""
+        """Remove a request and return it. Returns None if the request does not wait."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self.cost -= waiting.cost
@@ -109,7 +109,7 @@ class WaitingQueue(Generic[Request]):
         return batch
 
     def _first_waiting(self, padded_cost: int) -> WaitingRequest[Request] | None:
-        """Return the first waiting request of a padded cost, without the ended ones before it."""
+        """Return the first waiting request of a padded cost. Ended requests before it are dropped."""
         heap = self._heaps[padded_cost]
         while heap:
             if self._waiting.get(heap[0].request.request_id) is heap[0]:

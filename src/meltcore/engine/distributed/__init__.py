@@ -1,1 +1,1 @@
-"""Tensor-parallel ranks: their processes, messages and model runner."""
+"""Runs tensor-parallel ranks: their processes, messages and model runner."""

@@ -1,4 +1,4 @@
-"""A model runner on every rank of a group: rank 0 sends each step to the other ranks, and all ranks compute it.
+"""Runs a model on every rank of a group. Rank 0 sends each step to the other ranks, and all ranks compute it.
 
 Each rank has the logits of its part of the vocabulary. For greedy tokens, and for tokens sampled by temperature alone,
 ranks exchange one candidate per row. Rows that need more (top-k, log-probabilities, penalties, ...) are gathered on
@@ -93,7 +93,7 @@ class GroupRunner(ModelRunner):
         return candidate_tokens(self._group.all_reduce_max(argmax_candidates(logits, self._first_token(logits))))
 
     def all_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Gather all ranks' logits on rank 0. Returns None on the other ranks."""
+        """Return the logits of all ranks, gathered on rank 0. Returns None on the other ranks."""
         return self._group.gather(logits)
 
     def _run(self, step: Step, requests: list[Request]) -> SampleResult:
@@ -175,7 +175,7 @@ class GroupRunner(ModelRunner):
 
 
 class _RankCheckingEvent:
-    """An event whose wait also checks the other ranks."""
+    """A CUDA event. Waiting for it also checks the other ranks."""
 
     def __init__(self, event: Event, ranks: Ranks) -> None:
         assert isinstance(event, torch.cuda.Event)

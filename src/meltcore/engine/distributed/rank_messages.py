@@ -1,4 +1,4 @@
-"""Messages between rank 0 and the other ranks (msgpack over ZeroMQ). Results are exchanged by collectives."""
+"""Defines the messages between rank 0 and the other ranks (msgpack over ZeroMQ). Collectives exchange the results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def rank_address(folder: Path, rank: int) -> str:
 
 
 class SamplingStep(NamedTuple):
-    """The sequences of a step that are not greedy, as indices among the sequences that sample.
+    """Lists the sequences of a step that are not greedy, as indices among the sequences that sample.
 
     Args:
-        shard_indices: sequences that sample by temperature alone. Each rank samples from its shard of the vocabulary,
-            and the best candidate wins.
+        shard_indices: sequences that sample by temperature alone. Each rank samples from its shard of the
+            vocabulary, and
+            the best candidate wins.
         gathered_indices: sequences that need a whole row of logits. Only rank 0 samples them.
         shard_rows: page-table rows of the sequences in `shard_indices`.
         gathered_rows: page-table rows of the sequences in `gathered_indices`.
@@ -43,13 +44,13 @@ class SamplingStep(NamedTuple):
 
 
 class Allocate(msgspec.Struct, tag="allocate"):
-    """Allocate caches and tables of these sizes, which fit on all ranks."""
+    """Asks a rank to allocate caches and tables of these sizes, which fit on all ranks."""
 
     config: ModelRunnerConfig
 
 
 class RunStep(msgspec.Struct, tag="step"):
-    """Compute a step. Steps are numbered from 1."""
+    """Asks a rank to compute a step. Steps are numbered from 1."""
 
     step_number: int
     step: Step
@@ -57,17 +58,17 @@ class RunStep(msgspec.Struct, tag="step"):
 
 
 class CompileKernels(msgspec.Struct, tag="compile"):
-    """Compile the kernels that serving launches. Each rank compiles its own."""
+    """Asks a rank to compile the kernels that serving launches. Each rank compiles its own kernels."""
 
     limits: StepLimits
 
 
 class CaptureGraphs(msgspec.Struct, tag="graphs"):
-    """Capture CUDA graphs together with all other ranks."""
+    """Asks a rank to capture CUDA graphs together with all other ranks."""
 
 
 class LeaveGroup(msgspec.Struct, tag="leave"):
-    """Destroy the process group together with all other ranks, because the engine closes."""
+    """Asks a rank to destroy the process group together with all other ranks, because the engine closes."""
 
 
 ToRank = Allocate | RunStep | CompileKernels | CaptureGraphs | LeaveGroup

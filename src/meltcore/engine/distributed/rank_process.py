@@ -64,7 +64,7 @@ class RankProcess:
         self._begun_steps, self._progress = step_counters(folder, config.tensor_parallel_size)
 
     def serve(self) -> int:
-        """Load, then execute messages until LeaveGroup. Returns the exit status."""
+        """Load the model, then execute messages until LeaveGroup. Return the exit status."""
         try:
             group = TensorParallelGroup(self._rank, self._config.tensor_parallel_size)
             runner = self._build_runner(group)
@@ -107,7 +107,7 @@ class RankProcess:
         return runner
 
     def _handle_message(self, runner: GroupRunner) -> bool:
-        """Execute one message. Returns False after LeaveGroup."""
+        """Execute one message. Return False after LeaveGroup."""
         message = self._receive()
         if isinstance(message, RunStep):
             self._begun_steps[self._rank] = message.step_number
@@ -126,7 +126,10 @@ class RankProcess:
         self._progress[self._rank] += 1
 
     def _receive(self) -> ToRank:
-        """Wait for the next message of rank 0. There is no time limit, since the end of rank 0 ends this process."""
+        """Wait for the next message from rank 0.
+
+        There is no time limit, because the end of rank 0 ends this process.
+        """
         message: ToRank = to_rank_decoder.decode(self._receiver.recv())
         return message
 
@@ -135,7 +138,7 @@ class RankProcess:
 
 
 def main() -> int:
-    """Run the rank of this process. Returns the exit status."""
+    """Run the rank of this process. Return the exit status."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # rank 0 decides when this process ends
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])

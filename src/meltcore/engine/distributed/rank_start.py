@@ -23,10 +23,10 @@ _STDERR = 2
 
 
 class StartedRanks:
-    """Rank processes that import their modules and then wait for `configure`.
+    """Rank processes that have been started. They import their modules and then wait for `configure`.
 
-    They end with `end`, or when this process ends. `folder` holds the files that all ranks share, such as sockets.
-    `processes` holds the process of each rank.
+    They end with `end`, or when this process ends. `folder` has the files that all ranks share, such as sockets.
+    `processes` has the process of each rank.
     """
 
     def __init__(self, size: int) -> None:
@@ -55,7 +55,7 @@ class StartedRanks:
 
 
 def steps_file(folder: Path) -> Path:
-    """Return the path of the file that holds the step counters, two int64 per rank."""
+    """Return the path of the file with the step counters, which are two int64 per rank."""
     return folder / "steps"
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's interface to the other ranks: it sends them each step, and detects a rank that has ended or hangs.
+"""Lets rank 0 send each step to the other ranks, and detect a rank that has ended or hangs.
 
 Every wait here and in a step has a limit. The number of the step that each rank has begun is in a small array of shared
 memory, so that no rank needs to answer a step.
@@ -60,9 +60,9 @@ _CAUSE_DELAY_S = 1.0  # from the failure of a collective until its cause is visi
 
 
 class Ranks:
-    """The processes of ranks 1 and up.
+    """Controls the processes of ranks 1 and up.
 
-    Methods raise RankError when a rank has failed, since the engine cannot continue.
+    Methods raise RankError if a rank has failed, because the engine cannot continue.
     """
 
     def __init__(self, config: EngineConfig, started: StartedRanks | None = None) -> None:
@@ -97,9 +97,9 @@ class Ranks:
         self._wait_for_all("started", START_LIMIT_S)
 
     def watched_progress(self, progress: Progress) -> Progress:
-        """Return a function that reports rank 0's loading to `progress`.
+        """Return a function that reports the loading of rank 0 to `progress`.
 
-        It raises RankError when another rank has failed.
+        The function raises RankError if another rank has failed.
         """
 
         def checked_progress(stage: str, fraction: float) -> None:
@@ -138,7 +138,7 @@ class Ranks:
         return group
 
     def common_plan(self, local_plan: MemoryPlan) -> MemoryPlan:
-        """Wait until all ranks have loaded their shards. Returns the minimum of all ranks' memory plans."""
+        """Wait until all ranks have loaded their shards. Return the minimum of all ranks' memory plans."""
         plans = [local_plan]
         for message in self._collect(NO_PROGRESS_LIMIT_S, "loaded their weights"):
             assert isinstance(message, RankLoaded)
@@ -222,9 +222,9 @@ class Ranks:
             )
 
     def explain_failure(self, error: RuntimeError) -> RankError:
-        """Return the cause of a collective's failure.
+        """Return the error that explains the failure of a collective.
 
-        The call waits a second, since the end of a process may become visible later than the failure.
+        The call waits a second, because the end of a process may become visible later than the failure.
         """
         deadline_s = time.monotonic() + _CAUSE_DELAY_S
         while time.monotonic() < deadline_s:
@@ -261,7 +261,7 @@ class Ranks:
         self._end()
 
     def _is_idle(self) -> bool:
-        """Wait for a step in flight. Returns False if the step does not end; the group has then failed."""
+        """Wait for a step in flight. Return False if the step does not end; the group has then failed."""
         if self._group is not None and self._group.on_gpus:
             in_flight = cuda_event()
             in_flight.record()
@@ -365,7 +365,7 @@ class LaunchWatch:
             self._deadline_s = None
 
     def close(self) -> None:
-        """End the watching thread."""
+        """End the thread that watches launches."""
         self._closed.set()
 
     def _watch_launches(self) -> None:
@@ -380,16 +380,16 @@ class LaunchWatch:
 
 
 def step_counters(folder: Path, size: int) -> np.memmap:
-    """Map the counters of all ranks, [2, size] int64, in memory that the processes of `folder` share.
+    """Return the counters of all ranks, [2, size] int64, in memory that the processes of `folder` share.
 
-    Row 0 holds the number of the latest step that each rank has begun. Each rank increments its entry of row 1 while it
+    Row 0 has the number of the latest step that each rank has begun. Each rank increments its entry of row 1 while it
     loads.
     """
     return np.memmap(steps_file(folder), dtype=np.int64, mode="r+", shape=(2, size))
 
 
 def join_group(group: TensorParallelGroup, folder: Path, device: torch.device, config: EngineConfig) -> None:
-    """Join the process group as the rank of `group`. Raises RuntimeError when another rank does not join."""
+    """Join the process group as the rank of `group`. Raises RuntimeError if another rank does not join."""
     peer_memory = not {"no-peer-memory", "reference-kernels"} & set(config.debug)
     group.join(folder / "group", device, WARM_UP_LIMIT_S, peer_memory=peer_memory)
 

@@ -1,1 +1,1 @@
-"""The generation engine, and a program that serves it over two pipes."""
+"""Runs the generation engine, and has a program that serves it over two pipes."""

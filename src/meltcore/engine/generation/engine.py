@@ -1,4 +1,4 @@
-"""The generation engine: requests in, tokens out, one step after another."""
+"""Generates tokens for requests, one step after another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from meltcore.settings.config import EngineConfig
 
 
 class GenerationEngine:
-    """One replica of a model on one device, or on one device per rank.
+    """Runs one replica of a model on one device, or on one device per rank.
 
     Requests may be added and aborted between steps. With async scheduling a step is launched before the tokens of the
     previous step are read, so the device never waits for the host.
@@ -178,7 +178,7 @@ class GenerationEngine:
         return self.scheduler.has_work or self._launched is not None or bool(self._ended_outputs)
 
     def add(self, message: AddRequest, token_mask: TokenMask | None = None) -> None:
-        """Queue a sequence. Raises RequestError when it cannot be served; API servers make the same checks."""
+        """Queue a sequence. Raises RequestError if it cannot be served. API servers make the same checks."""
         if message.request_id in self._requests:
             raise RequestError(f"request id {message.request_id} is in use", param="request_id")
         length = message.prompt_length
@@ -207,7 +207,7 @@ class GenerationEngine:
         return StepOutputs([output], self.stats(), time.monotonic())
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests with reason "abort", reported by the next `step`. Ids of ended requests are ignored."""
+        """End requests with the reason "abort", which the next `step` reports. Ids of ended requests are ignored."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -223,7 +223,7 @@ class GenerationEngine:
     def step(self) -> StepOutputs:
         """Launch the next step, then read the previous step. Without async scheduling, read the launched step itself.
 
-        Returns the new outputs.
+        Return the new outputs.
         """
         start_s = time.monotonic()
         scheduled = self.scheduler.schedule()
@@ -304,7 +304,7 @@ class GenerationEngine:
         return slept
 
     def wake(self) -> int:
-        """Allocate weights and caches again. Returns the bytes of weights copied.
+        """Allocate weights and caches again. Return the bytes of weights that were copied.
 
         Raises SleepError if the engine cannot wake. It then stays asleep, and `wake` can be called again.
         """
@@ -332,7 +332,7 @@ class GenerationEngine:
         )
 
     def check_idle(self) -> None:
-        """Raise AssertionError when an engine without work still holds memory: a leak."""
+        """Raise AssertionError if an engine without work still holds memory, which would be a leak."""
         assert not self._requests, f"{len(self._requests)} requests are still known"
         assert self.pool.num_used == 0, f"{self.pool.num_used} pages are still referenced"
         self.pool.check()

@@ -42,7 +42,7 @@ _ENGINE_CODE = ("protocol", "engine", "models", "layers", "kernels")
 
 
 class JsonLines:
-    """Moves lines between the pipes and an engine."""
+    """Passes lines between two pipes and an engine."""
 
     def __init__(self, requests: queue.SimpleQueue[ToEngineLine], out: BinaryIO) -> None:
         self._requests = requests
@@ -77,7 +77,7 @@ class JsonLines:
             raise
 
     def _receive(self, engine: GenerationEngine) -> None:
-        """Handle the requests received so far. Waits for a request when the engine has no work."""
+        """Handle the requests received so far. If the engine has no work, wait for a request."""
         while not (engine.has_work and self._requests.empty()):
             message = self._requests.get()
             if isinstance(message, Abort):
@@ -136,7 +136,7 @@ def _read_requests(stdin_lines: BinaryIO, requests: queue.SimpleQueue[ToEngineLi
 
 
 def main() -> int:
-    """Serve requests from the pipes of this process. Returns the exit status."""
+    """Serve requests from the pipes of this process. Return the exit status."""
     # Standard output carries JSON lines only: what a library prints goes to standard error.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -20,10 +20,7 @@ _ASLEEP_BYTES = 64 * 2**20
 def generation_needs(
     model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, sizes: tuple[ModelShape, int, str]
 ) -> EngineNeeds:
-    """Return the memory of an engine of a model.
-
-    `source` says where its sizes come from, which `decoder_sizes` returns.
-    """
+    """Return the memory that an engine of a model needs. `source` says where `decoder_sizes` has read the sizes."""
     shape, max_context, weight_note = sizes
     if checkpoint.gguf is not None and model.quantization == "none":
         source = "header of the GGUF file"

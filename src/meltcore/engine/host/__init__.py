@@ -1,1 +1,1 @@
-"""The process shell: the part of an engine process that does not depend on what the engine computes."""
+"""Runs the process shell: the part of an engine process that does not depend on the engine's task."""

@@ -22,11 +22,11 @@ from meltcore.settings.config import EngineConfig
 
 
 class BudgetedEngine(Protocol):
-    """The part of an engine's interface that a budget needs."""
+    """Defines the part of an engine's interface that a budget needs."""
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of the engine's budget that are not allocated by torch."""
+        """The bytes of the engine's budget that torch does not allocate."""
 
 
 _Engine = TypeVar("_Engine", bound=BudgetedEngine)
@@ -35,7 +35,7 @@ _Engine = TypeVar("_Engine", bound=BudgetedEngine)
 def build_within_budget(
     config: EngineConfig, build: Callable[[Callable[[str, float], None]], _Engine]
 ) -> Callable[[Callable[[str, float], None]], _Engine]:
-    """Wrap `build` for an engine with a budget.
+    """Return a function that calls `build` for an engine with a budget.
 
     The engine's process neither exceeds the budget nor leaves a part of it to other processes.
     """
@@ -63,8 +63,8 @@ def _build(build: Callable[[Callable[[str, float], None]], _Engine], progress: C
 def limit_memory(config: EngineConfig, device: torch.device) -> None:
     """Limit torch's allocations on a GPU to the budget. Does nothing without a budget.
 
-    Call it before anything is allocated. An allocation beyond the budget raises torch.OutOfMemoryError after torch has
-    freed its cache.
+    Call this before anything is allocated. An allocation beyond the budget raises torch.OutOfMemoryError after torch
+    has freed its cache.
     """
     if not has_budget(config, device):
         return

@@ -1,4 +1,4 @@
-"""The sockets between an engine process and its clients, on this machine (ipc) or on another one (TCP)."""
+"""Connects an engine process to its clients by sockets, on this machine (ipc) or on another one (TCP)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _EXIT_ORPHANED = 4
 
 
 class ClientSockets(Protocol):
-    """The interface of the sockets of an engine process. Clients are numbered; client 0 is the supervisor."""
+    """Defines the sockets of an engine process. Clients are numbered; client 0 is the supervisor."""
 
     client_count: int
 
     def poll(self, timeout_ms: int) -> bool:
-        """Wait for a message of any client. Returns whether there is a message."""
+        """Wait for a message from any client. Return whether there is one."""
 
     def receive(self, client_index: int) -> list[Any] | None:
         """Return the next messages that a client sent together, or None if no message has arrived."""
@@ -66,7 +66,7 @@ def open_sockets(directory: Path, client_count: int, to_engine: Any) -> ClientSo
 
 
 class LocalClients:
-    """Two ipc sockets per client. The client binds both."""
+    """Has two ipc sockets per client. The client binds both."""
 
     def __init__(self, directory: Path, client_count: int, to_engine: Any) -> None:
         self.client_count = client_count
@@ -89,7 +89,7 @@ class LocalClients:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def poll(self, timeout_ms: int) -> bool:
-        """Wait for a message of any client. Returns whether there is a message."""
+        """Wait for a message from any client. Return whether there is one."""
         return bool(self._poller.poll(timeout_ms))
 
     def receive(self, client_index: int) -> list[Any] | None:
@@ -107,7 +107,7 @@ class LocalClients:
 
 
 class RemoteClients:
-    """One encrypted TCP socket for all clients. Only clients of the fleet are admitted.
+    """Has one encrypted TCP socket for all clients. Only clients of the fleet are admitted.
 
     Messages to a client that is not connected are dropped, and the supervisor ends the client's requests. If no client
     has been connected for ORPHAN_S, the process exits in any state.
@@ -146,7 +146,7 @@ class RemoteClients:
             self._read_messages()
 
     def poll(self, timeout_ms: int) -> bool:
-        """Wait for a message of any client. Returns whether there is a message."""
+        """Wait for a message from any client. Return whether there is one."""
         if not any(self._arrived) and self._socket.poll(timeout_ms):
             self._read_messages()
         return any(self._arrived)

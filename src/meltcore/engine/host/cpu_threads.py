@@ -24,7 +24,7 @@ _RETRY_S, _MAX_RETRY_S = 2.0, 60.0
 
 
 class CpuTime(NamedTuple):
-    """Seconds of all threads of this process: time on a core, and time runnable without a core."""
+    """The seconds that all threads of this process spent on a core, and the seconds that they waited for a core."""
 
     running_s: float
     waiting_s: float
@@ -47,7 +47,7 @@ def cpu_time() -> CpuTime | None:
 
 
 def core_limit() -> int:
-    """Return the maximum number of threads of this process: OMP_NUM_THREADS if it is set, else the number of cores.
+    """Return the maximum number of threads of this process: OMP_NUM_THREADS, or else the number of cores.
 
     Engines that share the cores get OMP_NUM_THREADS.
     """
@@ -56,7 +56,7 @@ def core_limit() -> int:
 
 
 class CpuThreads:
-    """Sets torch's threads between the steps of an engine on a CPU."""
+    """Sets the number of torch's threads between the steps of an engine on a CPU."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class CpuThreads:
             self._adapt_threads(self._threads * waiting / (running + waiting), now)
 
     def _adapt_threads(self, waited: float, now: float) -> None:
-        """Adapt the number of threads, `waited` of which had no core on average."""
+        """Adapt the number of threads. On average `waited` of them had no core."""
         if self._threads > 1 and round(waited):
             self._set_count(max(1, self._threads - round(waited)))
             self._retry_at_s = now + self._retry_s

@@ -95,7 +95,7 @@ def default_batched_tokens(device: torch.device, *, is_offline: bool = False) ->
 
 
 def describe_device(device: torch.device, num_ranks: int) -> str:
-    """Return the device's name, with the number of ranks if there are several."""
+    """Return the name of the device, followed by the number of ranks if there are several."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return f"{num_ranks} x {name}" if num_ranks > 1 else name
 
@@ -130,7 +130,7 @@ def byte_budget(config: EngineConfig, device: torch.device, allocated_bytes: int
 
 
 def exit_process(status: int) -> NoReturn:
-    """End this process without destroying its modules, which takes torch 0.4 s of CPU time (2026-11-27).
+    """End this process without destroying its modules, because torch would take 0.4 s of CPU time for it (2026-11-27).
 
     A process that has used a GPU ends as usual: profilers such as Nsight Systems write their files then.
     """

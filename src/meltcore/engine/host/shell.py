@@ -47,30 +47,30 @@ STEP = "step"  # the name of a step's range in a trace, by which `meltcore profi
 
 
 class RequestOutput(Protocol):
-    """An output of one request; `finish_reason` is set on its last one."""
+    """Defines an output of one request. The last output has a `finish_reason`."""
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
+        """The id of the request."""
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason why the request has ended. None until its last output."""
+        """The reason why the request has ended, or None if more outputs follow."""
 
 
 class Outputs(Protocol):
-    """A message with the outputs of one step."""
+    """Defines a message with the outputs of one step."""
 
     @property
     def outputs(self) -> Sequence[RequestOutput]:
-        """New outputs, in any order."""
+        """The new outputs of the step, in any order."""
 
     def with_outputs(self, outputs: Any) -> Self:
         """Return the same message with only these outputs."""
 
 
 class Engine(Protocol):
-    """The interface of an engine for the process shell. Requests are added and aborted between steps."""
+    """Defines the interface of an engine for the process shell. Requests are added and aborted between steps."""
 
     @property
     def has_work(self) -> bool:
@@ -78,7 +78,7 @@ class Engine(Protocol):
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of the engine's budget that are not allocated by torch."""
+        """The bytes of the engine's budget that torch does not allocate."""
 
     def ready(self) -> EngineReady:
         """Return the message that reports that the engine can serve."""
@@ -96,7 +96,7 @@ class Engine(Protocol):
         """Receive the limits of the next step. Called only if engines of other classes share the GPUs."""
 
     def step(self) -> Outputs:
-        """Compute a step. Returns the new outputs of all requests."""
+        """Compute a step. Return the new outputs of all requests."""
 
     def check(self) -> None:
         """Raise RankError if the engine has failed. Called while the engine has no work."""
@@ -110,7 +110,7 @@ BuildEngine = Callable[[Callable[[str, float], None]], Engine]
 
 
 class EngineShell:
-    """Moves messages between an engine and its clients: the supervisor, of index 0, and the API servers."""
+    """Passes messages between an engine and its clients: the supervisor, which has index 0, and the API servers."""
 
     def __init__(
         self, socket_dir: Path, to_engine: Any, client_count: int = 1, sharing: EngineSharing | None = None
@@ -137,7 +137,7 @@ class EngineShell:
         self._sockets.close()
 
     def serve(self, build: BuildEngine) -> int:
-        """Load an engine, then run its steps until a Shutdown message. Returns the exit status."""
+        """Load an engine, then run its steps until a Shutdown message. Return the exit status."""
         try:
             return self._serve(build)
         except RankError as error:
@@ -180,8 +180,8 @@ class EngineShell:
     def _step(self, engine: Engine) -> None:
         """Run a step and send its outputs, and keep no reference to the outputs.
 
-        An idle engine would otherwise keep them alive, with every megabyte of Python's allocator that holds one of
-        them.
+        With a reference an idle engine would keep them alive, and every megabyte of Python's allocator that holds one
+        of them.
         """
         pacing = self._pacing
         if pacing is not None:
@@ -217,9 +217,9 @@ class EngineShell:
                 self._sockets.send(client_index, step.with_outputs(outputs))
 
     def _receive(self, engine: Engine) -> bool:
-        """Handle all messages received so far.
+        """Handle all messages received so far. Return False if the process should end.
 
-        Waits for a message if the engine has no work. Returns False if the process should end.
+        If the engine has no work, wait for a message.
         """
         if not engine.has_work and not self._sockets.poll(_IDLE_POLL_MS):
             engine.check()
@@ -338,7 +338,7 @@ class _CudaProfiler:
 def serve(
     build: BuildEngine, to_engine: Any, socket_dir: Path, client_count: int = 1, sharing: EngineSharing | None = None
 ) -> int:
-    """Serve clients until one of them sends Shutdown. Returns the exit status."""
+    """Serve clients until one of them sends Shutdown. Return the exit status."""
     keep_freed_memory()
     shell = EngineShell(socket_dir, to_engine, client_count, sharing)
     try:

@@ -1,4 +1,4 @@
-"""Sleep and wake of an engine, between its steps.
+"""Lets an engine sleep and wake between its steps.
 
 An engine that sleeps holds no weights and no caches on its device.
 """
@@ -15,7 +15,7 @@ SleepMessage = Sleep | Wake
 
 
 class SleepResult(NamedTuple):
-    """The result of a sleep: the bytes that were released, and the device bytes that the engine still holds."""
+    """The result of a sleep: the released bytes, and the bytes that the engine still holds on its device."""
 
     freed_bytes: int
     resident_bytes: int
@@ -23,7 +23,7 @@ class SleepResult(NamedTuple):
 
 @runtime_checkable
 class SleepableEngine(Protocol):
-    """The part of an engine's interface that only engines with a sleep mode have."""
+    """Defines the part of an engine's interface that only engines with a sleep mode have."""
 
     def sleep(self, keep: Literal["host", "disk"]) -> SleepResult:
         """Release memory. Called only while there is no work.
@@ -32,14 +32,14 @@ class SleepableEngine(Protocol):
         """
 
     def wake(self) -> int:
-        """Allocate the memory again. Returns the bytes of weights copied.
+        """Allocate the memory again. Return the bytes of weights that were copied.
 
         Raises SleepError if this is not possible; the engine then stays asleep.
         """
 
 
 class SleepState:
-    """The state of an engine, asleep or awake, and the answers to `Sleep` and `Wake`."""
+    """Stores whether an engine is asleep or awake, and answers `Sleep` and `Wake`."""
 
     def __init__(self) -> None:
         self._is_asleep = False

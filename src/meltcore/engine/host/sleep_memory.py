@@ -1,4 +1,4 @@
-"""The memory of an engine that can sleep: given back and taken again at the same addresses.
+"""Manages the memory of an engine that can sleep. It is released, and allocated again at the same addresses.
 
 On a GPU weights, caches and the pools of CUDA graphs are in memory pools of their own (`kernels/memory_pools.py`). On a
 CPU the weights are in host memory already: `host` releases the caches alone, `disk` both.
@@ -34,13 +34,13 @@ Tensors = Callable[[], tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]]
 
 
 class SleepMemory(Protocol):
-    """The memory that an engine can release. Calls of `sleep` and `wake` alternate."""
+    """Releases the memory of an engine and allocates it again. Calls of `sleep` and `wake` alternate."""
 
     def building(self) -> AbstractContextManager[None]:
         """Return a context in which the engine allocates the memory that it can release."""
 
     def adopt(self, model: nn.Module) -> None:
-        """Take over the weights of a model that was not built in a pool. Their addresses change."""
+        """Move the weights of a model that was not built in a pool into the pool. Their addresses change."""
 
     def memory_rows(self) -> list[MemoryRow]:
         """Return rows of the memory table for the memory that the first sleep needs."""
@@ -52,14 +52,15 @@ class SleepMemory(Protocol):
         """
 
     def wake(self, reload: Callable[[], None]) -> int:
-        """Allocate memory again. If the weights were dropped, call `reload`. Returns the bytes of weights copied.
+        """Allocate memory again.
 
-        Raises SleepError if memory or the checkpoint is missing, and then releases what it has allocated.
+        If the weights were dropped, call `reload`. Return the bytes of weights that were copied. Raises SleepError if
+        memory or the checkpoint is missing, and then releases what it has allocated.
         """
 
 
 class GpuSleepMemory:
-    """The memory pools of a GPU."""
+    """Releases and allocates the memory pools of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """Create the pools. Raises ConfigError if the GPU does not support them."""
@@ -129,7 +130,7 @@ class GpuSleepMemory:
 
 
 class CpuSleepMemory:
-    """The memory of an engine's tensors in host memory, whose pages are given back at their addresses."""
+    """Releases the pages of an engine's tensors in host memory. Their addresses stay valid."""
 
     def __init__(self, tensors: Tensors, available_bytes: Callable[[], int] = host_available_bytes) -> None:
         """Manage the tensors of the engine. `tensors` returns them once the engine is built."""
@@ -142,7 +143,7 @@ class CpuSleepMemory:
         return nullcontext()
 
     def adopt(self, model: nn.Module) -> None:
-        """Do nothing: memory is found by the engine's tensors."""
+        """Do nothing, because the engine's tensors show where the memory is."""
 
     def memory_rows(self) -> list[MemoryRow]:
         """See `SleepMemory`."""
@@ -179,7 +180,7 @@ class CpuSleepMemory:
         return _storages(weights), _storages(caches)
 
     def _drop(self) -> int:
-        """Release the pages of the tensors that sleep. Returns the released bytes.
+        """Release the pages of the tensors that sleep. Return the number of released bytes.
 
         Only whole pages are released. Bytes of the caches in other pages become zeros.
         """
@@ -216,13 +217,13 @@ def require_memory(memory: SleepMemory | None) -> SleepMemory:
 
 
 class LoadModel(Protocol[_LoadedModule]):
-    """Loads a model and its weights, and reports its progress (stage, fraction)."""
+    """Loads a model and its weights. Receives a function to which it reports its progress (stage, fraction)."""
 
     def __call__(self, *, progress: Progress) -> _LoadedModule: ...  # noqa: D102
 
 
 class SleepableTask:
-    """Base class of tasks of a `BatchEngine`: it loads the task's model and lets it sleep.
+    """The base class of tasks of a `BatchEngine`. It loads the task's model and lets it sleep.
 
     A subclass loads its model with `_keep_model`, and sets `_caches` if it has caches.
     """
@@ -234,11 +235,11 @@ class SleepableTask:
         self._load: LoadModel[nn.Module] | None = None
 
     def sleep(self, keep: Keep) -> SleepResult:
-        """Give memory back while no request is known. Raises SleepError."""
+        """Release memory while no request is known. Raises SleepError."""
         return require_memory(self._sleep_memory).sleep(keep)
 
     def wake(self) -> int:
-        """Take memory again. Returns the bytes of weights copied. Raises SleepError."""
+        """Allocate memory again. Return the bytes of weights that were copied. Raises SleepError."""
         return require_memory(self._sleep_memory).wake(self._reload)
 
     def _building(self) -> AbstractContextManager[None]:
@@ -271,6 +272,6 @@ def _held_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors, each once."""
+    """Return the storages of tensors. A storage that several tensors share occurs once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return list({storage.data_ptr(): storage for storage in storages}.values())

@@ -1,4 +1,4 @@
-"""Lets engines of higher classes on the same GPU go first, between the steps of an engine.
+"""Lets engines of higher classes on the same GPU run first, between the steps of an engine.
 
 Kernels of two processes take turns on a GPU, about 2 ms each, however urgent they are. So each engine marks its GPU
 before a step, and an engine of a lower class waits before its next step while there is such a mark.
@@ -91,7 +91,7 @@ class StepPacing:
                 board.clear()
 
     def _wait(self, began_s: float) -> float:
-        """Wait while a higher class wants a GPU and there is credit. Returns the seconds waited."""
+        """Wait while a higher class marks a GPU and there is credit. Return the seconds that were waited."""
         now_s = began_s
         while max(board.wait_until_s() for board in self._boards) > now_s:
             left_s = self._credit_s - (now_s - began_s)

@@ -1,4 +1,4 @@
-"""The sizes of steps that are captured as CUDA graphs. No torch: a plan counts graphs without a GPU."""
+"""Lists the sizes of steps that are captured as CUDA graphs. It needs no torch, because a plan counts graphs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _ASLEEP_BYTES = 128 * 2**20
 
 
 class EngineNeeds(NamedTuple):
-    """The memory of one engine on each of its GPUs, or on the host.
+    """The memory that one engine needs on each of its GPUs, or on the host.
 
     Args:
         budget_bytes: the value that `--memory` must have.
@@ -60,10 +60,11 @@ class TaskMismatchError(ConfigError):
 
 
 def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
-    """Return the memory of an engine of `model` for its context and concurrency. A given `memory` is only divided.
+    """Return the memory that an engine of `model` needs for its context and concurrency.
 
-    Raises UnknownSizesError if the checkpoint is not on this machine and the model has no `shapes`. Raises
-    TaskMismatchError for a checkpoint of another task, and ConfigError if `memory` is too small for one request.
+    A given `memory` is only divided. Raises UnknownSizesError if the checkpoint is not on this machine and the model
+    has no `shapes`. Raises TaskMismatchError for a checkpoint of another task, and ConfigError if `memory` is too small
+    for one request.
     """
     needs = _awake_needs(model, on_cpu)
     if model.residency != "sleepable" or model.tensor_parallel_size > 1 or on_cpu:
@@ -153,12 +154,12 @@ def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
 
 
 def concurrency(model: ModelSection) -> int:
-    """Return the number of sequences, sentences, clips or texts to plan for."""
+    """Return the number of sequences, sentences, clips or texts for which the memory is planned."""
     return model.max_num_seqs or tasks()[model.task].concurrency
 
 
 def unused(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    """Return the row for the part of a budget that `rows` do not use."""
+    """Return a row for the part of a budget that `rows` leave over."""
     return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
 
 
@@ -179,5 +180,5 @@ def budget_rows(
 
 
 def weight_element_size(model: ModelSection, on_cpu: bool) -> int:
-    """Return the bytes of a weight. If the file names no type, a weight has 16 bits on a GPU and 32 bits on a CPU."""
+    """Return the bytes per weight. If the file names no type, this is 2 on a GPU and 4 on a CPU."""
     return (4 if on_cpu else 2) if model.dtype == "auto" else DTYPE_BYTES[model.dtype]

@@ -60,11 +60,11 @@ class ModelShape(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """The numbers of pages, recurrent-state slots, penalty slots and running sequences to allocate memory for.
+    """The numbers of pages, recurrent-state slots, penalty slots and running sequences for which memory is allocated.
 
     Args:
         logit_rows: the number of sequences that are sampled from their logits in one block.
-        rows: the table for the user.
+        rows: the rows of the memory table that is printed at the start.
         workspace: None if the workspace is a fraction of the memory.
     """
 
@@ -80,7 +80,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the caches, including the null page and the null slot, which padding uses."""
+        """The bytes of the caches, including the null page and the null slot, which padding uses."""
         slots = (self.recurrent_slots + 1) * self.slot_bytes
         return (self.pages + 1) * self.page_bytes + slots
 
@@ -105,7 +105,7 @@ class _Budget(NamedTuple):
         return self.total - self.weights - self.reserve - self.tables - self.scratch
 
     def states(self, slots: int) -> int:
-        """Return the bytes of this many slots and the null slot."""
+        """Return the bytes of `slots` recurrent-state slots and of the null slot."""
         return self.slot * (slots + 1)
 
 
@@ -120,7 +120,7 @@ def plan_memory(
     snapshots: bool = True,
     has_graphs: bool | None = None,
 ) -> MemoryPlan:
-    """Divide what is left of `memory_bytes` after weights and reserve. Raises ConfigError if no full sequence fits.
+    """Divide the memory that weights and reserve leave of `memory_bytes`. Raises ConfigError if no full sequence fits.
 
     While a prompt is prefilled, a sliding group keeps its window and `max_num_batched_tokens` tokens.
 
@@ -130,8 +130,9 @@ def plan_memory(
         max_model_len: the maximum number of tokens of a sequence.
         max_num_seqs: the maximum number of running sequences.
         max_num_batched_tokens: the maximum number of tokens of a step.
-        may_run_fewer: `max_num_seqs` is a default. It is lowered if the recurrent states would exceed their fraction of
-            the memory. Otherwise the user has set it, and a ConfigError says that it does not fit.
+        may_run_fewer: `max_num_seqs` is a default. It is lowered if the recurrent states would exceed their
+            fraction of the
+            memory. Otherwise the user has set it, and a ConfigError says that it does not fit.
         snapshots: the prefix cache keeps recurrent states.
         has_graphs: whether an engine with a budget on a GPU has CUDA graphs. Its reserve is computed from `model.step`.
             None makes the reserve a fraction of the memory.
@@ -186,7 +187,7 @@ def plan_memory(
 
 
 def smallest_budget(is_enough: Callable[[int], bool], largest_bytes: int) -> int | None:
-    """Return the smallest number of whole MiB that is enough. Returns None if `largest_bytes` are not enough.
+    """Return the smallest number of whole MiB that is enough, or None if `largest_bytes` are not enough.
 
     `is_enough` may raise ConfigError instead of returning False.
     """
@@ -260,7 +261,7 @@ def _workspace(
 
 
 def _rest(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    """Return the row for memory that no other part needs.
+    """Return a row for the memory that no other part needs.
 
     An engine with a budget allocates this memory at its start too.
     """
@@ -289,9 +290,10 @@ def _layers_note(caches: KVCacheGroups) -> str:
 def _memory_error(
     budget: _Budget, pages: int, max_fitting_len: int, slots: int, max_num_seqs: int, max_model_len: int
 ) -> str:
-    """Return the error for a `max_model_len` of which no sequence fits. It names the largest settings that fit.
+    """Return the error for a `max_model_len` with which not even one sequence fits.
 
-    A full sequence has `pages` pages. `max_fitting_len` is the largest `max_model_len` that fits.
+    It names the largest settings that fit. A full sequence has `pages` pages. `max_fitting_len` is the largest
+    `max_model_len` that fits.
     """
     needed_pages = budget.page * pages
     advice = [f"--max-model-len {max_fitting_len} or less"] if max_fitting_len else []

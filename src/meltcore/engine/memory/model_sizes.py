@@ -39,7 +39,7 @@ class SizeRequest(NamedTuple):
 
 
 def read_sizes(requests: Iterable[SizeRequest]) -> list[Any]:
-    """Return the sizes of each model. A model that cannot be built has its ConfigError instead.
+    """Return the sizes of each model, or its ConfigError if it cannot be built.
 
     If this process has imported torch, it builds the models itself. Raises ConfigError if the child process does not
     answer.

@@ -62,7 +62,7 @@ class Workspace(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all parts."""
+        """The sum of the bytes of all parts."""
         return sum(self)
 
 

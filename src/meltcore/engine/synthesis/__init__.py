@@ -1,1 +1,1 @@
-"""The synthesis engine: steps, graphs, voices and samples."""
+"""Synthesizes speech: engine, steps, graphs, voices and samples."""

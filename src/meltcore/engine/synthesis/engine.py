@@ -1,4 +1,4 @@
-"""Speech synthesis for the batch engine: texts go in, and the speech of each text comes out chunk by chunk.
+"""Synthesizes speech for the batch engine. The speech of a text is returned chunk by chunk.
 
 A step of the engine is one step of one batch of chunks. The next chunk of a request begins when the previous chunk has
 been computed, so requests take turns. The first chunk is due when the request arrives, and a later chunk when the
@@ -62,7 +62,7 @@ _MAX_UPLOAD_S = 60.0  # of a reference with the silence at its ends
 
 
 class _Speaker(NamedTuple):
-    """The reference that a voice or a request gives to the model: prepared samples and their text."""
+    """A reference as the model uses it: prepared samples, and the text that is spoken in them."""
 
     samples: Samples
     text: ReferenceText
@@ -70,7 +70,7 @@ class _Speaker(NamedTuple):
 
 @dataclass
 class _Speech:
-    """A request that has begun."""
+    """A request of which at least one chunk was queued."""
 
     request: Synthesize
     chunks: list[TextChunk]
@@ -85,7 +85,7 @@ class _Speech:
 
 
 class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
-    """Speaks texts with an IndicF5 on one device."""
+    """Speaks texts with an IndicF5 model on one device."""
 
     result, message = Synthesized, SynthesisOutputs
 
@@ -142,7 +142,7 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         self._load_s = time.monotonic() - start_s
 
     def cost(self, request: Synthesize) -> int:
-        """Return the frames of the longest chunk with its reference.
+        """Return the number of frames of the longest chunk, including its reference.
 
         Raises RequestError if the text cannot be spoken.
         """
@@ -188,7 +188,7 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
             self._queue_chunk(speech)
 
     def step(self) -> list[Synthesized]:
-        """Compute one step of the batch that is due first. Returns the chunks that are complete."""
+        """Compute one step of the batch that is due first. Return one result per completed chunk."""
         return [self._on_samples(self._running[key], samples) for key, samples in self._sampler.step()]
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -198,12 +198,12 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
             self._running.pop(request_id, None)
 
     def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Synthesized:
-        """Return the result without samples that ends a request."""
+        """Return a result without samples, which ends a request."""
         self._plans.pop(request_id, None)
         return super().ended(request_id, reason, error)
 
     def ready(self) -> SynthesisReady:
-        """Return the limits of requests."""
+        """Return the ready message with the limits of requests."""
         return SynthesisReady(
             device=describe_device(self._device, 1),
             dtype=str(self.model.dtype).removeprefix("torch."),
@@ -265,7 +265,7 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         return _Speaker(reference.samples, words)
 
     def _queue_chunk(self, speech: _Speech) -> None:
-        """Queue the next chunk of a request, due when the speech before it ends."""
+        """Queue the next chunk of a request. It is due when the speech before it ends."""
         chunk, request = speech.chunks[speech.spoken], speech.request
         self._sampler.add(
             Utterance(

@@ -42,7 +42,7 @@ def max_speech_s(config: IndicF5Config) -> float:
 
 
 def synthesis_shape(config: IndicF5Config) -> int:
-    """Return the frames to which the longest chunk is padded."""
+    """Return the number of frames to which the longest chunk is padded."""
     longest = config.mel.frames(int(max_speech_s(config) * config.mel.sample_rate)) + 1
     return next(bucket for bucket in cost_buckets(2 * longest) if bucket >= longest)
 
@@ -108,7 +108,7 @@ def plan_synthesis(
 def synthesis_needs(
     model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, weight_bytes: int
 ) -> EngineNeeds:
-    """Return the memory of an engine of a model. `source` says where the sizes were read."""
+    """Return the memory that an engine of a model needs. `source` says where the sizes were read."""
     vocabulary = load_vocabulary(checkpoint, is_dummy=True)
     config = IndicF5Config.read(checkpoint.config, vocabulary.size)
     element_size, device = weight_element_size(model, on_cpu), "cpu" if on_cpu else "cuda"

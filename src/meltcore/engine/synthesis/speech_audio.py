@@ -77,7 +77,7 @@ class SpeechJoiner:
         self._tail: Samples = np.zeros(0, np.float32)
 
     def add(self, samples: Samples, *, is_last: bool) -> Samples:
-        """Return the samples that no later chunk changes."""
+        """Add the samples of a chunk. Return the samples that no later chunk changes."""
         if self._gain is None:
             rms = float(np.sqrt(np.square(samples).mean())) if len(samples) else 0.0
             self._gain = min(TARGET_RMS / rms, _MAX_GAIN) if rms > 0 else 1.0

@@ -72,7 +72,8 @@ class Utterance(NamedTuple):
 class _Batch:
     """Utterances that are computed together.
 
-    `positions` has each utterance's row in the model's table of steps, once on the device and once on the host.
+    `positions` has the row of each utterance in the model's table of steps, on the device. `host_positions` has the
+    same numbers on the host.
     """
 
     utterances: list[Utterance]
@@ -115,11 +116,11 @@ class SpeechSampler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Whether the sampler has no utterance to compute."""
         return not self._waiting and not self._batches
 
     def add(self, utterance: Utterance) -> None:
-        """Queue an utterance, which begins with one of the next steps."""
+        """Queue an utterance. Its computation begins with one of the next steps."""
         self._waiting[utterance.key] = utterance
 
     def cancel(self, keys: Collection[str]) -> None:
@@ -135,7 +136,7 @@ class SpeechSampler:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[str, Samples]]:
-        """Compute one step of the batch that is due first. Returns keys and samples of the completed utterances."""
+        """Compute one step of the batch that is due first. Return (key, samples) of each completed utterance."""
         if self.is_idle:
             return []
         batch = min(self._batches, key=lambda each: each.due, default=None)
@@ -167,7 +168,7 @@ class SpeechSampler:
             self._launched.popleft().synchronize()
 
     def _begin(self) -> _Batch:
-        """Make a batch of the waiting utterance that is due first and of waiting utterances of similar length."""
+        """Make a batch of waiting utterances: the one that is due first, and others of similar length."""
         in_order = sorted(self._waiting.values(), key=lambda utterance: utterance.due)
         chosen: list[Utterance] = []
         for utterance in in_order:

@@ -1,4 +1,4 @@
-"""One step of few utterances as a CUDA graph: its kernels take less time than their launches."""
+"""Runs one step of few utterances as a CUDA graph, because its kernels take less time than their launches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Graph(NamedTuple):
 
 
 def step_velocity(model: IndicF5, inputs: StepInputs) -> torch.Tensor:
-    """Return the direction of one step, [rows, frames, num_mels] float32."""
+    """Return the velocity of one step, the direction from noise to speech, [rows, frames, num_mels] float32."""
     modulations = model.modulations[inputs.positions]
     return model.velocity(inputs.noisy, inputs.condition, modulations, inputs.is_padding)
 
@@ -48,7 +48,7 @@ class StepGraphs:
         self._cache: GraphCache[_Graph] = GraphCache(max_graphs)
 
     def velocity(self, inputs: StepInputs) -> torch.Tensor:
-        """Compute as `step_velocity` does. The next step of the same shape overwrites the result."""
+        """Return the result of `step_velocity`. The next step of the same shape overwrites this tensor."""
         rows, frames, _ = inputs.noisy.shape
         if rows * frames > self._max_frames:
             return step_velocity(self._model, inputs)

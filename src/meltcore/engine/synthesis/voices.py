@@ -1,4 +1,4 @@
-"""Reads the voices of a checkpoint folder: references with their texts."""
+"""Reads the voices of a checkpoint folder. A voice is a reference recording with its text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def dummy_voice(sample_rate: int, max_s: float, seed: int) -> Voice:
 
 
 def _entries(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Return the files and texts of the voices by name."""
+    """Return the audio file and the text of each voice, by name."""
     if not (folder / _LIST).exists():
         found = {}
         for words in sorted((folder / _FOLDER).glob("*.txt")):
@@ -74,7 +74,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_audio(path: Path, sample_rate: int) -> Samples:
-    """Return a file's samples as mono at `sample_rate`."""
+    """Return the samples of a file as mono audio at `sample_rate`."""
     try:
         import soundfile
         import soxr

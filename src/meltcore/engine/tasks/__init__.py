@@ -1,1 +1,1 @@
-"""The engine of tasks that are not text generation: transcription, translation, synthesis."""
+"""Runs tasks other than text generation in one engine: transcription, translation and synthesis."""

@@ -45,7 +45,7 @@ _SPEED_WEIGHT = 0.3
 class BatchTask(ABC, Generic[Request, Result]):
     """Computes the requests of a batch engine. Requests begin and are aborted only between steps.
 
-    `result` is the type of a request's result. `message` is the type of the message with the results of a step.
+    `result` is the class of a request's results. `message` is the class of the message with the results of a step.
     """
 
     result: type[Any]
@@ -62,13 +62,16 @@ class BatchTask(ABC, Generic[Request, Result]):
 
     @abstractmethod
     def start(self, requests: Sequence[Request], padded_cost: int) -> None:
-        """Begin these requests, padded to `padded_cost`, beside those that run. The engine keeps no messages."""
+        """Begin these requests, padded to `padded_cost`, beside those that run.
+
+        The engine keeps no copy of the messages.
+        """
 
     @abstractmethod
     def step(self) -> list[Result]:
-        """Compute until there is a result, or one position of every running request. Returns the new results.
+        """Compute until there is a result, or one position of every running request. Return the new results.
 
-        A request's last result has a finish_reason. Times are set by the engine.
+        The last result of a request has a finish_reason. The engine sets the times.
         """
 
     @abstractmethod
@@ -89,19 +92,22 @@ class BatchTask(ABC, Generic[Request, Result]):
         raise SleepError("the engine has no sleep mode")
 
     def wake(self) -> int:
-        """Allocate memory again. Returns the bytes of weights copied. Raises SleepError if this is not possible."""
+        """Allocate memory again.
+
+        Return the bytes of weights that were copied. Raises SleepError if this is not possible.
+        """
         raise SleepError("the engine has no sleep mode")
 
 
 class OneStepTask(BatchTask[Request, Result]):
-    """Base class of tasks in which one step computes all requests that have begun, such as transcription."""
+    """The base class of tasks in which one step computes all requests that have begun, such as transcription."""
 
     _begun: Sequence[Any] = ()
     _batch_padded_cost = 0  # of each of them
 
     @abstractmethod
     def compute(self, requests: Sequence[Request], padded_cost: int) -> list[Result]:
-        """Return the results of requests, padded to `padded_cost`.
+        """Return one result per request. Requests are padded to `padded_cost`.
 
         A request without a result is computed again in the next step.
         """
@@ -112,7 +118,7 @@ class OneStepTask(BatchTask[Request, Result]):
         self._begun = [*self._begun, *requests]
 
     def step(self) -> list[Result]:
-        """Compute the requests that have begun. Returns no results if all of them were aborted."""
+        """Compute the requests that have begun. Return no results if all of them were aborted."""
         results = self.compute(self._begun, self._batch_padded_cost) if self._begun else []
         self.abort([result.request_id for result in results])
         return results
@@ -160,7 +166,7 @@ class BatchEngine(Generic[Request, Result]):
         max_start_s: float = MAX_START_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve `task`. `clock` returns monotonic seconds."""
+        """Create an engine for `task`. `clock` returns monotonic seconds."""
         self.task = task
         self._max_start_s = self._start_limit_s = max_start_s
         self._clock = clock
@@ -179,7 +185,7 @@ class BatchEngine(Generic[Request, Result]):
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of the engine's budget that are not allocated by torch."""
+        """The bytes of the engine's budget that torch does not allocate."""
         return self.task.outside_bytes
 
     def ready(self) -> BatchReady:
@@ -201,7 +207,7 @@ class BatchEngine(Generic[Request, Result]):
         return self._outputs([self.task.ended(request_id, "error", error)], self._clock())
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests with reason "abort", reported by the next `step`. Ids of ended requests are ignored."""
+        """End requests with the reason "abort", which the next `step` reports. Ids of ended requests are ignored."""
         running = []
         for request_id in request_ids:
             if request_id in self._running:
@@ -242,7 +248,10 @@ class BatchEngine(Generic[Request, Result]):
         return self.task.sleep(keep)
 
     def wake(self) -> int:
-        """Allocate memory again. Returns the bytes of weights copied. Raises SleepError if this is not possible."""
+        """Allocate memory again.
+
+        Return the bytes of weights that were copied. Raises SleepError if this is not possible.
+        """
         return self.task.wake()
 
     def close(self) -> None:
@@ -266,7 +275,7 @@ class BatchEngine(Generic[Request, Result]):
         )
 
     def _start(self, now_s: float) -> int:
-        """Begin the next batch if one fits. Returns its padded cost."""
+        """Begin the next batch if one fits. Return its padded cost."""
         free_cost = self.task.max_cost - self._running_cost
         bound = int(self._start_limit_s / self._s_per_cost) if self._s_per_cost else None
         batch = self._queue.take(free_cost, bound)
@@ -290,7 +299,7 @@ class BatchEngine(Generic[Request, Result]):
         return running
 
     def _end_request(self, result: Result) -> Result:
-        """Return a task's result. The last result of a request gets the request's times."""
+        """Return a result of the task. The last result of a request also gets the request's times."""
         if result.finish_reason is None:
             return result
         running = self._release(result.request_id)

@@ -1,1 +1,1 @@
-"""The transcription engine and its device loops: CTC and RNN-T."""
+"""Transcribes speech: the engine, and the loops on the device for CTC and RNN-T."""

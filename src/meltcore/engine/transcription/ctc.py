@@ -1,4 +1,4 @@
-"""Greedy CTC decoding of a batch: the best token of every frame, repetitions merged, blanks dropped."""
+"""Decodes a batch by greedy CTC: takes the best token of every frame, merges repetitions, and drops blanks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Emissions:
 
 
 def ctc_greedy(logits: torch.Tensor, frames: torch.Tensor, blank: int) -> list[Emissions]:
-    """Return each clip's emissions.
+    """Return one `Emissions` per clip.
 
     Args:
         logits: [clips, frames, tokens].

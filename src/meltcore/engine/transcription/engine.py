@@ -1,4 +1,4 @@
-"""Transcription for the batch engine: clips in, transcripts with word times out. A batch is one step."""
+"""Transcribes clips for the batch engine. Transcripts have the times of words. A batch takes one step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WORD_START = "\u2581"
 
 
 class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
-    """Transcribes clips with an IndicConformer on one device."""
+    """Transcribes clips with an IndicConformer model on one device."""
 
     result, message = Transcript, TranscriptionOutputs
 
@@ -109,7 +109,10 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
         self._load_s = time.monotonic() - start_s
 
     def cost(self, request: Transcribe) -> int:
-        """Return the clip's encoder frames. Raises RequestError if the clip or the language cannot be served."""
+        """Return the number of encoder frames of a clip.
+
+        Raises RequestError if the clip or the language cannot be served.
+        """
         if request.language not in self._languages:
             raise RequestError(
                 f"language {request.language!r} is not one of the model's: {', '.join(self._languages)}",
@@ -126,7 +129,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
         return self.model.encoded_frames(samples)
 
     def compute(self, requests: Sequence[Transcribe], padded_cost: int) -> list[Transcript]:
-        """Transcribe clips."""
+        """Return one transcript per clip."""
         with torch.inference_mode():
             encoded, frames = self._encode(requests, padded_cost)
             emissions: list[Emissions | None] = [None] * len(requests)
@@ -140,7 +143,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
         ]
 
     def ready(self) -> TranscriptionReady:
-        """Return the limits of requests."""
+        """Return the ready message with the limits of requests."""
         features = self.model.config.features
         return TranscriptionReady(
             device=describe_device(self._device, 1),
@@ -157,7 +160,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
         )
 
     def _encode(self, requests: Sequence[Transcribe], padded_cost: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the encoder's output for clips padded to `padded_cost` frames, and their frame counts."""
+        """Return the encoder's output for clips padded to `padded_cost` frames, and each clip's number of frames."""
         features, factor = self.model.config.features, self.model.config.encoder.subsampling_factor
         # The longest clip of `padded_cost` encoder frames.
         size = padded_cost * factor * features.hop - (0 if features.drops_last_frame else 1)
@@ -241,7 +244,7 @@ def join_tokens(emissions: Emissions, texts: Sequence[str], frame_s: float) -> t
 
 
 def _make_word(emissions: Emissions, texts: Sequence[str], frame_s: float, first: int, end: int) -> Word:
-    """Return the word of the tokens from `first` to before `end`."""
+    """Return the word that consists of the tokens from `first` up to, but not including, `end`."""
     tokens = emissions.tokens[first:end]
     first_frame, end_frame = emissions.first_frames[first], emissions.end_frames[end - 1]
     return Word(

@@ -1,4 +1,4 @@
-"""Decode attention of a beam search: over the prefixes of its beams, and over the source that they share.
+"""Computes the decode attention of a beam search: over the prefixes of beams, and over the source that beams share.
 
 Beams of a sentence share most of their prefixes. So keys and values stay where they were written, and a table names for
 each beam and position the beam that wrote there. One program reads every entry of a sentence and head once, for all
@@ -48,7 +48,7 @@ def beam_self_attention(
 def beam_cross_attention(
     query: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, num_positions: int
 ) -> torch.Tensor:
-    """Attend to the sources of the slots.
+    """Attend from the beams of each row to the source in the row's slot.
 
     Args:
         query: [rows, beams, heads, head_dim], contiguous.

@@ -42,7 +42,7 @@ _FEW_PAIRS_WARPS, _FEW_PAIRS_STAGES, _FEW_PAIRS_COMBINED = 8, 2, 32
 
 
 class DecodeLaunch(NamedTuple):
-    """Launch parameters of a decode step, which divide its work. See `decode_launch`.
+    """The launch parameters of a decode step, which divide its work. See `decode_launch`.
 
     Args:
         splits: the maximum number of KV splits of a sequence, a power of two.

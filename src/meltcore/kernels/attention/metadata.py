@@ -1,4 +1,4 @@
-"""Metadata of a step, and parameters of a layer, for the attention kernels."""
+"""Defines the metadata of a step, and the parameters of a layer, for the attention kernels."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class AttentionMetadata(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of single heads. query, key: [head_dim], their weights."""
+    """The weights of RMS norms of single heads. query, key: [head_dim]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -94,7 +94,7 @@ class AttentionParams(NamedTuple):
     sliding_window: int | None = None
 
     def empty_output(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Allocate the output [tokens, heads, head_dim] for `qkv`, [tokens, (heads + 2 * kv_heads) * head_dim]."""
+        """Allocate the output [tokens, heads, head_dim] for a `qkv` [tokens, (heads + 2 * kv_heads) * head_dim]."""
         kv_heads, head_dim = self.key_cache.shape[2:]
         return qkv.new_empty(qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads, head_dim)
 

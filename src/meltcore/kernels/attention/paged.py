@@ -1,4 +1,4 @@
-"""Attention of a step's tokens over a paged cache: stores their keys and values, and attends."""
+"""Computes the attention of a step's tokens over a paged cache. It first stores the keys and values of the tokens."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from meltcore.kernels.launch import use_triton
 
 
 class PrefillLaunch(NamedTuple):
-    """Launch parameters of the prefill kernel.
+    """The launch parameters of the prefill kernel.
 
     Args:
         packed_heads: the number of a group's heads in one tile.

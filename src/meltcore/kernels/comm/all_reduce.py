@@ -268,7 +268,7 @@ def all_reduce_rms_norm(
     *,
     phases: Phases = ALL_PHASES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of `all_reduce` and the norm of that result. partial_sum: [rows, size].
+    """Return total = the result of `all_reduce`, and norm(total). partial_sum: [rows, size].
 
     `can_fuse_norm` tells whether its size and layout are supported.
     """

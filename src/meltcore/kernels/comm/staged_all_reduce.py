@@ -51,14 +51,14 @@ def staged_all_reduce_rms_norm(
     norm: Norm,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of all ranks' partial sums, plus `residual` if it is given, and the norm of the result.
+    """Return total = the sum of all ranks' partial sums, plus `residual` if it is given, and norm(total).
 
-    All ranks must call this together. The result replaces `residual` if it is given, else `partial_sum`.
+    All ranks must call this together. The total replaces `residual` if it is given, else `partial_sum`.
 
     Args:
         partial_sum: [rows, size], see `can_stage`.
         memory: the group's symmetric memory.
-        norm: the norm of the result.
+        norm: the norm that is applied to the total.
         residual: [rows, size] of the same dtype.
     """
     output = partial_sum if residual is None else residual

@@ -38,7 +38,7 @@ KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES],
 
 
 class ExpertConfig(NamedTuple):
-    """How pairs are divided.
+    """Says how pairs are divided among blocks.
 
     A tile of an expert's pairs has `token_tiles` times 8 pairs; copies have `depth` stages.
     """

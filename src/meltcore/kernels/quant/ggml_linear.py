@@ -1,4 +1,4 @@
-"""Matrix multiplication of tokens with a block-quantized weight, by the kernel for the number of tokens."""
+"""Multiplies tokens by a block-quantized weight, with the kernel that is fastest for the number of tokens."""
 
 from __future__ import annotations
 

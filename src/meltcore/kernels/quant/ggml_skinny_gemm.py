@@ -43,7 +43,7 @@ KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES],
 
 
 class SkinnyConfig(NamedTuple):
-    """How a GEMM is divided: see the macros of ggml_skinny_gemm.cu. `splits` divides the columns.
+    """Says how a GEMM is divided among blocks: see the macros of ggml_skinny_gemm.cu. `splits` divides the columns.
 
     Before the first step, `staged_values` 16-bit numbers of tokens are copied to shared memory. With 0 no tokens are.
     """

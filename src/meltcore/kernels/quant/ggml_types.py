@@ -26,7 +26,7 @@ _CHUNK = 256  # columns of packed values, kernels/quant/int4.py
 
 
 class GgmlType(IntEnum):
-    """Supported formats, by their numbers in GGUF files."""
+    """The supported block formats, by their numbers in GGUF files."""
 
     Q4_0 = 2
     Q4_1 = 3
@@ -54,7 +54,7 @@ class GgmlType(IntEnum):
 
     @property
     def held(self) -> Holding:
-        """How a device holds the format."""
+        """The `Holding` that says in which format a device holds blocks of this format."""
         return _HOLDINGS.get(self, Holding(self))
 
     def row_bytes(self, columns: int) -> int:
@@ -90,9 +90,9 @@ class GgmlType(IntEnum):
 
 
 class Holding(NamedTuple):
-    """How a device holds the blocks of a file: as another format, or as they are.
+    """Says how a device holds the blocks of a file: converted to another format, or unchanged.
 
-    `loss` says in words how far that rounds a value at most, relative to the value. It is empty where nothing is
+    `loss` says in words how far the conversion rounds a value at most, relative to the value. It is empty if nothing is
     rounded.
     """
 

@@ -51,7 +51,7 @@ _MAX_WEIGHT_STAGES, _MAX_TOKEN_STAGES = 6, 12
 
 
 class WgmmaConfig(NamedTuple):
-    """How a GEMM is divided: see the macros of ggml_wgmma_gemm.cu."""
+    """Says how a GEMM is divided among blocks: see the macros of ggml_wgmma_gemm.cu."""
 
     tokens: int
     warp_groups: int

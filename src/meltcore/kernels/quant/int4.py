@@ -56,7 +56,10 @@ class Int4Type:
 
 
 def pack_int4_values(values: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit values, uint8 [..., columns], less 8 as two's complements (`pack_nibbles`)."""
+    """Pack 4-bit values, uint8 [..., columns]. 8 is subtracted, and the differences are stored as two's complements.
+
+    `pack_nibbles` explains the order.
+    """
     return pack_nibbles(values ^ _MIDDLE)
 
 
@@ -73,7 +76,7 @@ def pack_int4_zeros(zeros: torch.Tensor, int4_type: Int4Type) -> torch.Tensor:
 
 
 def _of_whole_chunks(of_groups: torch.Tensor, int4_type: Int4Type) -> torch.Tensor:
-    """Append zeros to what groups have, [..., groups]."""
+    """Append zeros to values of groups, [..., groups], so that the groups fill whole chunks."""
     return torch.nn.functional.pad(of_groups, (0, -of_groups.shape[-1] % int4_type.groups_per_chunk))
 
 
@@ -91,13 +94,13 @@ def dequantize_int4(
 
 
 def pack_nibbles(values: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit values [..., columns] in chunks, [..., chunks * 128]. Padding is zeros."""
+    """Pack 4-bit values [..., columns] in chunks, [..., chunks * 128]. The last chunk is padded with zeros."""
     chunks = torch.nn.functional.pad(values, (0, -values.shape[-1] % CHUNK)).unflatten(-1, (-1, 4, 2, 32))
     packed: torch.Tensor = (chunks[..., 0, :] | chunks[..., 1, :] << 4).transpose(-2, -1).flatten(-3)
     return packed
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Undo `pack_nibbles`, except that padding is kept."""
+    """Undo `pack_nibbles`. Padding is not removed."""
     chunks = packed.unflatten(-1, (-1, 32, 4)).transpose(-2, -1)
     return torch.stack([chunks & 15, chunks >> 4], -2).flatten(-4)

@@ -1,4 +1,4 @@
-"""Argmax over the vocabulary (greedy decoding)."""
+"""Computes the argmax over the vocabulary, for greedy decoding."""
 
 from __future__ import annotations
 

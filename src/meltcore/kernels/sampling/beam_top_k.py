@@ -1,4 +1,4 @@
-"""Log-probabilities of the best tokens of each beam, from one pass over the logits.
+"""Computes the log-probabilities of the best tokens of each beam, in one pass over the logits.
 
 The largest logits of a row lie in the groups with the largest maxima. So one pass finds the maximum of each group and
 the sum for the softmax, and a second kernel reads as many groups as tokens are wanted.

@@ -1,4 +1,4 @@
-"""Top-k, top-p (nucleus) and min-p without sorting the vocabulary.
+"""Filters tokens by top-k, top-p (nucleus) and min-p without sorting the vocabulary.
 
 Order a row's tokens by descending logit, and tokens of equal logits by ascending id. Each filter keeps a prefix of that
 order, so only its last token has to be found, the threshold token. Equal logits are common in 16-bit types, so ids take

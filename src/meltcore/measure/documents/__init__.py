@@ -1,1 +1,1 @@
-"""Result documents: their schema and run folders."""
+"""Defines the documents of results: their schema, and run folders."""

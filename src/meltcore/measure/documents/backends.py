@@ -1,4 +1,4 @@
-"""The result of `meltcore compare-backends`: one run per backend and set-up, the best of each, and nine aspects."""
+"""The result of `meltcore compare-backends`: one run per backend and set-up, the best backends, and nine aspects."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MOST_FAILED = 0.01  # ratio of a level's requests that may fail; random weights 
 class BackendRun(msgspec.Struct, kw_only=True):
     """One start of a backend under load.
 
-    `reason` says why the start was not measured, or not to its end; `levels` holds what was measured. `lacks` lists the
-    settings of the comparison for which the backend has no flag. `ready_s` is the time from the start of the process to
-    the first answer, or None for a server that was running already. `gpu_memory_bytes` is the peak of all GPUs under
-    load. `host_memory_bytes` is the memory of all processes after the load.
+    `reason` says why the start was not measured, or not to its end. `levels` has the levels that were measured. `lacks`
+    lists the settings of the comparison for which the backend has no flag. `ready_s` is the time from the start of the
+    process to the first answer, or None for a server that was running already. `gpu_memory_bytes` is the peak of all
+    GPUs under load. `host_memory_bytes` is the memory of all processes after the load.
     """
 
     backend: str
@@ -55,7 +55,7 @@ class BackendRun(msgspec.Struct, kw_only=True):
         return level if level is not None and level.failed <= MOST_FAILED * level.requests else None
 
     def failure(self, concurrency: int) -> str:
-        """Return the share of failed requests and the most frequent reason, if too many requests of the level failed.
+        """Return a text with the share of failed requests and the most frequent reason, if too many requests failed.
 
         Returns "" if the level counts, or if it was not loaded to its end.
         """
@@ -72,9 +72,9 @@ class BackendRun(msgspec.Struct, kw_only=True):
 
 
 class BestBackend(msgspec.Struct, kw_only=True):
-    """The fastest backend in a set-up. If `set_up` is empty, the fastest backend in all set-ups of a model.
+    """The fastest backend in a set-up. An empty `set_up` means all set-ups of a model.
 
-    `output_tokens_per_s` is the geometric mean over `levels`. `backend` is None if no backend leads, and `reason` says
+    `output_tokens_per_s` is the geometric mean over `levels`. If no backend leads, `backend` is None and `reason` says
     why.
     """
 

@@ -1,4 +1,4 @@
-"""A node's report card: all evidence about it, with one verdict and the perf stories."""
+"""The report card of a node: all evidence about it, one verdict, and the settings that made a server faster."""
 
 from __future__ import annotations
 

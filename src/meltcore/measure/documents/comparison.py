@@ -1,4 +1,4 @@
-"""Sets of fresh starts of one server under the same load, and the result of comparing two sets."""
+"""Defines sets of fresh starts of one server under the same load, and the result of comparing two sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Better = Literal["higher", "lower"]
 
 
 class ComparedMetric(msgspec.Struct, kw_only=True):
-    """One metric on one load. `old` and `new` are means over starts; fractions such as `change` are 0.05 for 5 %.
+    """One metric on one load. `old` and `new` are means over starts. Fractions such as `change` are 0.05 for 5 %.
 
     `low` and `high` bound the change (bootstrap over starts, 95 %). `p` is the two-sided p-value of the Mann-Whitney
     test.
@@ -39,7 +39,7 @@ class ComparedMetric(msgspec.Struct, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The metric and its load, for tables."""
+        """A text for tables that names the metric and its load."""
         return f"{self.metric}, {self.load}"
 
 
@@ -56,7 +56,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Difference(msgspec.Struct, kw_only=True):
-    """A fact of the machine, the versions or the server in which the two sides differ."""
+    """A property of the machine, the versions or the server in which the two sides differ."""
 
     name: str
     old: str
@@ -66,7 +66,7 @@ class Difference(msgspec.Struct, kw_only=True):
 class ComparisonResult(VersionedDocument, kw_only=True, tag_field="document", tag="comparison"):
     """The verdict on two sets of server starts, with all compared metrics.
 
-    `order` says how the starts were interleaved; it is empty for stored sets. `noise` is the relative spread of A
+    `order` says how the starts were interleaved. It is empty for stored sets. `noise` is the relative spread of A
     itself. `control` compares A with A: the starts of A before the comparison, and the starts of A within it. `doubts`
     are reasons not to compare that the user overruled. `cautions` are reasons to read the verdict with care. `taken`,
     `fingerprint` and `load` belong to the new set.
@@ -93,7 +93,7 @@ class ComparisonResult(VersionedDocument, kw_only=True, tag_field="document", ta
 
 
 class StartSet(VersionedDocument, kw_only=True, tag_field="document", tag="baseline"):
-    """The results of `starts` in the order of the starts, all under the same `load`.
+    """The results of several `starts` of a server under the same load, in the order of the starts.
 
     `command` is the server's command line without secrets and folders. It is empty for a server that was running
     already.
@@ -107,12 +107,12 @@ class StartSet(VersionedDocument, kw_only=True, tag_field="document", tag="basel
 
 
 def write_start_set(folder: Path, start_set: StartSet) -> Path:
-    """Write a set to `folder`, which is created where missing."""
+    """Write a set to `folder`. The folder is created if it is missing."""
     return write_document(folder / SET_FILE, start_set)
 
 
 def read_start_set(folder: Path | str) -> StartSet:
-    """Read a set from its file or folder. Raises ConfigError as `read_document` does, and for a set without starts."""
+    """Return the set in a file or folder. Raises ConfigError as `read_document` does, and for a set without starts."""
     start_set = read_document(folder, StartSet, name=SET_FILE)
     if not start_set.starts:
         raise ConfigError(f"{folder} has no starts")
@@ -120,5 +120,5 @@ def read_start_set(folder: Path | str) -> StartSet:
 
 
 def is_start_set(path: Path) -> bool:
-    """Return whether `path` is the file of a set or a folder with one."""
+    """Return whether `path` is the file of a set, or a folder that contains a set."""
     return path.name == SET_FILE or (path / SET_FILE).is_file()

@@ -1,4 +1,4 @@
-"""Hardware, driver, versions, arguments, seed and revision of a run. No host name, path or secret."""
+"""Records hardware, driver, versions, arguments, seed and revision of a run, but no host name, path or secret."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def take_fingerprint(arguments: Sequence[str] = (), seed: int | None = None) -> 
 
 
 def clean_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return arguments without secrets and folders, fit to publish.
+    """Return arguments without secrets and folders, so that they can be published.
 
-    The value of a secret option or of a NAME_OF_KEY=value becomes "***"; an absolute path becomes its last name. A
-    command line in one argument stays one argument, its words cleaned in place.
+    The value of a secret option or of a NAME_OF_KEY=value becomes "***". An absolute path becomes its last name. A
+    command line in one argument stays one argument whose words are cleaned.
     """
     clean: list[str] = []
     hide_next = False
@@ -138,7 +138,7 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[list[Gpu], str | None]:
-    """Return the GPUs and the driver version from NVML. Without a driver, returns no GPUs and None.
+    """Return the GPUs and the driver version from NVML. Without a driver, return no GPUs and None.
 
     If the driver does not answer in time, the error message replaces the version.
     """
@@ -182,7 +182,7 @@ def _gpu(nvml: Nvml, index: int) -> Gpu | None:
 
 
 def _git_revision() -> str | None:
-    """Return the git revision of the checkout that tracks this file, or None for an installed package."""
+    """Return the git revision of the checkout that contains this file, or None for an installed package."""
     source_file = Path(__file__)
     if _run_git(source_file.parent, "ls-files", "--error-unmatch", source_file.name) is None:
         return None

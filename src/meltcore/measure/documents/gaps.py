@@ -1,4 +1,4 @@
-"""The result of `meltcore profile`: the gaps in which a GPU did not compute, and their causes, in microseconds."""
+"""The result of `meltcore profile`: the gaps in which a GPU did not compute, and their causes. Times are in µs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SIZES: tuple[tuple[str, float], ...] = (
 
 
 class GapTotal(msgspec.Struct, kw_only=True):
-    """The number and the total length of all gaps of one cause or one size class."""
+    """The number and the total length of the gaps that have one cause or one size class."""
 
     name: str
     count: int
@@ -52,7 +52,7 @@ class GapTotal(msgspec.Struct, kw_only=True):
 
 
 class KernelPair(msgspec.Struct, kw_only=True):
-    """The gaps between two kernels of the same two names."""
+    """The gaps between two successive kernels, summed over all pairs with the same two names."""
 
     before: str
     after: str
@@ -103,9 +103,10 @@ class GapReport(msgspec.Struct, kw_only=True):
 
 
 class GpuProfile(VersionedDocument, kw_only=True, tag_field="document", tag="profile"):
-    """A `gaps.json`: one report per GPU. `source` is the file name of the trace, `taken` the time it was read.
+    """A `gaps.json`, with one report per GPU.
 
-    `fingerprint` is None for a trace from a file, which does not say on which machine it was recorded.
+    `source` is the file name of the trace, `taken` the time at which it was read. `fingerprint` is None for a trace
+    from a file, which does not say on which machine it was recorded.
     """
 
     source: str

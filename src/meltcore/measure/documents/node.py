@@ -1,4 +1,4 @@
-"""The documents of a node: its snapshot, and its certificate.
+"""Defines the documents of a node: its snapshot, and its certificate.
 
 A snapshot has facts, links and topology of the GPUs. A fact is a value, NOT_APPLICABLE (the driver reports "not
 supported", and the GPU type is known to lack the feature) or UNKNOWN (it should be readable and is not). UNKNOWN never
@@ -45,7 +45,7 @@ class NvLinkState(msgspec.Struct, kw_only=True):
 
 
 class GpuSnapshot(msgspec.Struct, kw_only=True):
-    """One GPU, or one MIG device. `facts` has the keys of facts.py; `index` is nvidia-smi's."""
+    """One GPU or MIG device. `facts` has the keys of facts.py. `index` is the index of the GPU in nvidia-smi."""
 
     index: int
     name: str
@@ -56,7 +56,7 @@ class GpuSnapshot(msgspec.Struct, kw_only=True):
 
     @property
     def label(self) -> str:
-        """A short name for tables: "GPU 3", or with the start of its UUID for a MIG device."""
+        """A short name for tables, such as "GPU 3". The name of a MIG device has the beginning of its UUID."""
         return f"GPU {self.index}" + (f" {self.uuid[:12]}" if self.mig else "")
 
     def number(self, key: str) -> float | None:
@@ -65,7 +65,7 @@ class GpuSnapshot(msgspec.Struct, kw_only=True):
         return None if isinstance(value, str) or value is None else float(value)
 
     def links_up(self) -> list[NvLinkState]:
-        """Return the NVLinks that are up."""
+        """The NVLinks of the GPU that are up."""
         return [link for link in self.links if link.state == "up"]
 
 
@@ -85,7 +85,7 @@ class Snapshot(VersionedDocument, kw_only=True, tag_field="document", tag="snaps
 
 
 class Expectation(msgspec.Struct, kw_only=True, frozen=True):
-    """What a healthy GPU reaches (`value`), the minimum that passes (`floor`), and how both were derived (`basis`)."""
+    """The `value` that a healthy GPU reaches, the minimum that passes (`floor`), and the `basis` of both."""
 
     source: Source
     value: float
@@ -127,7 +127,10 @@ class Finding(msgspec.Struct, kw_only=True):
 
 
 class Conditions(msgspec.Struct, kw_only=True):
-    """One GPU during a check. `clock_reasons` holds clock event reasons, each with its fraction of the samples."""
+    """The state of one GPU during a check.
+
+    `clock_reasons` has the fraction of the samples for each clock event reason.
+    """
 
     subject: str
     samples: int
@@ -142,7 +145,7 @@ class Conditions(msgspec.Struct, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, kw_only=True):
-    """Rows and findings of one check.
+    """The rows and findings of one check.
 
     `reason` says why the check did not finish, why it does not apply, or what it leaves out.
     """
@@ -160,8 +163,8 @@ class CheckReport(msgspec.Struct, kw_only=True):
 class Certificate(VersionedDocument, kw_only=True, tag_field="document", tag="certificate"):
     """The result of `meltcore certify`.
 
-    `findings` has what all checks found, one finding per fault code and subject, the worst first. `unverified` lists
-    what was not verified: rows that are UNKNOWN or INVALID, and features that the machine lacks.
+    `findings` has the findings of all checks, one per fault code and subject, the worst first. `unverified` lists what
+    was not verified: rows that are UNKNOWN or INVALID, and features that the machine lacks.
     """
 
     command: str = "certify"
@@ -178,12 +181,12 @@ class Certificate(VersionedDocument, kw_only=True, tag_field="document", tag="ce
 
     @property
     def exit_code(self) -> int:
-        """Exit status of `meltcore certify`."""
+        """The exit status of `meltcore certify`."""
         return MEANINGS[self.verdict].exit_code
 
 
 def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> CheckVerdict:
-    """Return PASS only where every required check passed or does not apply, and at least one passed."""
+    """Return PASS only if every required check passed or does not apply, and at least one passed."""
     verdict_by_check = {check.name: check.verdict for check in checks}
     missing_verdicts: list[CheckVerdict] = ["UNKNOWN" for name in required if name not in verdict_by_check]
     verdict = worst_verdict([*verdict_by_check.values(), *missing_verdicts], "UNKNOWN")
@@ -191,5 +194,5 @@ def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> CheckVerd
 
 
 def read_certificate(path: Path | str) -> Certificate:
-    """Read a certificate from a file or a run folder. Raises ConfigError as `read_document` does."""
+    """Return the certificate in a file or a run folder. Raises ConfigError as `read_document` does."""
     return read_document(path, Certificate, name=CERTIFICATE_FILE)

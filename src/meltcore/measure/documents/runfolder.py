@@ -1,4 +1,7 @@
-"""The folder of one run: `requests.jsonl` is streamed, `result.json` and `report.html` are written at the end."""
+"""Manages the folder of one run.
+
+`requests.jsonl` is streamed; `result.json` and `report.html` are written at the end.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +21,7 @@ _MAX_NAMES = 100  # runs of one verb within one second
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An existing folder `<UTC time>-<verb>`."""
+    """The existing folder of a run. Its name is `<UTC time>-<verb>`."""
 
     path: Path
 
@@ -40,7 +43,10 @@ class RunFolder:
     @classmethod
     @contextmanager
     def create_or_remove(cls, root: Path | str, verb: str) -> "Iterator[RunFolder]":
-        """Create a folder as `create` does. After an error, remove the folder if it is empty, and also a new `root`."""
+        """Create a folder as `create` does, and yield it.
+
+        After an error, remove an empty folder, and also a new `root`.
+        """
         is_new = not Path(root).exists()
         folder = cls.create(root, verb)
         try:
@@ -54,7 +60,7 @@ class RunFolder:
 
     @property
     def requests_path(self) -> Path:
-        """Where the load generator streams one JSON line per request."""
+        """The path of `requests.jsonl`, to which the load generator streams one JSON line per request."""
         return self.path / REQUESTS_FILE
 
     @property
@@ -76,7 +82,7 @@ class RunFolder:
 
 
 def read_result(folder: Path | str) -> RunResult:
-    """Read the result of a run folder, or of a path to its result.json. A run of `meltcore bench` is a ScoredRun.
+    """Return the result in a run folder, or in its result.json. A run of `meltcore bench` is a ScoredRun.
 
     Raises ConfigError as `read_document` does.
     """

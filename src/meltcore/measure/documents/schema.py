@@ -1,4 +1,4 @@
-"""The one result schema of every command that measures. `result.json` has it; reports and comparisons read it.
+"""Defines the one result schema of every command that measures. `result.json` has it; reports and comparisons read it.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_per_s` per second. `None` means "not measured" or, inside a
 `Distribution`, "too few samples" (see percentiles.py). definitions.py defines each metric.
@@ -21,7 +21,7 @@ TokenCountSource = Literal["server-reported", "confirmed", "tokenizer", "events"
 
 
 class Distribution(msgspec.Struct, kw_only=True):
-    """Summary of `n` samples.
+    """A summary of `n` samples.
 
     A percentile for which `n` is too small is None. Mean, minimum and maximum are None if `n` is 0.
     """
@@ -38,9 +38,9 @@ class Distribution(msgspec.Struct, kw_only=True):
 
 
 class Steady(msgspec.Struct, kw_only=True):
-    """The longest window with at least 90 % of the level in flight; times count from the release of the level.
+    """The longest window with at least 90 % of the level's requests in flight.
 
-    `work_per_s` is the rate of a task other than generation, as in TaskLoad.
+    Times count from the release of the level. `work_per_s` is the rate of a task other than generation, as in TaskLoad.
     """
 
     start_s: float
@@ -50,7 +50,7 @@ class Steady(msgspec.Struct, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Output tokens per second, or the work of the level's task per second."""
+        """The output tokens per second, or the work of the level's task per second."""
         return self.output_tokens_per_s if self.work_per_s is None else self.work_per_s
 
 
@@ -75,7 +75,7 @@ class TaskLoad(msgspec.Struct, kw_only=True):
 
 
 class ClientLoad(msgspec.Struct, kw_only=True):
-    """Load of the load generator itself. `cpu_utilization` is the fraction of one core that its busiest process used.
+    """The load of the load generator itself. `cpu_utilization` is the fraction of a core that its busiest process used.
 
     Both measurements are None if the level was too short (about 1 s) to measure them.
     """
@@ -101,7 +101,7 @@ class TimelinePoint(msgspec.Struct, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Output tokens per second, or the work of the level's task per second."""
+        """The output tokens per second, or the work of the level's task per second."""
         return self.output_tokens_per_s if self.work_per_s is None else self.work_per_s
 
 
@@ -120,9 +120,9 @@ class GpuTimeline(msgspec.Struct, kw_only=True):
 
 
 class LevelChecks(msgspec.Struct, kw_only=True):
-    """Checks of a level by `meltcore eval throughput`.
+    """The checks of a level by `meltcore eval throughput`.
 
-    Token counts come from the tokenizer: prompts without the server's chat template, and answers.
+    The tokenizer counts the tokens of answers, and of prompts without the server's chat template.
     `counted_content_tokens` leaves out end tokens and reasoning, as the public harness does.
     """
 
@@ -135,14 +135,17 @@ class LevelChecks(msgspec.Struct, kw_only=True):
 
 
 class WeightedThroughput(msgspec.Struct, kw_only=True):
-    """Throughput at concurrency 1 to 64, weighted 1, 1, 2, 2, 4, 4, 8, with unchecked answers: not a score."""
+    """The throughput at concurrency 1 to 64 with weights 1, 1, 2, 2, 4, 4, 8.
+
+    Answers are unchecked, so it is no score.
+    """
 
     total_tokens_per_s: float
     output_tokens_per_s: float
 
 
 class EvalScore(msgspec.Struct, kw_only=True):
-    """Weighted throughput of a server whose answers were checked. Both sums are zero if a gate or a level failed.
+    """The weighted throughput of a server whose answers were checked. Both sums are zero if a gate or a level failed.
 
     `total_tokens_per_s` counts prompts and answers, as the public harness does. `output_tokens_per_s` counts answers
     only, as the written rules do. `zero_reasons` lists what failed.
@@ -202,19 +205,19 @@ class LevelResult(msgspec.Struct, kw_only=True):
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second of the whole level, or the work of its task per second."""
+        """The output tokens per second of the whole level, or the work of its task per second."""
         return self.output_tokens_per_s if self.task is None else self.task.work_per_s
 
     @property
     def steady_throughput(self) -> float:
-        """The throughput of the steady window, in which no connection has stopped; without one, of the whole level."""
+        """The throughput of the steady window, in which no connection has stopped, or else of the whole level."""
         return self.throughput if self.steady is None else self.steady.rate
 
 
 class StreamLoad(msgspec.Struct, kw_only=True):
-    """The load on one model, alone or beside others.
+    """The load on one model, which runs alone or beside others.
 
-    `refused` requests got a 429 or 503 with Retry-After; `refusals` counts these responses. After each one the load
+    `refused` requests got a 429 or 503 with Retry-After. `refusals` counts these responses. After each one the load
     generator waited and sent the request again. Latencies count from the first try. `lost` requests never got a
     complete answer.
     """
@@ -232,7 +235,7 @@ class StreamLoad(msgspec.Struct, kw_only=True):
 
 
 class GpuUse(msgspec.Struct, kw_only=True):
-    """Means of one GPU's metrics (hardware/nvml) over a level; a metric without a reading is missing."""
+    """The means of one GPU's metrics over a level. A metric without a reading is missing."""
 
     gpu: str
     name: str
@@ -240,7 +243,7 @@ class GpuUse(msgspec.Struct, kw_only=True):
 
 
 class FleetLevel(msgspec.Struct, kw_only=True):
-    """One level: streams that were released together and sent requests for `send_s`.
+    """One level, with streams that were released together and sent requests for `send_s` seconds.
 
     `duration_s` lasts until the last answer. `connections` were opened for the closed loops of the streams.
     `peak_in_flight` counts all streams together.
@@ -258,11 +261,11 @@ class FleetLevel(msgspec.Struct, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
-    """Answers compared with the expected ones. `ci_low` and `ci_high` are the 95 % Wilson interval of the accuracy.
+    """The comparison of answers with the expected ones.
 
-    `failed` requests yielded no answer; they count in `total`. `first_failure` is the reason of the first failed
-    request, in the order of the problems. `strict_correct` counts the correct answers by strict extraction, if the
-    evaluation grades in both ways.
+    `ci_low` and `ci_high` are the 95 % Wilson interval of the accuracy. `failed` requests yielded no answer; they count
+    in `total`. `first_failure` is the reason of the first failed request, in the order of the problems.
+    `strict_correct` counts the correct answers by strict extraction, if the evaluation grades in both ways.
     """
 
     total: int
@@ -292,7 +295,7 @@ class IncorrectAnswer(msgspec.Struct, kw_only=True):
 
 
 class CheckResult(msgspec.Struct, kw_only=True):
-    """One check of a server's API, or a gate, which is a condition that a result must meet to count.
+    """The outcome of one check of a server's API, or of a gate. A gate is a condition for a result to count.
 
     A check that could not run is a FAIL with its reason. A gate that was left out is NOT RUN. Neither is a PASS.
     """
@@ -313,7 +316,7 @@ class Gpu(msgspec.Struct, kw_only=True):
 class Fingerprint(msgspec.Struct, kw_only=True):
     """The hardware, software and arguments of a run. Two runs compare only as far as their fingerprints agree.
 
-    There is no host name and no path in a fingerprint. `git_revision` ends in "-dirty" where tracked files had changed.
+    There is no host name and no path in a fingerprint. `git_revision` ends in "-dirty" if tracked files had changed.
     """
 
     cpu: str
@@ -363,7 +366,7 @@ class Envelope(VersionedDocument, kw_only=True):
 
     @property
     def taken(self) -> str:
-        """The time of the document."""
+        """The time at which the document was made."""
         return self.started
 
 
@@ -402,7 +405,7 @@ class RunResult(RunEnvelope, kw_only=True, tag_field="document", tag="run"):
 
 
 class ModelUnderLoad(msgspec.Struct, kw_only=True):
-    """One model of the fleet: its name, its task, its workload, and facts of /v1/models such as `weights`."""
+    """One model of the fleet: its name, task and workload, and fields of /v1/models such as `weights`."""
 
     name: str
     task: str
@@ -412,7 +415,7 @@ class ModelUnderLoad(msgspec.Struct, kw_only=True):
 
 
 class Interference(msgspec.Struct, kw_only=True):
-    """One pair of the matrix: the victim alone, and beside an aggressor."""
+    """One pair of the matrix. The victim is measured alone, and beside an aggressor."""
 
     victim: str
     aggressor: str
@@ -422,7 +425,7 @@ class Interference(msgspec.Struct, kw_only=True):
 
 
 class FleetExperiment(msgspec.Struct, kw_only=True):
-    """A named experiment: each stream alone, then all streams together, and the limits of the change as gates."""
+    """A named experiment. Each stream runs alone, then all run together, and gates limit the change."""
 
     name: str
     send_s: float

@@ -1,4 +1,4 @@
-"""The result of `meltcore bench`, read by the report and the leaderboard.
+"""The result of `meltcore bench`, which the report and the leaderboard read.
 
 Names end in units. None means "not measured", with the reason beside it or in `reasons`.
 """
@@ -51,12 +51,12 @@ class ScoreLevel(msgspec.Struct, kw_only=True):
 
     @property
     def end_s(self) -> float:
-        """The end of the window, from the start of the ladder."""
+        """The end of the window, in seconds from the start of the ladder."""
         return self.start_s + self.ramp_s + self.window_s
 
 
 class Spread(msgspec.Struct, kw_only=True):
-    """How even the sustained rate was: output tokens per second in buckets of `bucket_s`.
+    """Says how even the sustained rate was. The rate is in output tokens per second, in buckets of `bucket_s`.
 
     `variation` is the standard deviation divided by the mean. `change` compares the last third with the first: -0.05 is
     a loss of 5 %. It is None if the window is too short. `drifts` is True if the change is a loss beyond the limit.
@@ -70,7 +70,7 @@ class Spread(msgspec.Struct, kw_only=True):
 
 
 class MetricRow(msgspec.Struct, kw_only=True):
-    """One NVML metric over the sustained window: mean and maximum of a gauge, increase of a counter.
+    """One NVML metric over the sustained window. A gauge has mean and maximum; a counter has its increase.
 
     `absent` is NOT_APPLICABLE or UNKNOWN if there is no number. `note` says how to read it.
     """
@@ -100,9 +100,9 @@ class GpuHealth(msgspec.Struct, kw_only=True):
 
 
 class TimeSeries(msgspec.Struct, kw_only=True):
-    """Metrics over time from the start of the ladder.
+    """Metrics over time, from the start of the ladder on.
 
-    `values[key][i]` is the mean over `bucket_s` from i * bucket_s on.
+    `values[key][i]` is the mean over the `bucket_s` seconds that begin at i * bucket_s.
     """
 
     bucket_s: float
@@ -142,7 +142,7 @@ class GpuScore(msgspec.Struct, kw_only=True):
 
     @property
     def output_tokens_per_s(self) -> float | None:
-        """The sustained rate, or None without one."""
+        """The sustained rate in output tokens per second, or None without a sustained run."""
         return None if self.sustained is None else self.sustained.output_tokens_per_s
 
     def mean_utilization(self, level: ScoreLevel, key: str) -> float | None:
@@ -166,7 +166,7 @@ class GpuScore(msgspec.Struct, kw_only=True):
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """Sums over the counted windows of all levels and the sustained run, of all devices; ramps are left out.
+    """The sums over the measured windows of all devices: of all levels, and of the sustained run. Ramps are left out.
 
     `generations` are completed requests.
     """
@@ -211,7 +211,7 @@ class SweepGrid(msgspec.Struct, kw_only=True):
 
 
 class ReferenceRatio(msgspec.Struct, kw_only=True):
-    """The ratio of a score to a reference's score, or the `reasons` why the two scores are not comparable.
+    """The score divided by a reference's score, or the `reasons` why the two scores are not comparable.
 
     `per_gpu` is the ratio of the rates per GPU. It is set only if the numbers of GPUs differ. `engine` is the
     reference's engine version.
@@ -253,7 +253,7 @@ class Score(msgspec.Struct, kw_only=True):
 
     @property
     def tokens_per_joule(self) -> float | None:
-        """Output tokens per joule of all devices together, or None if any device has no energy counter."""
+        """The output tokens per joule of all devices together, or None if any device has no energy counter."""
         joules_per_s = 0.0
         for device in self.devices:
             if device.sustained is None or not device.sustained.tokens_per_joule:
@@ -263,13 +263,13 @@ class Score(msgspec.Struct, kw_only=True):
 
     @property
     def health(self) -> Verdict:
-        """The worst verdict of all devices."""
+        """The worst health verdict of all devices."""
         return worst_verdict(
             (device.health.verdict if device.health else "UNKNOWN" for device in self.devices), "UNKNOWN"
         )
 
 
 class ScoredRun(RunResult, kw_only=True, tag="score"):
-    """The `result.json` of `meltcore bench`."""
+    """The contents of the `result.json` of `meltcore bench`."""
 
     score: Score

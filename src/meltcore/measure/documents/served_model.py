@@ -1,4 +1,4 @@
-"""Fields of /v1/models beyond OpenAI's, such as random weights, which results must state."""
+"""Reads the fields of /v1/models beyond OpenAI's, such as random weights, which results must state."""
 
 from __future__ import annotations
 

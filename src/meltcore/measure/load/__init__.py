@@ -1,1 +1,1 @@
-"""The load generator: `runner.run_levels(LoadConfig(url=...))` loads any OpenAI-compatible server and measures it."""
+"""Loads and measures any OpenAI-compatible server: `runner.run_levels(LoadConfig(url=...))`."""

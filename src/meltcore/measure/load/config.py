@@ -42,8 +42,8 @@ class AnswerRules(NamedTuple):
     """Holds the conditions, beyond a finish reason, that make an answer complete.
 
     With `needs_text` an answer without text is a failure, even if the server counted tokens. With `allow_empty` an
-    answer that consists of an end token only is complete nevertheless; its token arrives with the finish reason. With
-    `needs_usage` an answer without the server's token counts is a failure.
+    answer that consists only of an end token is complete nevertheless. The end token arrives with the finish reason.
+    With `needs_usage` an answer without the server's token counts is a failure.
     """
 
     needs_text: bool = False
@@ -52,7 +52,7 @@ class AnswerRules(NamedTuple):
 
 
 def published_workload(spec: str) -> str:
-    """Return the workload `spec` without the folders of its files."""
+    """Return the workload `spec` without the folders of the files that it names."""
     kind, separator, options_text = spec.partition(":")
     if "/" in kind or "=" not in options_text:
         return spec.rpartition("/")[2]
@@ -163,7 +163,7 @@ class LoadConfig:
 
     @property
     def levels(self) -> list[Level]:
-        """Return the levels in the order they run."""
+        """Return the levels in the order in which they run."""
         loads: list[tuple[int, float | None, int]] = [
             (0, rate, max(1, round(rate * 30))) for rate in self.request_rate
         ] or [(concurrency, None, max(concurrency, min(200, 20 * concurrency))) for concurrency in self.concurrency]
@@ -223,7 +223,7 @@ class Level:
     def num_connections(self) -> int:
         """Return the number of connections to open before the release.
 
-        It is never more than the number of requests, and 0 for an open loop.
+        It is at most the number of requests, and 0 for an open loop.
         """
         return min(self.concurrency, self.num_requests)
 

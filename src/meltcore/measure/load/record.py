@@ -62,7 +62,10 @@ class RequestRecord(msgspec.Struct, array_like=True):
 
     @property
     def content(self) -> str:
-        """Return the text without reasoning. Only this text is graded, since a number in the reasoning is no answer."""
+        """Return the answer without reasoning.
+
+        Only this text is graded, because a number in the reasoning is no answer.
+        """
         return (self.text or "")[self.reasoning_chars :]
 
     @property
@@ -117,7 +120,7 @@ class RecordFile:
 
     @property
     def problem(self) -> str | None:
-        """Return what is missing from the file, and why. Returns None if the file is complete."""
+        """Return a text that says which requests are missing from the file, and why, or None if it is complete."""
         if self._error is None:
             return None
         return (
@@ -126,7 +129,7 @@ class RecordFile:
         )
 
     def write(self, level: str, released_s: float, records: list[RequestRecord]) -> None:
-        """Append `records` and write them to the operating system, so that they survive if the run is killed."""
+        """Append `records` and write them to the operating system. So they survive if the run is killed."""
         if self._file is None or not records:
             return
         if self._error is None:
@@ -147,7 +150,10 @@ class RecordFile:
             self._reserve_file.close()
 
     def _append(self, lines: bytes) -> None:
-        """Write all of `lines`, or remove what was written and raise OSError: every line in the file is complete."""
+        """Write all `lines`.
+
+        If that fails, remove the written part and raise OSError, so that every line is complete.
+        """
         assert self._file is not None
         end_offset = self._file.seek(0, os.SEEK_END)
         remaining_bytes = memoryview(lines)

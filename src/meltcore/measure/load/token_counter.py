@@ -1,4 +1,4 @@
-"""Counts tokens with the model's own tokenizer, to check the server's counts and to replace missing ones."""
+"""Counts tokens with the tokenizer of the model. This checks the server's counts and replaces missing ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TokenCounter:
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def count_output_tokens(self, record: RequestRecord) -> int:
-        """Return the number of tokens of an answer, with its end token."""
+        """Return the number of tokens of an answer, including its end token."""
         return self.count(record.text or "") + (NUM_EOS_TOKENS if record.finish_reason == "stop" else 0)
 
     def check_counts(self, records: Sequence[RequestRecord]) -> tuple[int, str | None]:

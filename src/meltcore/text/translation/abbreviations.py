@@ -89,7 +89,7 @@ def is_abbreviation(word: str, text_code: str, *, is_before_number: bool) -> boo
 
 @cache
 def _known_words(text_code: str) -> frozenset[str]:
-    """Return the sound keys of initials in all Indian languages, and the other words of Moses' lists."""
+    """Return the sound keys of known words: initials in all Indian languages, and the words of Moses' lists."""
     from sacremoses.corpus import NonbreakingPrefixes
 
     prefixes = NonbreakingPrefixes()

@@ -60,7 +60,7 @@ def prepare(
 
 
 def finish(document: Document, outputs: Iterable[list[int]], tokenizer: TranslationTokenizer, target: Language) -> str:
-    """Return the translation of a text. `outputs` are the model's tokens for each sentence, in order."""
+    """Return the translation of a text. `outputs` are the token ids of each translated sentence, in order."""
     translations = [
         postprocess(tokenizer.decode(output), target, sentence.placeholders)
         for output, sentence in zip(outputs, document.sentences, strict=True)

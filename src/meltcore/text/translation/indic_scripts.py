@@ -38,7 +38,7 @@ _QUOTES_AND_DASHES = (
 
 
 class _Script(NamedTuple):
-    """Replacements of a script, in order: `first`, then the common replacements, then `then`.
+    """The replacements of a script. `first` is applied first, then the common replacements, and `then` at last.
 
     `nuktas` maps letters with a dot to the letters without a dot that form them together with a nukta. Letters and
     replacements are offsets in the block.

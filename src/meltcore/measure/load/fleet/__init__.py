@@ -1,1 +1,1 @@
-"""Load on all models of a server."""
+"""Loads all models of a server together."""

@@ -1,4 +1,4 @@
-"""Defines the settings of a load on a whole fleet, and how connections are split among its models."""
+"""Defines the settings of a load on a whole fleet, and splits connections among the models."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class FleetLoadConfig:
 
 
 def shares_of(models: Sequence[ServedModel], mix: Mapping[str, float]) -> list[float]:
-    """Return the share of each model in a mixed level: the share of its task, split evenly among the task's models.
+    """Return the share of each model in a mixed level. The models of a task split the share of the task evenly.
 
     The shares add up to 1. The share of a task without a model goes to the other tasks. Raises ConfigError if no model
     has a share.

@@ -1,6 +1,6 @@
-"""The gates of a load on a fleet: the health of each model and of the fleet, and the limits of an experiment.
+"""Computes the gates of a load on a fleet: the health of models and fleet, and the limits of an experiment.
 
-Health counts lost requests and refusals, and holds p95 against limits. An experiment on interference loads each stream
+Health counts lost requests and refusals, and compares p95 with limits. An experiment on interference loads each stream
 alone and then all of them together.
 """
 
@@ -68,7 +68,7 @@ def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]
 
 
 def _against_limit(name: str, result: FleetLoad, metric: str, limit: float) -> tuple[bool, str] | None:
-    """Return whether the smallest mixed level keeps the limit, and a sentence on the levels up to which it holds.
+    """Return whether the smallest mixed level meets the limit, and a sentence that names the levels which meet it.
 
     Returns None if no level measured the metric.
     """
@@ -125,9 +125,9 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     The stream loads the model `model`, or a model of `task`. Among several models of the task it takes the one with
     `prefer` in its name.
 
-    The load is `concurrency` connections, or `rate` arrivals per second (Poisson). `max_p95_ratio` limits the p95
-    together divided by the p95 alone, of `e2e` and `first` (first token or audio). `min_throughput_ratio` limits the
-    throughput.
+    The load is `concurrency` connections, or `rate` arrivals per second (Poisson). `max_p95_ratio` limits a ratio: the
+    p95 together divided by the p95 alone. It holds for `e2e` and for `first` (first token or audio).
+    `min_throughput_ratio` limits the throughput.
     """
 
     name: str
@@ -167,7 +167,7 @@ def load_experiment(name: str) -> ExperimentSpec:
 
 
 def choose_models(spec: ExperimentSpec, models: Sequence[ServedModel]) -> list[ServedModel]:
-    """Return the model of each stream. Streams of one task get different models.
+    """Return one model per stream. Streams of one task get different models.
 
     Raises ConfigError if a model is missing.
     """
@@ -198,7 +198,7 @@ def _has(model: ServedModel, part: str) -> bool:
 def experiment_gates(
     spec: ExperimentSpec, alone: Sequence[StreamLoad], together: Sequence[StreamLoad]
 ) -> list[CheckResult]:
-    """Return one gate per limit, with the measured ratio and the limit. A gate with too few samples is NOT RUN."""
+    """Return one gate per limit, with the measured ratio and the limit. Without enough samples a gate is NOT RUN."""
     gates = []
     for stream, before, after in zip(spec.streams, alone, together, strict=True):
         name = f"{stream.name} ({before.model})"

@@ -40,7 +40,7 @@ OnFleetLevel = Callable[[FleetLevel], None]
 
 @dataclass(kw_only=True)
 class _Plan:
-    """The plan of a run: the models with their workloads, and the experiment on interference."""
+    """Lists what a run measures: the models with their workloads, and the experiment on interference."""
 
     models: list[ModelUnderLoad]
     experiment: ExperimentSpec | None = None
@@ -84,7 +84,7 @@ def measure_fleet(
 
 
 def judge(result: FleetLoad, p95_limits_ms: dict[str, float], verdicts: Sequence[Verdict]) -> None:
-    """Set the health lines, the verdict and its reasons."""
+    """Set the health lines, the verdict and its reasons in the result."""
     result.health = fleet_health(result, p95_limits_ms)
     gates = [*result.health, *(result.experiment.gates if result.experiment is not None else [])]
     failed = [gate for gate in gates if gate.status == "FAIL"]
@@ -113,7 +113,7 @@ class _FleetRun:
 
     @property
     def has_ended_early(self) -> bool:
-        """Whether an interrupt or the server's death cut the run short."""
+        """Whether the run was cut short, by an interrupt or by the server's death."""
         return self._runner.has_ended
 
     async def run(self) -> None:
@@ -187,7 +187,7 @@ class _FleetRun:
             await self._run_pairs()
 
     async def _run_ladder(self, model: ModelUnderLoad) -> None:
-        """Run a model's own levels, until a level leaves a queue that takes longer than the limit to empty."""
+        """Run one model's own levels. Stop after a level whose queue takes longer than the limit to empty."""
         config = self._config
         for position, connections in enumerate(config.levels):
             label = f"{model.name}, {connections:,} connections"
@@ -202,7 +202,7 @@ class _FleetRun:
                 return
 
     async def _run_pairs(self) -> None:
-        """Measure each model alone, then beside each other model."""
+        """Measure each model alone, and then together with each other model."""
         config, models = self._config, self.plan.models
         streams = [_stream(model, config.pair_connections) for model in models]
         alone: dict[str, StreamLoad] = {}
@@ -240,7 +240,7 @@ class _FleetRun:
             self.experiment_loads = [alone, level.streams]
 
     async def _level(self, part: Part, label: str, streams: Sequence[Stream], send_s: float) -> FleetLevel | None:
-        """Run a level. Returns None if the run ended before the level or during it."""
+        """Run a level and return its result. Returns None if the run ended before or during the level."""
         if self._runner.has_ended:
             return None
         level = await self._runner.run(part, label, streams, send_s)

@@ -35,7 +35,7 @@ class Stream:
     rate: float | None = None
 
     def level(self, send_s: float) -> Level:
-        """Return the level that sends for `send_s`."""
+        """Return the level for this stream, which sends for `send_s` seconds."""
         if self.rate is None:
             return Level(
                 concurrency=self.connections,
@@ -63,7 +63,7 @@ def level_status(console: Console) -> Iterator[OnProgress]:
 
 
 def level_line(level: FleetLevel) -> str:
-    """Return a sentence on a level that has ended."""
+    """Return a sentence that sums up a completed level."""
     requests, lost, refused = (
         sum(getattr(stream.level if name == "requests" else stream, name) for stream in level.streams)
         for name in ("requests", "lost", "refused")
@@ -96,7 +96,7 @@ class FleetLevels:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no further level makes sense."""
+        """Whether no further level is to be run, because the run was interrupted or the server has died."""
         return self.interrupt.arrived or self._has_server_died
 
     async def warm_up(self, streams: Sequence[Stream]) -> None:

@@ -1,1 +1,1 @@
-"""Runs of the load generator: worker processes, loops, summaries."""
+"""Runs the load generator: worker processes, loops and summaries."""

@@ -1,4 +1,4 @@
-"""Measures whether the client limited the results, by the lag of its event loop and its share of a CPU core."""
+"""Measures whether the client itself limited the results: the lag of its event loop, and its share of a CPU core."""
 
 from __future__ import annotations
 

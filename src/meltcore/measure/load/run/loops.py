@@ -41,7 +41,7 @@ def arrival_offsets(rate: float, num_requests: int, arrivals: ArrivalProcess, se
 
 
 class RequestLoop(ABC):
-    """Sends the requests of a level and sets `finished` when each of them has its record."""
+    """Sends the requests of a level. It sets `finished` when every request has its record."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class RequestLoop(ABC):
         return len(self._connections)
 
     async def open(self) -> None:  # noqa: B027 - an open loop has nothing to prepare
-        """Open connections before the release, where the loop needs them."""
+        """Open connections before the release, if the loop uses fixed connections."""
 
     @abstractmethod
     def release(self, at_s: float) -> None:
-        """Start sending requests at `at_s` (monotonic seconds)."""
+        """Start sending requests at the time.monotonic() `at_s`."""
 
     @abstractmethod
     def _on_done(self, connection: HttpConnection | None) -> None:
@@ -83,7 +83,7 @@ class RequestLoop(ABC):
 
     @abstractmethod
     def _stop(self) -> list[int]:
-        """Stop sending, and return the indexes of the requests that were never started."""
+        """Stop sending. Return the indexes of the requests that were never started."""
 
     def stop(self, *, fail_remaining: str | None = None) -> None:
         """Stop sending. With `fail_remaining`, each unsent request gets a record with this failure reason.

@@ -1,4 +1,4 @@
-"""Runs the levels of a LoadConfig against a server, one after another, and `meltcore load` once with their result."""
+"""Runs the levels of a LoadConfig against a server, and `meltcore load` once."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def check_limits(num_connections: int, *, connections_per_process: int, port_ran
 
 
 class _LoadRun:
-    """The levels of one run. Each level has one stream."""
+    """Runs the levels of one run. Each level has one stream."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _LoadRun:
         self.interrupt = self._runner.interrupt
 
     async def run_level(self, level_idx: int, level: Level) -> tuple[LevelResult, list[RequestRecord]]:
-        """Run a level after its warm-up, and return its result and records."""
+        """Run a level after its warm-up. Return its result and records."""
         num_warmups = self._config.num_warmups_for(level)
         if num_warmups:
             concurrency = min(num_warmups, level.concurrency or num_warmups)

@@ -31,7 +31,7 @@ Phase = Literal["warm-up", "connecting", "running", "done"]
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Describes the progress of a level, all of its streams together. `level_idx` counts levels from 0."""
+    """Describes the progress of a level over all its streams. `level_idx` counts levels from 0."""
 
     label: str
     level_idx: int
@@ -78,7 +78,7 @@ class LevelStream:
         return max((record.index for record in self.records), default=-1) + 1
 
     def add_result(self, result: WorkerResult) -> None:
-        """Add what a worker reported at its end."""
+        """Add the result that a worker has sent at its end."""
         self.client_usages.append(result.usage)
         died_at_s = [each for each in (self.server_died_s, result.server_died_s) if each is not None]
         self.server_died_s = min(died_at_s, default=None)
@@ -110,7 +110,7 @@ class StreamRunner:
         phase: Phase = "running",
         probe: InFlightProbe | None = None,
     ) -> None:
-        """Release all streams together, and return when each request has an answer or a failure.
+        """Release all streams together. Return when each request has an answer or a failure.
 
         `probe` is started before the release. The caller finishes it.
         """

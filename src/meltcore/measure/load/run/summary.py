@@ -39,10 +39,10 @@ class LevelMeasurement:
 
 
 def summarize(measurement: LevelMeasurement) -> LevelResult:
-    """Return the metrics of a level.
+    """Compute the metrics of a level from its measurements.
 
     Latencies, queue delay and tokens per event come from complete answers only. Rates are divided by the duration, and
-    accuracy by the number of requests; both include failures.
+    accuracy is divided by the number of requests. Both include failures.
     """
     complete_records = [record for record in measurement.records if record.failure is None]
     records_with_text = [record for record in complete_records if record.first_text_s]
@@ -114,17 +114,17 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
 
 
 def ttft_ms(record: RequestRecord) -> float:
-    """Return the time to the first token of an answer with text, or to the first audio of speech."""
+    """Return the time in ms to the first token of an answer with text, or to the first audio of speech."""
     return (record.first_text_s - record.intended_s) * MS_PER_S
 
 
 def e2e_ms(record: RequestRecord) -> float:
-    """Return the end-to-end latency of a request."""
+    """Return the end-to-end latency of a request in ms."""
     return (record.ended_s - record.intended_s) * MS_PER_S
 
 
 def tpot_ms(record: RequestRecord) -> float | None:
-    """Return the time per output token after the first, or None for an answer of one token."""
+    """Return the time in ms per output token after the first token, or None for an answer of one token."""
     if record.output_tokens < 2:
         return None
     return (e2e_ms(record) - ttft_ms(record)) / (record.output_tokens - 1)
@@ -205,7 +205,7 @@ def _task_load(task: MeasuredTask, complete_records: list[RequestRecord], work: 
 
 
 def _report_as_work(result: LevelResult) -> None:
-    """Move the rates of a task's level from tokens to work, because such a level counts no output tokens."""
+    """Report the rates of a task's level as work instead of tokens, because such a level counts no output tokens."""
     rates: list[TimelinePoint | Steady] = [*result.timeline, *filter(None, [result.steady])]
     for rate in rates:
         rate.work_per_s, rate.output_tokens_per_s = rate.output_tokens_per_s, 0.0

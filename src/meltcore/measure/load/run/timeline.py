@@ -152,9 +152,10 @@ class TokenTimes:
 
 
 def _tokens_per_event(record: RequestRecord) -> np.ndarray:
-    """Return the output tokens of each event, [events]: the server's counts, else the total spread evenly.
+    """Return the number of output tokens of each event, [events].
 
-    Tokens after the last text, such as an end token, count with the last event.
+    These are the server's counts. Without counts, the total is spread evenly over the events. Tokens after the last
+    text, such as an end token, count with the last event.
     """
     cumulative_counts = record.cumulative_tokens
     num_events = max(1, len(record.times_s))
@@ -184,9 +185,9 @@ def timeline(in_flight: InFlight, token_times: TokenTimes, start_s: float, end_s
 def bucket_means(
     times_s: np.ndarray, token_counts: np.ndarray, counts: np.ndarray, start_s: float, end_s: float
 ) -> list[float | None]:
-    """Return a mean for each bucket of `timeline`: the sum of `token_counts` divided by the sum of `counts`.
+    """Return one mean per bucket of `timeline`: the sum of `token_counts` divided by the sum of `counts`.
 
-    A bucket is None if the sum of its `counts` is 0.
+    The mean of a bucket is None if the sum of its `counts` is 0.
     """
     edges = _bucket_edges(start_s, end_s)
     sums, _ = np.histogram(times_s, bins=edges, weights=token_counts)

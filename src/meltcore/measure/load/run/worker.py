@@ -1,4 +1,4 @@
-"""Runs one worker's requests of a level: opens connections, waits for the common release, collects the records."""
+"""Runs the part of a level that one worker sends: opens connections, waits for the release, and collects records."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerResult(msgspec.Struct, array_like=True):
-    """Holds what a worker reports after all its records."""
+    """Holds the numbers that a worker reports after it has sent all its records."""
 
     usage: ClientUsage
     server_died_s: float | None
@@ -71,7 +71,7 @@ class LoadWorker(Protocol):
         """Open the connections of a closed loop."""
 
     async def run(self, release_at_s: float) -> WorkerResult:
-        """Send the first requests at `release_at_s` (monotonic), and return when every request has its record."""
+        """Send the first requests at the time.monotonic() `release_at_s`. Return when every request has its record."""
 
     def stop(self) -> None:
         """Fail the requests in flight as interrupted and send no more, so that `run` returns."""
@@ -110,7 +110,7 @@ class LocalWorker:
         self._is_stopping = True
 
     async def run(self, release_at_s: float) -> WorkerResult:
-        """Send the first requests at `release_at_s` (monotonic), and return when every request has its record."""
+        """Send the first requests at the time.monotonic() `release_at_s`. Return when every request has its record."""
         with without_collection():  # with 10,000 open streams it stops the client for tens of ms
             wait_s = release_at_s - time.monotonic()
             if wait_s > 0:

@@ -30,7 +30,7 @@ _EXIT_LIMIT_S = 5.0
 
 
 class Release(msgspec.Struct, tag="release"):
-    """Tells the worker to send its first requests at `at_s` (monotonic)."""
+    """Tells the worker to send its first requests at the time.monotonic() `at_s`."""
 
     at_s: float
 
@@ -103,7 +103,7 @@ class WorkerProcess:
         self.num_connections = message.num_connections
 
     async def run(self, release_at_s: float) -> WorkerResult:
-        """Send the first requests at `release_at_s` (monotonic), and return when every request has its record."""
+        """Send the first requests at the time.monotonic() `release_at_s`. Return when every request has its record."""
         assert self._process is not None
         self._send(Release(release_at_s))
         while not isinstance(message := await self._receive(), WorkerDone):

@@ -1,1 +1,1 @@
-"""Defines the record of each task for everything that measures, with one module for what differs by task."""
+"""Describes each task to everything that measures. There is one module for what differs by task."""

@@ -1,4 +1,4 @@
-"""Defines the record of generation: prompts of chats and completions, streamed answers, and token rates."""
+"""Describes the task generation to measurements: prompts of chats and completions, answers, and token rates."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def _draw_length(rng: random.Random, length_range: IntRange) -> int:
 
 
 def _file_workload(path: Path, max_tokens: int | None) -> Workload:
-    """Return the prompts of a file with one JSON object per line.
+    """Return the prompts of a file, which has one JSON object per line.
 
-    When the run needs more requests than there are lines, it starts again at the first line.
+    If the run needs more requests than the file has lines, it starts again at the first line.
     """
     try:
         # Not splitlines(): JSON strings may hold U+0085, U+2028 and U+2029, where it splits.
@@ -235,7 +235,7 @@ def _facts(level: LevelResult) -> list[tuple[str, str]]:
 
 
 def _notes(records: Sequence[RequestRecord], result: LevelResult) -> list[str]:
-    """Return notes on what complete answers lack: text, [DONE] or usage."""
+    """Return notes on the parts that complete answers lack: text, [DONE] or usage."""
     notes = []
     records_without_text = [record for record in records if not record.first_text_s]
     if records_without_text:

@@ -1,4 +1,4 @@
-"""Defines the record of synthesis: the texts to speak, and the speech that the server returns."""
+"""Describes the task synthesis to measurements: the texts to speak, and the speech that the server returns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SpeechFormat = Literal["wav", "pcm"]
 
 
 class SpeechResponse(BaseResponse):
-    """Reads the answer of POST /v1/audio/speech and measures its audio. The audio is not kept."""
+    """Reads the answer of POST /v1/audio/speech and measures the length of its audio. The audio is not kept."""
 
     __slots__ = ("_first_audio_s", "_pcm_bytes", "_wav")
 
@@ -60,7 +60,7 @@ class SpeechResponse(BaseResponse):
         keep_text: bool = False,
         max_output_tokens: int | None = None,
     ) -> None:
-        """Store where to read the answer into. `keep_text` and `max_output_tokens` have no effect on speech."""
+        """Store the record that the answer fills. `keep_text` and `max_output_tokens` have no effect on speech."""
         del keep_text, max_output_tokens
         super().__init__(record, on_done)
         self._wav = WavReader() if speech_format == "wav" else None
@@ -69,7 +69,7 @@ class SpeechResponse(BaseResponse):
 
     @property
     def audio_s(self) -> float:
-        """Return the seconds of audio that have arrived."""
+        """Return how many seconds of audio have arrived."""
         return self._pcm_bytes / PCM_BYTES_PER_S if self._wav is None else self._wav.seconds
 
     def on_body(self, data: bytes) -> None:
@@ -142,7 +142,7 @@ def _facts(level: LevelResult) -> list[tuple[str, str]]:
 
 
 def spoken_texts(seed: int) -> list[Problem]:
-    """Return texts of held-out words to speak."""
+    """Return texts to speak. Their words were held out from training."""
     from meltcore.measure.problems.tones import random_word
 
     rng = random.Random(f"demo/texts/{seed}")  # noqa: S311 - must repeat for a seed

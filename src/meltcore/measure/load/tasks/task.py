@@ -1,4 +1,4 @@
-"""Defines the record of a task for measurements, and finds the task of a name, a workload or a level."""
+"""Defines how a task describes itself to measurements, and finds the task of a name, a workload or a level."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _ANSWERS_DEFINITION = Definition(
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a level, one column of a table; `better` says which direction is an improvement."""
+    """A metric of a level, which is one column of a table. `better` says which direction is an improvement."""
 
     name: str
     value: Callable[[LevelResult], float | None]
@@ -75,7 +75,7 @@ class Metric:
 
 
 def percentile(key: str, name: str) -> Callable[[LevelResult], float | None]:
-    """Return the function that reads a percentile of a distribution, such as `p50` of `ttft_ms`."""
+    """Return a function that reads a percentile of a distribution of a level, such as `p50` of `ttft_ms`."""
     return lambda level: getattr(distribution_of(level, key), name)
 
 
@@ -107,7 +107,7 @@ END_TO_END = Latency("e2e_ms", "End to end", "End to end, ms")
 
 
 class Problem(NamedTuple):
-    """The input of a request, the right answer, and the audio if the request uploads some."""
+    """A problem with a right answer: the input of a request, the answer, and the audio if the request uploads audio."""
 
     given: str
     answer: str
@@ -116,7 +116,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class DemoStep:
-    """The demo's step of a task: held-out problems, `concurrency` at a time if there are as many.
+    """The step of the demo for a task: held-out problems. `concurrency` of them run together if there are as many.
 
     `make_problems(seed)` returns the problems. `write(folder, problems)` writes the problems and returns the workload.
     """
@@ -141,12 +141,12 @@ class ReadBack:
 
 
 def work(record: RequestRecord) -> TaskWork:
-    """Return the work of a request, which is empty where the request has not been answered."""
+    """Return the work of a request. It is an empty TaskWork if the request was not answered."""
     return record.work or TaskWork()
 
 
 def task_load(level: LevelResult) -> TaskLoad:
-    """Return the metrics of the task of a level that counts work."""
+    """Return the task's metrics of a level. The level must count work."""
     assert level.task is not None
     return level.task
 
@@ -246,7 +246,7 @@ def find_task(name: str, context: str) -> MeasuredTask:
 
 
 def workload_task(spec: str) -> MeasuredTask:
-    """Return the task of a workload, by the word before its colon."""
+    """Return the task of a workload, which the word before the colon names."""
     word = spec.partition(":")[0]
     return next((task for task in tasks().values() if task.word and task.word == word), default_task())
 
@@ -259,7 +259,7 @@ def task_of(level: LevelResult) -> MeasuredTask:
 
 
 def by_task(levels: Sequence[LevelResult]) -> dict[MeasuredTask, list[LevelResult]]:
-    """Return the levels of each task, in the order of the first of each."""
+    """Return the levels grouped by task. Tasks are in the order of their first levels."""
     groups: dict[MeasuredTask, list[LevelResult]] = {}
     for level in levels:
         groups.setdefault(task_of(level), []).append(level)
@@ -273,20 +273,20 @@ def first_latency(level: LevelResult) -> Distribution | None:
 
 
 def define_metric(key: str) -> Definition:
-    """Return the definition of a metric of a task, or of one that all levels have. Raises KeyError for another key."""
+    """Return the definition of a metric, which belongs to a task or to all levels. Raises KeyError for another key."""
     own = {definition.key: definition for task in tasks().values() for definition in task.definitions}
     return own[key] if key in own else define(key)
 
 
 def all_metrics() -> list[Metric]:
-    """Return the metrics that comparisons know: each task's, then the shared ones."""
+    """Return all metrics that comparisons can show: the metrics of each task, then the shared metrics."""
     own = [metric for task in tasks().values() for metric in task.own_metrics]
     shared = [metric for task in tasks().values() for metric in task.shared_metrics]
     return list(dict.fromkeys([*own, *shared]))
 
 
 def throughput_text(level: LevelResult) -> str:
-    """Format the throughput and load of a level: "4,200 output tok/s, concurrency 400"."""
+    """Return the throughput and load of a level as text, such as "4,200 output tok/s, concurrency 400"."""
     return f"{format_number(level.throughput)} {task_of(level).unit.unit}, {format_load(level)}"
 
 

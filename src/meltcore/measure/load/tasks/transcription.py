@@ -1,4 +1,4 @@
-"""Defines the record of transcription: the clips to upload, and their transcripts."""
+"""Describes the task transcription to measurements: the clips to upload, and their transcripts."""
 
 from __future__ import annotations
 

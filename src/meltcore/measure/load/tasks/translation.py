@@ -1,4 +1,4 @@
-"""Defines the record of translation: the sentences to translate, with right answers if a file gives them."""
+"""Describes the task translation to measurements: the sentences, with right answers if a file gives them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Translations(msgspec.Struct):
 
 
 class TranslationResponse(JsonResponse):
-    """Reads the answer of POST /v1/translate: as many translations as the request has sentences.
+    """Reads the answer of POST /v1/translate, which has one translation per sentence of the request.
 
     If the server reports `usage`, the record gets its count of source tokens.
     """
@@ -97,7 +97,7 @@ def _default_workload(model: ServedModel, _sizes: Sizes) -> str:
 
 
 def _pair(card: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a translation direction of the model: from English if possible, else into English, else any."""
+    """Return a pair of languages that the model translates. Pairs from English come first, then pairs into English."""
     sources, targets = (list(card.get(key) or []) for key in ("source_languages", "target_languages"))
     if not sources or not targets:
         return "eng_Latn", _PREFERRED[0]
@@ -108,7 +108,7 @@ def _pair(card: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _details(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any]:
-    """Count what the server read: tokens if every answer came with the server's count, else characters."""
+    """Return how much source text the server read, in tokens if every answer reports them, else in characters."""
     has_token_counts = bool(records) and all(record.saw_usage for record in records)
     source = sum(record.prompt_tokens if has_token_counts else work(record).source_chars for record in records)
     return {

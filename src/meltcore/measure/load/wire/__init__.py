@@ -1,1 +1,1 @@
-"""The client of the load generator: connections, HTTP, streams."""
+"""The client of the load generator: connections, HTTP and streams."""

@@ -281,7 +281,7 @@ async def request(target: Target, method: str, path: str, body: bytes | None = N
 
 
 async def get(target: Target, path: str, timeout_s: float) -> tuple[int, bytes]:
-    """Send a GET request for `path` and return the status and the body. Raises HttpRequestError without a response."""
+    """Send a GET request for `path`. Return the status and the body. Raises HttpRequestError without a response."""
     response = await request(target, "GET", path, timeout_s=timeout_s)
     return response.status, response.body
 

@@ -256,13 +256,13 @@ def _content_length(headers: dict[str, str]) -> int | None:
 
 
 class ErrorEvent(bytes):
-    """The data of an event with the name `error`."""
+    """The data of a server-sent event whose name is `error`."""
 
     __slots__ = ()
 
 
 class NamedEvent(bytes):
-    """The data of an event with a name other than `message` and `error`, such as `ping`."""
+    """The data of a server-sent event whose name is neither `message` nor `error`, such as `ping`."""
 
     __slots__ = ()
 

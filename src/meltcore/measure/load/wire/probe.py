@@ -23,10 +23,10 @@ _GAUGE_LINE = re.compile(r"^(?:meltcore|vllm):(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$
 
 
 async def served_model(target: Target, model: str | None, timeout_s: float) -> tuple[str, dict[str, Any]]:
-    """Return the name of the model to request, and the facts that the server reports about it.
+    """Return the name of the model to request, and the fields that the server reports about it.
 
-    The name is `model`, or the first model of /v1/models if `model` is None. A server without that listing reports no
-    facts and needs a `model`. Raises HttpRequestError if the server does not answer, and ConfigError if there is no
+    The name is `model`, or the first model of /v1/models if `model` is None. A server without that list reports no
+    fields and needs a `model`. Raises HttpRequestError if the server does not answer, and ConfigError if there is no
     model name.
     """
     response = await request(target, "GET", "/v1/models", timeout_s=timeout_s)
@@ -53,14 +53,14 @@ async def first_model(target: Target) -> str:
 
 
 async def served_facts(target: Target, model: str) -> dict[str, Any]:
-    """Return the server's facts about `model` beyond OpenAI's fields, or an empty dict where it reports none."""
+    """Return the fields beyond OpenAI's that the server reports about `model`. Without any, return an empty dict."""
     with suppress(HttpRequestError):
         return (await served_model(target, model, PROBE_TIMEOUT_S))[1]
     return {}
 
 
 def parse_gauges(text: str) -> dict[str, float]:
-    """Parse a Prometheus page into values by name, without the prefix. Series of one name are added up."""
+    """Return the values of a Prometheus page by name, without the prefix. Series of one name are added up."""
     gauges: dict[str, float] = {}
     for name, value in _GAUGE_LINE.findall(text):
         gauges[name] = gauges.get(name, 0.0) + float(value)
@@ -124,7 +124,7 @@ class InFlightProbe:
 
 
 def _in_flight(gauges: dict[str, float]) -> float | None:
-    """Return the number of requests in flight, or None if the server has no gauge of it."""
+    """Return the number of requests in flight, or None if the server has no such gauge."""
     if "requests_in_flight" in gauges:
         return gauges["requests_in_flight"]
     if {"num_requests_running", "num_requests_waiting"} <= gauges.keys():

@@ -1,4 +1,4 @@
-"""Reads one response into a record: what the responses of all APIs share, and answers of one JSON document."""
+"""Reads one response into a record. Responses of all APIs share this, and so do answers of one JSON document."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class BaseResponse:
         return ""
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
-        """Store the status, and fail a response of another content type."""
+        """Store the status. If the content type is another one, fail the response."""
         self.record.status = status
         if status in REFUSALS:
             self.retry_after_s = _seconds(headers.get("retry-after", ""))
@@ -163,7 +163,7 @@ def _seconds(retry_after: str) -> float | None:
 
 
 def error_message(body: str) -> str:
-    """Return the message of an error object in OpenAI's or a similar form, else the start of `body`."""
+    """Return the message of an error object in OpenAI's or a similar form, or else the start of `body`."""
     try:
         error_body = decode_json(_error_decoder, body.encode())
     except BadJsonError:
@@ -188,7 +188,10 @@ class JsonResponse(BaseResponse):
         keep_text: bool,
         max_output_tokens: int | None = None,
     ) -> None:
-        """Read into `record`. `max_output_tokens` has no effect on answers without output tokens."""
+        """Store the record that the answer fills.
+
+        `max_output_tokens` has no effect on answers without output tokens.
+        """
         del max_output_tokens
         super().__init__(record, on_done)
         self._keep_text = keep_text
@@ -227,7 +230,7 @@ class JsonResponse(BaseResponse):
         return failure
 
     def _read(self, data: bytes) -> tuple[list[str], Failure]:
-        """Return the texts of the answer and its failure. Raises BadJsonError if the document has another form."""
+        """Return the texts of the answer, and its failure. Raises BadJsonError if the document has another form."""
         raise NotImplementedError
 
 

@@ -63,7 +63,7 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Token counts. Some servers send them as floats. null is a count that the server does not report."""
+    """The token counts of an answer. Some servers send them as floats. null means that the server reports no count."""
 
     prompt_tokens: int | float | None = None
     completion_tokens: int | float | None = None
@@ -271,7 +271,10 @@ class StreamedResponse(BaseResponse):
         return f"completion_tokens {count}{limit}"
 
     def _wrong_usage(self) -> str | None:
-        """Return which count of a complete answer is impossible. `completion_tokens` are checked when they arrive."""
+        """Return a text that names an impossible count of a complete answer, or None if all counts are possible.
+
+        `completion_tokens` are checked when they arrive.
+        """
         prompt_tokens, cached_tokens = self.record.prompt_tokens, self.record.cached_tokens
         if not 0 <= prompt_tokens <= MAX_TOKENS:
             return f"prompt_tokens {prompt_tokens}" + f", at most {MAX_TOKENS} are possible" * (prompt_tokens > 0)

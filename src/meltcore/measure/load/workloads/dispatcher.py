@@ -142,7 +142,7 @@ class Dispatcher:
         self._reconnected.discard(record.index)
 
     def _reconnects(self, connection: HttpConnection, record: RequestRecord) -> bool:
-        """Give a request back, to be sent over a new connection, if the server had closed the old one.
+        """If the server had closed the connection, send the request over a new one. Return whether this is done.
 
         llama.cpp closes the connection after every stream without announcing it. HTTP clients send such a request again
         over a new connection. A server that closes later has read the request, so its close is a failure.
@@ -156,7 +156,7 @@ class Dispatcher:
         return True
 
     def _sends_again(self, connection: HttpConnection, response: BaseResponse) -> bool:
-        """Give a refused request back to be sent again, if its total time limit allows the wait."""
+        """Send a refused request again, if its total time limit allows the wait. Return whether this is done."""
         record, wait_s = response.record, response.retry_after_s
         is_whole = record.failure == f"http {record.status}"  # not one that was cut off or aborted
         if self.on_refused is None or wait_s is None or not is_whole:
