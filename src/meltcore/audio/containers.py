@@ -138,7 +138,7 @@ def strip_lead(data: bytes) -> bytes:
 
 
 def split_joined_files(data: bytes) -> list[bytes]:
-    """Return the files of which this upload was joined, in order. Most uploads are one file.
+    """Return the files that were joined to this upload, in order. Most uploads are one file.
 
     MP3 and AAC are sequences of frames, which decoders read to their end even if they come from several files. Raises
     RequestError for a truncated file.

@@ -376,7 +376,7 @@ class FFmpegFile:
 
     @cached_property
     def _suffix_min_times_s(self) -> npt.NDArray[np.float64]:
-        """For each packet, the smallest time of the packet itself and of all later packets."""
+        """For each packet, the smallest time in seconds among this packet and all later packets."""
         return np.minimum.accumulate(self._packet_times[::-1])[::-1]
 
     @cached_property

@@ -212,7 +212,7 @@ def split_matroska(data: bytes) -> Iterator[int]:
 
 
 def _read_element(data: bytes, position: int) -> tuple[int, int | None, int]:
-    """Return an element's id, its size (None if unknown) and where its content begins. No element has the id 0."""
+    """Return three numbers of an element: id, size (None if unknown), and the position of its content. No id is 0."""
     id_bytes = 9 - data[position].bit_length()
     start = position + id_bytes
     if id_bytes > 4:

@@ -155,7 +155,7 @@ async def end_worker(worker: asyncio.subprocess.Process) -> None:
 
 
 def missing_package(format_name: str) -> str | None:
-    """Return the package that a format needs and that is not installed. Returns None if none is missing."""
+    """Return the name of a missing package that a format needs, or None if none is missing."""
     return "PyAV (meltcore[av])" if format_name == "aac" and find_spec("av") is None else None
 
 
@@ -185,7 +185,7 @@ class EncodedFile:
 
 
 class AudioEncoders:
-    """Up to `max_workers` processes, by default one per two cores.
+    """Encodes audio in up to `max_workers` processes, by default one per two cores.
 
     A new file goes to the process with the fewest files.
     """

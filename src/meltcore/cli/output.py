@@ -51,7 +51,7 @@ def check_output() -> None:
 
 
 def flush_output() -> None:
-    """Write what is buffered.
+    """Write the buffered output.
 
     Raises OutputError also if an earlier write failed and its error was caught, as argparse does.
     """
@@ -63,7 +63,7 @@ def flush_output() -> None:
 
 
 def drop_output() -> None:
-    """Send what is still buffered, and all later output, to /dev/null.
+    """Send the buffered output, and all later output, to /dev/null.
 
     Without this, Python would write the buffer again when it exits.
     """

@@ -30,7 +30,7 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start_daemon(args: argparse.Namespace, fleet: "PlacedFleet", source: "OneModel | PlannedFleet") -> int | None:
-    """Start a server in the background if --daemon is given. Returns its exit status, or None without --daemon.
+    """Start a server in the background if --daemon is given. Return its exit status, or None without --daemon.
 
     Raises ConfigError for options that require --daemon.
     """

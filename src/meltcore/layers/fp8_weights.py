@@ -32,7 +32,7 @@ from meltcore.layers.weight_loader import (
 
 
 class StoredScales(NamedTuple):
-    """How values of a published FP8 weight share a scale, and the last part of the name of the scales' tensor."""
+    """Says how values of a published FP8 weight share a scale, and how the name of the scales' tensor ends."""
 
     strategy: Literal["block", "channel", "tensor"]
     name: str

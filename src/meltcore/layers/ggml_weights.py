@@ -141,7 +141,7 @@ class GgmlExperts(nn.Module):
 
     @property
     def scratch_values(self) -> int:
-        """How many values are dequantized at a time for many tokens."""
+        """The number of values that are dequantized at a time for many tokens."""
         return experts_scratch_values([part.tensor for part in self._parts], self.down_proj.tensor)
 
     @property

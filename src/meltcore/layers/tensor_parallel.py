@@ -131,7 +131,7 @@ class TensorParallelGroup:
             threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True).start()
 
     def destroy(self) -> None:
-        """Leave the group together with the other ranks. Waits at most five seconds for the other ranks.
+        """Leave the group together with all other ranks. Waits for them at most five seconds.
 
         Must not be called while a step is running.
         """

@@ -164,7 +164,7 @@ class Translator:
         ]
 
     def _num_slots(self, model: IndicTrans2, options: BeamOptions, longest: int) -> int:
-        """Return how many sentences are decoded together.
+        """Return the number of sentences that are decoded together.
 
         Raises ConfigError if memory is too small for one sentence.
         """

@@ -113,7 +113,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
         """Return `on_ray(address)`, because engines of a cluster are started by Ray."""
         return on_ray(self.address)
 
-    def now(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Self:
+    def with_current_nodes(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Self:
         """Return the cluster with the nodes as they are now, without the memory of the fleet's engines at `places`.
 
         A node with a problem is left out. The engines on such a node continue, so the node's memory from before them is

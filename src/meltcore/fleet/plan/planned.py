@@ -116,7 +116,7 @@ class FleetPlanner:
     def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> OneMachine | Cluster:
         """Return the nodes as they are now, without the memory of the fleet's engines at `places`."""
         with self._looking:
-            self._site = site = self._site.now(nodes, places)
+            self._site = site = self._site.with_current_nodes(nodes, places)
         return site
 
     def read_sizes(self) -> None:

@@ -95,7 +95,7 @@ class OneMachine(Site, frozen=True, tag="machine"):
         """Return `local`, because this machine starts its engines itself."""
         return local
 
-    def now(self, _nodes: Sequence[ClusterNode], _places: Mapping[tuple[str, int], Place]) -> Self:
+    def with_current_nodes(self, _nodes: Sequence[ClusterNode], _places: Mapping[tuple[str, int], Place]) -> Self:
         """Return this site, whose memory counts as it was before the fleet's engines."""
         return self
 

@@ -84,7 +84,7 @@ class StepCounter:
         return request_id
 
     def add(self, step: StepLine) -> int:
-        """Count a step and return how many requests it ended.
+        """Count a step. Return the number of requests that it ended.
 
         Raises EngineError for an impossible step: tokens for a request that was never sent or has ended, too many or
         too few tokens, or a time before the previous step.

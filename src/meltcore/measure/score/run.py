@@ -1,4 +1,4 @@
-"""`meltcore bench` end to end: find the GPUs, monitor them, run all concurrently, write the result."""
+"""Runs `meltcore bench`: finds the GPUs, monitors them, measures all concurrently, and writes the result."""
 
 from __future__ import annotations
 

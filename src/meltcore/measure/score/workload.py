@@ -74,7 +74,7 @@ def prompt(number: int, vocab_size: int) -> list[int]:
 
 
 def concurrent_sequences(memory_bytes: int) -> int:
-    """Return how many requests of the workload fit in a GPU's memory, at most the engine's usual 1,024.
+    """Return the number of requests of the workload that fit in a GPU's memory, at most the engine's usual 1,024.
 
     Each also takes memory for activations and graphs; a GPU of 6 GB has too little for a thousand.
     """

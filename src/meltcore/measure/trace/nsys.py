@@ -24,7 +24,7 @@ _MISSING_ADVICE = (
 
 
 def find_nsys() -> str:
-    """Return the path of nsys. Raises ConfigError, in one line, where it is missing."""
+    """Return the path of nsys. If it is missing, raise ConfigError with one line."""
     nsys_path = shutil.which("nsys")
     if nsys_path is None:
         raise ConfigError(_MISSING_ADVICE)
@@ -95,7 +95,7 @@ def _output(log: Path) -> str:
 
 
 def _missing_report_reason(folder: Path) -> str:
-    """Return what nsys left instead of a report, and what to do with it."""
+    """Return a text on the files that nsys left instead of a report, and on what to do with them."""
     raw = folder / f"{_NAME}.qdstrm"
     if not raw.is_file():
         return "it left no report"

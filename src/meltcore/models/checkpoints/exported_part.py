@@ -106,7 +106,7 @@ class ExportedPart:
         return weight.T.contiguous() if is_transposed and weight.dim() == 2 else weight
 
     def bias_name(self, node: OnnxNode) -> str | None:
-        """Return the name of the tensor that is added to the output of a linear node. Returns None without a bias."""
+        """Return the name of the tensor that is added to the output of a linear node, or None if there is no bias."""
         assert self.graph is not None
         if node.op != "MatMul":
             return node.inputs[2] if len(node.inputs) > 2 else None

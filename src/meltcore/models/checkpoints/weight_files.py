@@ -29,7 +29,7 @@ def uses_index(names: Collection[str]) -> bool:
 
 
 def indexed_files(index: dict[str, Any]) -> list[str]:
-    """Return the files that an index names, in order.
+    """Return the files that an index names, in the order of the index.
 
     Raises ConfigError if the index names no files, or names a file outside of its folder.
     """

@@ -1,1 +1,1 @@
-"""What configuration files say: fields, tasks, quantization. No torch."""
+"""Reads configuration files: fields, tasks and quantization. It never imports torch."""

@@ -34,7 +34,7 @@ class BlockFp8Config:
     not_converted: tuple[str, ...] = ()
 
     def strategy(self, module: str) -> Strategy | None:
-        """Return how the weight of a linear layer shares scales. Returns None if the layer is not quantized."""
+        """Return how the weight of a linear layer shares scales, or None if the layer is not quantized."""
         return "block" if self.quantizes(module) else None
 
     def quantizes(self, module: str) -> bool:
@@ -67,7 +67,7 @@ class CompressedFp8Config:
     ignore: tuple[str, ...] = ()
 
     def strategy(self, module: str) -> Strategy | None:
-        """Return how the weight of a linear layer shares scales. Returns None if the layer is not quantized."""
+        """Return how the weight of a linear layer shares scales, or None if the layer is not quantized."""
         if _is_target(module, self.ignore):
             return None
         return next((group.strategy for group in self.groups if _is_target(module, group.targets)), None)

@@ -113,7 +113,7 @@ class MelConfig:
 
 @dataclass(frozen=True)
 class VocosConfig:
-    """Holds the sizes of the vocoder. Defaults are those of the published vocoder for mel spectrograms of 24 kHz."""
+    """Holds the sizes of the vocoder. The defaults belong to the published vocoder for mel spectrograms of 24 kHz."""
 
     hidden_size: int = 512
     intermediate_size: int = 1536
@@ -122,7 +122,7 @@ class VocosConfig:
 
 @dataclass(frozen=True)
 class IndicF5Config:
-    """Holds the sizes of the model. Defaults are those of the published model, whose config.json does not have them."""
+    """Holds the sizes of the model. The defaults belong to the published model, whose config.json lacks them."""
 
     vocab_size: int
     hidden_size: int = 1024
@@ -209,7 +209,7 @@ class LogMelConfig:
 
 @dataclass(frozen=True)
 class ConformerConfig:
-    """Holds the sizes of the encoder. Defaults are those of the published model with 600M parameters."""
+    """Holds the sizes of the encoder. The defaults belong to the published model with 600M parameters."""
 
     num_mels: int = 80
     num_layers: int = 24
@@ -229,7 +229,7 @@ class ConformerConfig:
 
 @dataclass(frozen=True)
 class IndicConformerConfig:
-    """Holds the sizes of the model. Defaults are those of the published model with 600M parameters."""
+    """Holds the sizes of the model. The defaults belong to the published model with 600M parameters."""
 
     languages: tuple[str, ...]
     encoder: ConformerConfig = field(default_factory=ConformerConfig)

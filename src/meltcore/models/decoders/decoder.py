@@ -74,7 +74,7 @@ class DecoderBlock(nn.Module):
         self.mlp(residual)
 
     def kv_cache_spec(self) -> KVCacheSpec:
-        """Return what the block caches per sequence."""
+        """Return the specification of the block's cache per sequence."""
         mixer = self.attention
         if isinstance(mixer, GatedDeltaNet):
             sizes = mixer.conv_channels, mixer.conv_kernel, mixer.num_heads, mixer.key_dim, mixer.value_dim
@@ -297,7 +297,7 @@ class Decoder(Model):
         return frozenset(layers_of_all_kinds(kinds))
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """Return what each layer caches per sequence."""
+        """Return the specification of each layer's cache per sequence."""
         return [block.kv_cache_spec() for block in self._blocks()]
 
     def forward(

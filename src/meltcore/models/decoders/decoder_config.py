@@ -256,7 +256,7 @@ class DecoderConfig:
 
     @property
     def max_context(self) -> int:
-        """The longest context in tokens: that of the checkpoint, or the longer context that RoPE scaling gives."""
+        """The longest context in tokens: the checkpoint's, or a longer one that RoPE scaling gives."""
         return max_context(self.max_position_embeddings, self.rope_scaling)
 
     def norm(self, size: int) -> RMSNorm:

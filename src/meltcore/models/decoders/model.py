@@ -83,7 +83,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """Return what each layer caches per sequence."""
+        """Return the specification of each layer's cache per sequence."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -103,11 +103,11 @@ class FeedForward(nn.Module):
         self._activation = _ACTIVATIONS[activation]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what is added to `hidden` [..., size]."""
+        """Return the block's output [..., size], which the caller adds to `hidden`."""
         return self.of_normed(self.norm(hidden))
 
     def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
-        """Return what the block adds to hidden states whose norm is `normed`."""
+        """Return the block's output for hidden states whose norm is `normed`. The caller adds it to them."""
         added: torch.Tensor = self.fc2(self._activation(self.fc1(normed)))
         return added
 

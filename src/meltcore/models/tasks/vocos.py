@@ -70,7 +70,7 @@ class ConvNeXtLayer(nn.Module):
         self.gamma = nn.Parameter(torch.empty(size))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what is added to `hidden` [rows, frames, size]."""
+        """Return the layer's output [rows, frames, size], which the caller adds to `hidden`."""
         mixed = self.norm(self.dwconv(hidden.transpose(1, 2)).transpose(1, 2))
         added: torch.Tensor = self.gamma * self.pwconv2(functional.gelu(self.pwconv1(mixed)))
         return added

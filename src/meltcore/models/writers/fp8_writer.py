@@ -146,7 +146,7 @@ def _num_tensors(planned: list[_PlannedTensor]) -> int:
 
 
 def _shards(planned: list[_PlannedTensor]) -> list[list[_PlannedTensor]]:
-    """Distribute the tensors over files of bounded size, which are written from host memory one after the other."""
+    """Distribute the tensors over files of bounded size, which are written one by one from host memory."""
     shards: list[list[_PlannedTensor]] = [[]]
     num_bytes = 0
     for tensor in planned:

@@ -183,7 +183,7 @@ def _architecture_name(checkpoint: Checkpoint) -> str:
 
 
 def _plan(source: SourceTensors, name: str, target_type: GGMLQuantizationType) -> list[_StoredTensor]:
-    """Return the tensors of the file in order. `name` is the architecture's, and `target_type` the type of matrices."""
+    """Return the tensors of the file in their order. `name` is the architecture, `target_type` the type of matrices."""
     config, model_type = source.model.config, FAMILIES[name].model_type
     assert isinstance(source.model, Decoder)
     prefix = source.model.prefix

@@ -201,7 +201,7 @@ class BackendsPlan:
         return values
 
     def _memory_bytes(self) -> int | None:
-        """Return the memory that one of several servers may use on its GPU. Returns None without a GPU."""
+        """Return the bytes that one of several servers may use on its GPU, or None without a GPU."""
         if not self.gpus or self.gpu_memory_bytes is None:
             return None
         return int(MEMORY_FRACTION * self.gpu_memory_bytes * len(self.gpus) / self.num_replicas)

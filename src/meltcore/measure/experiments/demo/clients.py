@@ -152,7 +152,7 @@ def _expect(condition: object, finding: str) -> str:
 
 
 def _refusal(fleet: _Fleet, model: str, error_name: str) -> str:
-    """Return what the client says of a chat that the server must refuse with the client's error `error_name`."""
+    """Return the client's message for a chat that the server must refuse with the client's error `error_name`."""
     import openai
 
     try:

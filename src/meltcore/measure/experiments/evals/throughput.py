@@ -1,4 +1,4 @@
-"""Runs `meltcore eval throughput` once: requests, levels by the load generator, checks of their answers, the result.
+"""Runs `meltcore eval throughput` once: builds requests, loads levels, and checks the answers.
 
 Every request is built before the clock of its level starts: random prompts and spot checks.
 """

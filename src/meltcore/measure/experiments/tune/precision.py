@@ -93,7 +93,7 @@ def gsm8k_items(path: Path, count: int) -> list[EvalItem]:
 def try_variants(
     tuner: Tuner, variants: Mapping[str, Sequence[str]], load: LoadConfig, items: Sequence[EvalItem]
 ) -> list[TuningPoint]:
-    """Measure the default settings, then each variant. Compare its answers with those of the first server that ran.
+    """Measure the default settings, then each variant. Compare a variant's answers with the first answers there are.
 
     Without `items` only the speed is measured, for weights whose answers are meaningless.
     """
@@ -112,7 +112,7 @@ def try_variants(
 
 
 def ask_items(api: Api, items: Sequence[EvalItem], model: str | None) -> list[Answer]:
-    """Send every item once with greedy decoding, a few concurrently. Returns the answers in order."""
+    """Send every item once with greedy decoding, a few concurrently. Return the answers in the order of the items."""
     name = model or api.resolve_model()[0]
     with ThreadPoolExecutor(max_workers=CONCURRENCY, thread_name_prefix="ask") as pool:
         return list(pool.map(lambda item: _ask(api, {**item.body, "model": name}), items))

@@ -82,17 +82,17 @@ class MeasuredCheck(HardwareCheck):
         """Return the measurements of this tier."""
 
     def request_s(self, context: CertifyContext) -> float:
-        """Return how long one request measures in this tier."""
+        """Return the number of seconds that one request measures in this tier."""
         if context.tier == "soak" and self.soak_fraction:
             return self.soak_fraction * 3600 * context.hours
         return self.seconds[min(TIERS.index(context.tier), 2)]
 
     def probe_s(self, context: CertifyContext) -> float:
-        """Return how long the probe should take after its start."""
+        """Return the number of seconds that the probe should take after its start."""
         return len(self.requests(context)) * (self.request_s(context) + self.setup_s)
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Return what the topology implies for a metric."""
+        """Return the expectation for a metric that follows from the topology, or None."""
         raise NotImplementedError
 
     def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:

@@ -146,7 +146,7 @@ def _level_cells(level: LevelResult) -> list[str]:
 
 
 def _gpu_mean(level: LevelResult, key: str) -> float | None:
-    """Return the mean of a GPU metric over the level and its GPUs, or None without a reading."""
+    """Return the mean of a GPU metric over the level and its GPUs, or None if the metric was never read."""
     values = [value for gpu in level.gpus for value in gpu.values.get(key, []) if value is not None]
     return fmean(values) if values else None
 

@@ -137,7 +137,7 @@ def comparison_headline(comparison: ComparisonResult) -> str:
 
 
 def changed_arguments(old_command: str, new_command: str) -> tuple[list[str], list[str]]:
-    """Return the arguments removed from the old command and those added in the new one, in order."""
+    """Return two lists: arguments that only the old command has, and arguments that only the new command has."""
     old_args, new_args = shlex.split(old_command), shlex.split(new_command)
     removed: list[str] = []
     added: list[str] = []

@@ -42,7 +42,7 @@ _PAIR_TEXT = (
 
 
 def fleet_load_page(result: FleetLoad) -> Page:
-    """Return the page of a load on a fleet: health and limits first."""
+    """Return the page of a load on a fleet. It begins with the health of models and the limits of experiments."""
     sections = [
         Section(blocks=[*_warnings(result), *([Tiles(_tiles(result))] if result.levels else [])]),
         Section("Health", [_gate_table(result.health, "model"), Text(LOSS_TEXT, "small")]),

@@ -234,7 +234,7 @@ def verdict_cell(word: str) -> Cell:
 
 
 def percentile_cell(distribution: Distribution, name: str) -> Cell:
-    """Return the cell of a percentile, or a faint "n too small" where there are too few samples."""
+    """Return the cell of a percentile. If there are too few samples, it shows a faint "n too small"."""
     formatted = format_percentile(distribution, name)
     return Cell(
         formatted, "faint" if formatted == TOO_SMALL else "", console_text=TOO_FEW_MARK * (formatted == TOO_SMALL)

@@ -326,7 +326,7 @@ class _HeaderParser:
         return value
 
     def _skip(self, num_bytes: int, what: str) -> int:
-        """Move past `num_bytes` bytes and return where they begin."""
+        """Move past `num_bytes` bytes. Return the position of the first of them."""
         start = self.position
         if start + num_bytes > self._end:
             raise self._cut_short(what, start, num_bytes)

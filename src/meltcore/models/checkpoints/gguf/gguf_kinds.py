@@ -25,7 +25,7 @@ _QUANTIZED_WITH_MATRIX = re.compile(r".+imatrix.*[-._](i?q\d|tq\d|b?f16|f32|mxfp
 
 
 def other_kind(model: GGUFModel) -> str | None:
-    """Return what kind of file the header of a GGUF file describes, with the reason. Returns None for a model."""
+    """Return the kind of file that the header of a GGUF file describes, with the reason, or None for a model."""
     for key in _KIND_KEYS:
         value = model.metadata.get(key)
         if isinstance(value, str) and value in _KINDS:
@@ -36,7 +36,7 @@ def other_kind(model: GGUFModel) -> str | None:
 
 
 def kind_by_name(name: str) -> str | None:
-    """Return what kind of file the name of a GGUF file stands for. Returns None if the name may be a model's."""
+    """Return the kind of file that the name of a GGUF file stands for, or None if it may be a model's name."""
     file_name = name.rpartition("/")[2].lower()
     if "mmproj" in file_name:
         return f"{_KINDS['mmproj']} by its name"
