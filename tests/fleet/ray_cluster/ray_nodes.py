@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pynvml
 import pytest
 from places import program
 from server_harness import MODEL, RunningServer, make_model
@@ -28,26 +29,27 @@ POLICY = RestartAfterPause(first_pause_s=0.2, max_pause_s=0.5)
 SAID = "a scripted engine starts"
 SCRIPTED_ENGINE = str(program("scripted_engine.py")).encode()
 STORE_BYTES = 80 * 2**20  # the least that Ray takes: nothing large travels through it
-PYNVML = """
+# The names of the real one, with answers of its own in place of a driver's.
+PYNVML = (
+    f"exec(open({pynvml.__file__!r}).read())\n"
+    + """
 import os, time
 from types import SimpleNamespace
-
-class NVMLError(Exception):
-    pass
 
 GIB = [int(size) for size in os.environ["SCRIPTED_GIB"].split(",") if size]
 nvmlInit = lambda: time.sleep(float(os.environ["SCRIPTED_NVML_S"]))
 nvmlShutdown = lambda: None
 nvmlSystemGetDriverVersion = lambda: "570.1"
 nvmlDeviceGetCount = lambda: len(GIB)
-nvmlDeviceGetHandleByIndex = lambda index: SimpleNamespace(gib=GIB[index])
+nvmlDeviceGetHandleByIndex = lambda index: SimpleNamespace(number=index, gib=GIB[index])
 nvmlDeviceGetMemoryInfo = lambda gpu: SimpleNamespace(total=gpu.gib << 30, used=1 << 29)
 nvmlDeviceGetName = lambda gpu: f"Scripted {gpu.gib}"
 
 
 def nvmlDeviceGetMigMode(gpu):
-    raise NVMLError
+    raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
 """
+)
 
 
 @contextmanager
