@@ -301,6 +301,7 @@ def test_greedy_is_the_default() -> None:
         ["m", "--api-key", ""],  # a request without a key would match it
         ["m", "--host", ""],  # would be every address of the machine
         ["m", "--served-model-name", " "],
+        ["m", "--served-model-name", "bad\udcff"],  # bytes of the shell that are no UTF-8
         ["m", "--request-timeout", "nan"],
         ["m", "--debug", "everything"],
         ["m", "--log-format", "xml"],

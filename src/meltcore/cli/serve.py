@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         from meltcore.serve.requests.keys import DEFAULT_NAME, hash_key
         from meltcore.serve.tasks.generation.servable import check_servable
 
-    name, *aliases = args.served_model_name or [args.model]
+    name, *aliases = dict.fromkeys(args.served_model_name or [args.model])
     model = from_options(ModelSection, args, checkpoint=args.model, aliases=tuple(aliases))
     if isinstance(model.device, tuple):  # the first of its ranks
         if model.replicas > 1:

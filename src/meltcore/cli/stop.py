@@ -28,9 +28,9 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError if the options do not select servers unambiguously.
     """
     from meltcore.common.errors import ConfigError
-    from meltcore.fleet.daemon import running, stop
+    from meltcore.fleet.daemon import OneModel, running, stop
 
-    servers = running()
+    servers = running(OneModel.command)
     if args.port is not None:
         servers = [server for server in servers if server.port == args.port]
     if not servers:

@@ -240,10 +240,20 @@ def size_bytes(text: str) -> int:
 
 
 def not_empty(text: str) -> str:
-    """Return `text` unless it is empty. An unset shell variable gives an empty text. Raises ArgumentTypeError."""
+    """Return `text` unless it is empty or not UTF-8. An unset shell variable gives an empty text.
+
+    Raises ArgumentTypeError.
+    """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty")
+    if not is_utf8(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8 text")
     return text
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be written as UTF-8. Bytes of an argument that are not UTF-8 become surrogates."""
+    return not re.search("[\ud800-\udfff]", text)
 
 
 def origin(text: str) -> str:

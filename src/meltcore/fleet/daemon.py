@@ -293,8 +293,12 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
             admin=str(sockets / ADMIN_SOCKET),
         )
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_bytes(msgspec.json.encode(written))
-        unfinished.rename(path)
+        try:
+            unfinished.write_bytes(msgspec.json.encode(written))
+            unfinished.rename(path)
+        except OSError as error:  # a full disk
+            unfinished.unlink(missing_ok=True)
+            raise ConfigError(_unusable(state_dir(), error.strerror)) from error
         paths.append(path)
 
     try:

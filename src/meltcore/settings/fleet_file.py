@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.options import Size, shown_url, size_bytes
+from meltcore.common.options import Size, is_utf8, shown_url, size_bytes
 from meltcore.settings.fleet_checks import FleetError, check_fleet
 from meltcore.settings.fleet_spec import MAX_SIZE_BYTES, FleetSpec
 
@@ -216,6 +216,8 @@ def _convert_leaf(value: Any, hint: Any, base: Any, meta: tuple[Any, ...], path:
         raise FleetError(path, f"got {value}; must be a finite number")
     if isinstance(value, str) and "\0" in value:  # which no path, command or address can hold
         raise FleetError(path, "has a NUL character; remove it")
+    if isinstance(value, str) and not is_utf8(value):
+        raise FleetError(path, f"got {_shown(value)}; has half of a character, which is no UTF-8 text")
     extra = {key: entry for each in meta for key, entry in (each.extra or {}).items()}
     allowed = tuple(extra["choices"]()) if "choices" in extra else get_args(base) if get_origin(base) is Literal else ()
     try:

@@ -262,6 +262,7 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
         (text.replace('"checkpoint"', '"chekpoint"', 1), "unknown key"),
         (text.replace('"api_server_count": 2', '"api_server_count": 1'), "api_server_count changed"),
         (text.replace('"one"', '"second"'), "second"),
+        (text.replace('/second"', '/nowhere"'), "models.second: "),
     ):
         assert broken != text
         fleet.file.write_text(broken)

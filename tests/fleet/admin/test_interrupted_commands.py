@@ -29,7 +29,8 @@ def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: p
         return SimpleNamespace(loading=loading, status="draining", reason="")
 
     async def restart() -> None:
-        operations = FleetOperations(supervisor, NoFile())
+        planner: Any = SimpleNamespace(check_changeable=lambda: None)
+        operations = FleetOperations(supervisor, planner)
         monkeypatch.setattr(operations, "_replace", replace)
         await asyncio.wait_for(operations.restart("a"), WAIT_S)
 
@@ -37,10 +38,13 @@ def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: p
         asyncio.run(restart())
 
 
-def test_reload_without_a_fleet_yaml_says_what_to_do() -> None:
+def test_server_without_a_fleet_yaml_is_not_changed() -> None:
+    """Its engine would not be started again."""
     operations = FleetOperations(SimpleNamespace(read_running=None), NoFile())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"started without a fleet\.yaml: end it, and start it with other options"):
-        asyncio.run(operations.reload())
+    changes = (operations.reload, lambda: operations.restart(None), lambda: operations.sleep("a"))
+    for change in (*changes, lambda: operations.wake("a")):
+        with pytest.raises(ConfigError, match=r"started without a fleet\.yaml: end it, and start it with other option"):
+            asyncio.run(change())
 
 
 def test_down_finds_fleets_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from meltcore.common.errors import ConfigError, RequestError, SleepError
-from meltcore.common.tasks import Task
+from meltcore.common.tasks import DEFAULT, Task
 from meltcore.engine.core.waiting import WaitingQueue, WaitingRequest, cost_buckets
 from meltcore.engine.host.shell import Outputs
 from meltcore.engine.host.sleep import SleepResult
@@ -128,20 +128,13 @@ class OneStepTask(BatchTask[Request, Result]):
         self._begun = [request for request in self._begun if request.request_id not in request_ids]
 
 
-# Settings of the generation engine alone
-_GENERATION_SETTINGS = (
-    *("tokenizer", "chat_template", "special_tokens_in_messages", "quantization", "kv_cache_dtype"),
-    *("tensor_parallel_size", "max_model_len", "hf_overrides"),
-    *("max_num_seqs", "max_num_batched_tokens"),
-)
-
-
 def check_options(config: EngineConfig, task: Task) -> None:
     """Raise ConfigError if a setting of the generation engine that `task` does not have differs from its default."""
     for setting in msgspec.structs.fields(config):
         value = getattr(config, setting.name)
         default = setting.default if setting.default_factory is msgspec.NODEFAULT else setting.default_factory()
-        if setting.name in _GENERATION_SETTINGS and setting.name not in task.settings and value != default:
+        is_of_generation = setting.name in (*DEFAULT.settings, "max_num_seqs")
+        if is_of_generation and setting.name not in task.settings and value != default:
             flag = "--" + setting.name.replace("_", "-")
             raise ConfigError(
                 f"{flag} {value}: {task.title} does not support it, and {config.model} is a model for {task.title}"

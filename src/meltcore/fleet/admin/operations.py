@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -21,7 +21,8 @@ from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.keys import resolve_keys
 from meltcore.serve.requests.tracing import resolve_tracing
-from meltcore.settings.fleet_spec import FleetSpec
+from meltcore.serve.tasks.generation.text_model import find_task
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
@@ -105,6 +106,7 @@ class FleetOperations:
         Raises ConfigError if the name is unknown. Raises ConfigError also if an engine does not come back; the
         remaining engines are then not replaced.
         """
+        self._planner.check_changeable()
         async with self._lock:
             models = list(self._supervisor.models.values()) if name is None else [self._find(name)]
             for model in models:
@@ -113,12 +115,14 @@ class FleetOperations:
 
     async def sleep(self, name: str) -> str:
         """Put a sleepable model to sleep until a request wakes it. Return the model's name. Raises ConfigError."""
+        self._planner.check_changeable()
         model = self._find(name)
         await self._supervisor.turns.sleep(model)
         return model.name
 
     async def wake(self, name: str) -> str:
         """Wake a model before its turn. Return the model's name. Raises ConfigError if the model does not wake."""
+        self._planner.check_changeable()
         model = self._find(name)
         await self._supervisor.turns.wake(model)
         return model.name
@@ -155,6 +159,7 @@ class FleetOperations:
         raise ConfigError and change nothing.
         """
         planner = self._planner
+        planner.check_changeable()
         async with self._lock:
             supervisor = self._supervisor
             running = await supervisor.read_running(await asyncio.to_thread(planner.checkpoints))
@@ -163,9 +168,10 @@ class FleetOperations:
             for name in fleet.spec.engines:
                 place_replicas(fleet, name)
             check_unchanged(supervisor.fleet.spec, fleet.spec)
-            planner.accept()
             old = {model.name: model for model in supervisor.models.values()}
             new = fleet.spec.models
+            await asyncio.to_thread(_check_checkpoints, fleet, {name: each.config for name, each in old.items()})
+            planner.accept()
             result = ReloadResult(
                 added=[name for name in new if name not in old],
                 removed=[name for name in old if name not in new],
@@ -202,6 +208,19 @@ class FleetOperations:
         if model.loading is not None:
             model.loading.cancel()
         await model.stop()
+
+
+def _check_checkpoints(fleet: PlacedFleet, running: Mapping[str, ModelSection]) -> None:
+    """Raise ConfigError if the checkpoint of a model that is new or has changed cannot be opened.
+
+    Checkpoints on other nodes are checked by the plan.
+    """
+    for name, model in fleet.spec.engines.items():
+        if model != running.get(name) and not any(place.node for place in fleet.places.get(name, ())):
+            try:
+                find_task(model)
+            except ConfigError as error:
+                raise ConfigError(f"models.{name}: {error}") from error
 
 
 async def _wait_loaded(model: Model, loading: asyncio.Task[None]) -> None:

@@ -109,6 +109,9 @@ class FleetPlanner:
         assert found.placed is not None
         return msgspec.structs.replace(found.placed, room_bytes=_room(found.spec, found.plan, site.gpu_names))
 
+    def check_changeable(self) -> None:
+        """Raise ConfigError if models of the server cannot be replaced or put to sleep."""
+
     def accept(self) -> None:
         """Store the last plan as the one by which the fleet runs."""
         self._running_spec = self.spec
@@ -196,8 +199,8 @@ class NoFile(FleetPlanner):
     def __init__(self) -> None:
         """Create a planner that plans nothing."""
 
-    def checkpoints(self) -> list[str]:
-        """Raise ConfigError, because the server has no file to read again."""
+    def check_changeable(self) -> None:
+        """Raise ConfigError, because the server has no file to read again, and ends with its engine."""
         raise ConfigError("this server was started without a fleet.yaml: end it, and start it with other options")
 
 
