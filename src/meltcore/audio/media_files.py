@@ -46,7 +46,10 @@ _NO_TIME = 2**64 - 1  # of a page of Ogg on which no packet ends
 
 
 def split_avi(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next AVI file begins. Raises RequestError for a file with missing packets."""
+    """Yield each position at which one AVI file ends and another file may begin.
+
+    Raises RequestError for a file with missing packets.
+    """
     position = 0
     for _ in each_element():
         head = data[position : position + 12]

@@ -43,7 +43,7 @@ def frame_runs(data: bytes, position: int, syncs: re.Pattern[bytes] = ANY_SYNC) 
 
 
 def run_end(data: bytes, position: int) -> int:
-    """Return the end of the run of frames of one kind at `position`. Returns 0 if too few frames form no run."""
+    """Return the position after the consecutive frames of one kind at `position`, or 0 for fewer than _RUN_FRAMES."""
     kind, count = data[position + 1 : position + 2], 0
     while (head := data[position : position + 6])[1:2] == kind and (size := frame_bytes(head)) > 1:
         position, count = position + size, count + 1

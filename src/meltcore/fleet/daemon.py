@@ -305,7 +305,9 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
         return serve(fleet, on_bound=record, options=options, **settings)
     finally:
         for path in paths:
-            path.unlink(missing_ok=True)
+            found = _read(path)
+            if found is None or found.pid == os.getpid():  # a server at another address of this port has its own
+                path.unlink(missing_ok=True)
 
 
 def fleet_options(planner: FleetPlanner) -> FleetOptions:

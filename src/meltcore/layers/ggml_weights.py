@@ -146,7 +146,7 @@ class GgmlExperts(nn.Module):
 
     @property
     def _parts(self) -> list[PackedRows]:
-        """Gate and up, in one tensor or in two."""
+        """Return the packed gate and up weights: one fused tensor, or one tensor for each of them."""
         return [part for part in self.gate_up_proj if isinstance(part, PackedRows)]
 
     def outputs(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:

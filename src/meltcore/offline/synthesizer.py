@@ -146,7 +146,7 @@ class Synthesizer:
                 self._engine.step()
 
     def _reference_bytes(self, reference: Reference) -> bytes:
-        """Return the samples of a reference in the form of a request.
+        """Return the samples of a reference as the bytes that a request for speech carries.
 
         Raises ConfigError if the file cannot be opened, and RequestError if the audio cannot be used.
         """

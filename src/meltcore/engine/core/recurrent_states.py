@@ -82,7 +82,7 @@ class RecurrentStatePool:
     def free_one_for_snapshot(self, num_pending: int) -> bool:
         """Free a slot for one more snapshot. Return False if only protected snapshots could be evicted.
 
-        `num_pending` is the number of snapshots that launched steps are taking in held slots.
+        `num_pending` is the number of snapshots in progress, which launched steps write into held slots.
         """
         self._num_requested += 1
         if self._protected and self._num_requested - next(iter(self._protected.values())) > _DEMOTE_AFTER * self.total:

@@ -119,9 +119,9 @@ class GemvConfig(NamedTuple):
     def select(cls, output_size: int, k: int) -> GemvConfig:
         """Return the configuration with enough programs for every SM and few enough that all run concurrently.
 
-        Measured in a chain of 28 layers of Qwen3-0.6B, and for longer rows at Qwen3.5-35B-A3B's sizes, where sums over
-        1,024 columns would not fit into registers beside the weights (H200, docs/decisions/small-batch-gemm.md and
-        mixture-of-experts.md).
+        The sizes were measured on an H200 in a chain of 28 layers of Qwen3-0.6B, and for more than 1,024 columns with
+        Qwen3.5-35B-A3B. Longer rows are read in blocks of 512, because sums over 1,024 columns would not fit into
+        registers beside the weights (docs/decisions/small-batch-gemm.md and mixture-of-experts.md).
         """
         config = cls(4, 1024, 4)
         if output_size > 2048:

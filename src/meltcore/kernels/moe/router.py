@@ -79,9 +79,8 @@ def supports(residual: torch.Tensor, norm: Norm | None, router: torch.Tensor) ->
 def router_logits(hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     """Compute hidden router^T: [tokens, experts + shared]. Rows of the result may be strided.
 
-    For the library's GEMM, rows begin at multiples of 16 bytes and columns are a multiple of 8, and the remainder is
-    computed apart. For 257 columns in one GEMM it would use a kernel that stores one number at a time, ten times as
-    slow.
+    With more than MAX_TOKENS tokens, cuBLAS computes a multiple of 8 outputs, and a second GEMM the remaining ones. For
+    257 outputs in one GEMM, cuBLAS selects a kernel that stores one value at a time and is ten times as slow.
     """
     (tokens, _), rows = hidden.shape, router.shape[0]
     if tokens <= MAX_TOKENS:

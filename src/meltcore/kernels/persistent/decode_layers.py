@@ -180,9 +180,13 @@ class DecodeLayers:
     ) -> torch.Tensor:
         """Return the residual stream after all layers, and store the new tokens' keys and values in the caches.
 
-        hidden: embeddings of up to MAX_TOKENS tokens [tokens, hidden]; positions: [tokens] int64, or -1 for padding,
-        which accesses no cache; rows: [tokens] int64, each sequence's row in the page table. Launches of one object
-        must not run at the same time.
+        Launches of one object must not run at the same time.
+
+        Args:
+            hidden: the embeddings of up to MAX_TOKENS tokens, [tokens, hidden].
+            positions: the position of each token, [tokens] int64. Padding has -1, and accesses no cache.
+            page_table: the pages of each sequence, [rows, pages of a sequence] int64.
+            rows: the row of each token's sequence in the page table, [tokens] int64.
         """
         first, out = self._layers[0], torch.empty_like(hidden)
         KERNEL.launch(

@@ -1,7 +1,7 @@
-"""Routed experts with block-quantized weights: a grouped GEMM that decodes in registers, as in moe/grouped_gemm.py.
+"""Computes routed experts with block-quantized weights by a grouped GEMM that dequantizes in registers.
 
-On CUDA the bodies of ggml_expert_gemv.py and ggml_expert_gemm.py replace it for few tokens and for few pairs per
-expert. For many, experts are dequantized.
+On CUDA, the kernels of ggml_expert_gemv.py serve few tokens, and those of ggml_expert_gemm.py few pairs per expert.
+With many pairs per expert, the weights are dequantized first.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def _ggml_grouped_gemm_kernel(
 def select_config(pairs: int, weight: GgmlTensor) -> GemmConfig:
     """Select the configuration for a number of pairs of all experts together and a weight [experts, rows, K].
 
-    Tiles of pairs as for unquantized weights (`default_config`), but of 32 where those suffice, and tiles of columns as
-    the format has them. Larger tiles have fewer stages, so that more programs run on an SM: on an H200, 64 pairs per
-    expert took 563 us with four and 468 with two; on an H100, 16 pairs took 326 us in tiles of 64, and 257 in tiles of
-    32 with three.
+    `block_m` is the one of `default_config`, at most 64, or 32 if few pairs per expert need no more. `block_k` follows
+    from the format. Larger tiles have fewer stages, so that more programs run on an SM. On an H200, 64 pairs per expert
+    took 563 us with four stages and 468 us with two. On an H100, 16 pairs took 326 us in tiles of 64, and 257 us in
+    tiles of 32 with three stages.
     """
     shared_bytes = shared_memory_bytes(weight.values.device)
     block_m = min(64, default_config(pairs, len(weight.values), 2, shared_bytes).block_m)

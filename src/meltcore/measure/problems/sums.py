@@ -105,7 +105,7 @@ class Sum:
 
     @property
     def is_trainable(self) -> bool:
-        """Return whether training may use it: no expression in `solved_text` is held out."""
+        """Return whether training may use this sum, that is, whether `solved_text` has no held-out expression."""
         return not self.held_out and (self.partial_products is None or not self.partial_products.held_out)
 
 

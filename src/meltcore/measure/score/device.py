@@ -115,9 +115,9 @@ class LevelRun:
         return steps
 
     def _send(self, num_requests: int) -> float:
-        """Queue `num_requests` requests and return the time. They are written during the next wait for steps.
+        """Queue `num_requests` requests and return when they were queued. The next wait for steps writes them.
 
-        One by one, because the tokens of 10,000 prompts are 200 MB of Python integers and 35 MB of lines.
+        Prompts are made one at a time, because the tokens of 10,000 prompts are 200 MB of Python integers.
         """
         lengths = []
         for request_id in range(self.counter.num_sent, self.counter.num_sent + num_requests):

@@ -1,4 +1,4 @@
-"""Reads one response into a record. Responses of all APIs share this, and so do answers of one JSON document."""
+"""Reads one response into a record: the base class of all responses, and the class of an unstreamed JSON document."""
 
 from __future__ import annotations
 
