@@ -334,7 +334,7 @@ class Supervisor:
         del self.models[model.number]
 
     def change_fleet(self, fleet: PlacedFleet) -> None:
-        """Replace the settings of models and routes by those of another fleet. The caller adds and removes models."""
+        """Use the models and routes of another fleet. The caller adds and removes models."""
         self.fleet = fleet
         self.turns.change_config(fleet.spec.residency, fleet.room_bytes)
         self._pool.change_routes(fleet.spec)

@@ -89,7 +89,7 @@ class Nvml:
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def gpus(self) -> list[Any]:
-        """Return handles of the GPUs in NVML's order, which is that of the PCI bus.
+        """Return handles of the GPUs in NVML's order, along the PCI bus.
 
         NVML also lists GPUs to which a cgroup denies access. They are left out, as in CUDA. Raises GpuLostError if a
         GPU is lost or needs a reset.

@@ -142,7 +142,7 @@ def cpu_environment(spec: FleetSpec, placement: Placement) -> dict[str, str]:
 
 
 def _most_awake(models: Mapping[str, ModelSection], member: str) -> int:
-    """Return how many engines on the CPU can be awake together, of models that take turns, with those of `member`.
+    """Return how many engines on the CPU, of models that take turns, can be awake together with `member`.
 
     The models share memory of the size of the largest one. A model of unknown size is awake alone. A member that is
     always on takes no turns.

@@ -43,7 +43,7 @@ class Turns:
         self._run: asyncio.Task[None] | None = None
 
     def change_config(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
-        """Replace the settings by those of another plan, in which the memory for models that take turns may differ."""
+        """Use the settings of another plan, in which the memory for models that take turns may differ."""
         self._config = config
         self._policy.change_config(config, room_bytes)
 
