@@ -20,12 +20,14 @@ _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
 
 
 class PlacedFleet(msgspec.Struct, frozen=True):
-    """The configuration of a server, with the outcome of its plan. `serve` has no plan, and its engines find a place.
+    """The configuration of a server, with the outcome of its plan. For `serve` there is no plan.
 
     Args:
         spec: The contents of fleet.yaml, or what the flags of `serve` say. A plan has filled in memory and GPUs.
-        places: The place of each replica of a planned model, by name. GPUs are numbered on their node.
-        room_bytes: The bytes on each device for models that take turns. If it is empty, they are the largest model's.
+        places: The place of each replica of a planned model, by name. GPUs are numbered on their node. Engines without
+            a place choose their GPUs when they start.
+        room_bytes: The bytes that models which take turns share, by device. For a missing device these are the bytes of
+            the largest such model.
     """
 
     spec: FleetSpec
@@ -78,7 +80,7 @@ def engine_config(model: ModelSection) -> EngineConfig:
 def place_replicas(fleet: PlacedFleet, name: str) -> list[Placement]:
     """Return one placement per replica. A single replica chooses its own GPUs, and a CPU is not divided.
 
-    Raises ConfigError for too few GPUs, and as `visible_gpus` does.
+    Raises ConfigError if there are too few GPUs, or if CUDA_VISIBLE_DEVICES is invalid.
     """
     model = fleet.spec.models[name]
     engine, replicas, gpus_per_replica = engine_config(model), model.replicas, model.tensor_parallel_size
@@ -193,9 +195,9 @@ def placed_gpus(placement: Placement) -> frozenset[str]:
 def shared_engine(
     placement: Placement, sharing: SharingSection, priority_class: PriorityClass, folder: Path
 ) -> EngineConfig:
-    """Return the settings of a placed engine, with the mark files of its GPUs. The files are created in `folder`.
+    """Return the settings of a placed engine, with the files by which it shares each of its GPUs with other engines.
 
-    All engines on the CPU of a machine share one file.
+    The files are created in `folder`, one per GPU. All engines on the CPU of a machine share one file.
     """
     if sharing.means == "none":
         return placement.engine
