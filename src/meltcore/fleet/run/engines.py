@@ -42,7 +42,7 @@ class LaunchSettings:
     def engine(self, placement: Placement) -> EngineConfig:
         """Return the settings of a placed engine.
 
-        They have the number of ranks that may compile concurrently on its node.
+        They include the number of all ranks on its node, which may compile kernels concurrently.
         """
         return msgspec.structs.replace(placement.engine, node_ranks=self.gpu_ranks(placement.node))
 
@@ -77,8 +77,12 @@ class Launcher(ABC):
     ) -> EngineProcess:
         """Return an engine process that is not started yet.
 
-        Nodes in `failed_nodes`, with the number of exits there, are avoided if other nodes of a cluster have memory. An
-        engine whose sockets cannot be created never starts.
+        Args:
+            replica: the replica, with the place of the engine.
+            priority_class: class of the model's requests.
+            failed_nodes: number of the engine's exits by node. Nodes of a cluster with exits are avoided if others have
+                memory.
+            on_message: receives the engine's messages to the supervisor.
         """
 
 
