@@ -62,15 +62,16 @@ MODEL_FORMS = {
         "what fleet.yaml or the flags of `serve` say; a plan adds memory and GPUs",
         "until a reload, and to API servers",
     ),
-    "EngineNeeds": ("the bytes that an engine takes", "while a fleet is planned, from one attempt to the next"),
-    "PlannedEngine": ("one replica to be placed: its bytes, and where it may be", "while a plan is made"),
-    "Plan": ("engines by GPU and by host, with their needs", "until the next plan, and on a page"),
-    "Placement": (
-        "an EngineConfig and the GPUs of one replica",
-        "as long as its replica; the EngineConfig alone crosses the border of the engine",
+    "PlannedEngine": (
+        "the bytes that an engine takes, which replica it is, and where it may be",
+        "while a fleet is planned, from one attempt to the next",
     ),
+    "Plan": ("engines by GPU and by host, with their needs", "until the next plan, and on a page"),
     "AddModel": ("its section, and what API servers know of its engines", "border of the API server"),
-    "ServedModel": ("its replicas and their state", "from its first start to its end"),
+    "ServedModel": (
+        "its replicas, each with its EngineConfig, its GPUs and its state",
+        "from its first start to its end; the EngineConfig crosses the border of the engine",
+    ),
 }
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

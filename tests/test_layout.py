@@ -85,7 +85,7 @@ MOST = {
     "files that name synthesis": 4,
     "settings": 120,
     "forms of a chat request": 18,
-    "forms of a model at start": 7,
+    "forms of a model at start": 5,
     "branches by mode": 0,
     "server starters": 1,
     "HTTP clients": 2,

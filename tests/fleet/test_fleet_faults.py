@@ -5,7 +5,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from server_harness import Answer, RunningServer, configure, make_model, running
 from waiting import wait_until
 
 from meltcore.common.errors import EngineDeadError
-from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.readiness import PROBE_ID, probe_error
 from meltcore.fleet.run.replica import EngineExit
 from meltcore.fleet.run.restart_policy import NeverRestart, Outage, RestartAfterPause
@@ -26,7 +25,6 @@ from meltcore.protocol.generation import EngineStats, GenerationReady, SequenceO
 from meltcore.protocol.synthesis import SynthesisReady
 from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, TranscriptionReady
 from meltcore.protocol.translation import TranslationReady
-from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection
 
 COMPLETIONS = "/v1/completions"
@@ -310,23 +308,18 @@ def test_errors_that_end_a_start_are_the_first_one_or_those_of_all_replicas() ->
     assert NeverRestart().start_error([], 2) is None
 
 
-def test_engines_that_measure_memory_load_alone_on_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-
-    def placement(device: str, memory_bytes: int | None) -> Placement:
-        return Placement(EngineConfig(model="m", device=device, memory_bytes=memory_bytes), {})
-
-    async def load_all(placements: list[Placement]) -> list[list[int]]:
+def test_engines_that_measure_memory_load_alone_on_their_gpus() -> None:
+    async def load_all(starts: list[Mapping[str, Any]]) -> list[list[int]]:
         """The engines that load together, step by step; each step ends the first one."""
-        gate, loading, ends = StartGate(), set[int](), [asyncio.Event() for _ in placements]
+        gate, loading, ends = StartGate(), set[int](), [asyncio.Event() for _ in starts]
 
         async def load(index: int) -> None:
-            async with gate.loading(placements[index]):
+            async with gate.loading(**starts[index]):
                 loading.add(index)
                 await ends[index].wait()
                 loading.discard(index)
 
-        tasks = [asyncio.create_task(load(index)) for index in range(len(placements))]
+        tasks = [asyncio.create_task(load(index)) for index in range(len(starts))]
         steps = []
         while not all(task.done() for task in tasks):
             for _ in range(5):
@@ -336,13 +329,15 @@ def test_engines_that_measure_memory_load_alone_on_their_gpus(monkeypatch: pytes
                 ends[min(loading)].set()
         return steps
 
-    with_budget, without = placement("cuda", 2**30), placement("cuda", None)
+    with_budget, without = ({"gpus": frozenset("0"), "has_budget": has_budget} for has_budget in (True, False))
     assert asyncio.run(load_all([with_budget, with_budget])) == [[0, 1], [1]]
     assert asyncio.run(load_all([without, without, with_budget])) == [[0], [1], [2]]
     assert asyncio.run(load_all([with_budget, without, with_budget])) == [[0], [1], [2]], "no overtaking"
-    assert asyncio.run(load_all([without, placement("cuda:1", None)])) == [[0, 1], [1]], "other GPUs"
-    assert asyncio.run(load_all([placement("cpu", None), placement("cpu", None)])) == [[0, 1], [1]]
-    on_nodes = [with_budget._replace(node=f"n{number}", gpus=(0,)) for number in range(WAVE + 2)]
+    assert asyncio.run(load_all([without, {"gpus": frozenset("1"), "has_budget": False}])) == [[0, 1], [1]], (
+        "other GPUs"
+    )
+    assert asyncio.run(load_all([{"gpus": frozenset(), "has_budget": False}] * 2)) == [[0, 1], [1]]
+    on_nodes = [with_budget | {"gpus": frozenset([f"n{at}:0"]), "in_cluster": True} for at in range(WAVE + 2)]
     waves = asyncio.run(load_all(on_nodes))
     assert waves[:2] == [list(range(WAVE)), list(range(1, WAVE + 1))], "engines of a cluster, in waves"
 

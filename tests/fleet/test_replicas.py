@@ -19,16 +19,16 @@ from meltcore.common.errors import ConfigError, RequestError
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import (
     PlacedFleet,
-    Placement,
     cpu_environment,
     engine_config,
     gpu_ranks,
-    place_replicas,
     shared_engine,
     visible_gpus,
 )
 from meltcore.fleet.processes.engine_process import EngineProcess
 from meltcore.fleet.processes.stuck_watch import StuckWatch
+from meltcore.fleet.run.engines import place_replicas
+from meltcore.fleet.run.replica import Replica
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
@@ -162,25 +162,30 @@ def section(replicas: int = 1, tensor_parallel_size: int = 1, device: Any = "aut
     )
 
 
-def placed(model: ModelSection) -> list[Placement]:
-    """The placements of the only model of a server."""
+def placed(model: ModelSection) -> list[Replica]:
+    """The replicas of the only model of a server."""
     return place_replicas(configure({"m": model}), "m")
 
 
 def threads(*models: ModelSection) -> list[str | None]:
     """The OMP_NUM_THREADS of the first engine of each model of a server."""
     fleet = configure({str(index): model for index, model in enumerate(models)})
-    found = [cpu_environment(fleet.spec, place_replicas(fleet, name)[0]) for name in fleet.spec.models]
+    first = [place_replicas(fleet, name)[0] for name in fleet.spec.models]
+    found = [{} if replica.gpu_names else cpu_environment(fleet.spec, replica.model) for replica in first]
     return [environment.get("OMP_NUM_THREADS") for environment in found]
 
 
 def test_replicas_get_neighboring_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
     found = placed(section(2, 2))
-    assert [placement.environment["CUDA_VISIBLE_DEVICES"] for placement in found] == ["4,5", "6,GPU-7"]
-    assert {placement.engine.device for placement in found} == {"cuda"}  # never the CPU instead of a GPU
+    assert [replica.environment["CUDA_VISIBLE_DEVICES"] for replica in found] == ["4,5", "6,GPU-7"]
+    assert [sorted(replica.gpu_names) for replica in found] == [["4", "5"], ["6", "GPU-7"]]
+    assert {replica.engine.device for replica in found} == {"cuda"}  # never the CPU instead of a GPU
     for alone in (section(1, 4, "cuda"), section(2, device="cpu")):  # they find their GPUs by themselves, or need none
-        assert placed(alone) == [Placement(engine_config(alone), {}, model="m")] * alone.replicas
+        found = placed(alone)
+        assert [(each.index, each.model) for each in found] == [(index, "m") for index in range(alone.replicas)]
+        for each in found:
+            assert (each.engine, each.environment, each.node, each.gpus) == (engine_config(alone), {}, "", ())
     (third,) = placed(section(device=(2,)))
     assert (third.environment["CUDA_VISIBLE_DEVICES"], third.engine.device) == ("6", "cuda")
     with pytest.raises(ConfigError, match=r"--data-parallel-size 3 needs 6 GPUs \(2 each\); 4 are visible"):
@@ -258,7 +263,8 @@ def test_engines_of_a_gpu_have_its_marks(tmp_path: Path, monkeypatch: pytest.Mon
     server = SharingSection(min_share=0.3)
 
     def marks(device: Any, tensor_parallel_size: int = 1) -> list[str]:
-        engine = shared_engine(placed(section(1, tensor_parallel_size, device))[0], server, "batch", tmp_path)
+        (replica,) = placed(section(1, tensor_parallel_size, device))
+        engine = shared_engine(replica.engine, replica.gpu_names, server, "batch", tmp_path)
         assert engine.sharing is not None
         assert (engine.sharing.priority_class, engine.sharing.min_share) == ("batch", 0.3)
         for path in engine.sharing.marks:
@@ -269,8 +275,8 @@ def test_engines_of_a_gpu_have_its_marks(tmp_path: Path, monkeypatch: pytest.Mon
     assert marks("auto", 2) == ["marks-4", "marks-5"]
     assert marks((2,)) == ["marks-GPU-7-x"]
     assert marks("cpu") == ["marks-cpu"]
-    (placement,) = placed(section())
-    assert shared_engine(placement, SharingSection(means="none"), "batch", tmp_path) is placement.engine
+    (replica,) = placed(section())
+    assert shared_engine(replica.engine, (), SharingSection(means="none"), "batch", tmp_path) is replica.engine
 
 
 def test_all_gpus_are_visible_without_cuda_visible_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,9 @@ if TYPE_CHECKING:
 def add_ray_options(
     parser: argparse.ArgumentParser, default_limit: str, act: Callable[[argparse.Namespace], int]
 ) -> None:
-    """Add the options `--ray` and `--node-limit`.
+    """Add `--ray`, with which the command calls `act`, and `--node-limit`, the time limit of a node.
 
-    Args:
-        parser: the parser of the command.
-        default_limit: text for the help that states the default time limit of a node.
-        act: function that the command calls instead of its own `run` if --ray is given.
+    `default_limit` describes the default limit in the help text.
     """
     from meltcore.common.options import ActOption, not_empty, number
 
@@ -38,7 +35,7 @@ def add_ray_options(
 
 
 def refuse_with_ray(args: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError if an option of `names` was given together with --ray, because it concerns a single node."""
+    """Raise ConfigError if one of these options was given with --ray, because they concern a single node."""
     from meltcore.common.errors import ConfigError
 
     for name in names:
@@ -55,10 +52,10 @@ def run_on_all_nodes(
     takes_gpus: bool = False,
     out: str | None = None,
 ) -> "NodesReport":
-    """Run a command that prints one JSON document on all nodes. Print the report on the nodes, and return it.
+    """Run a command that prints one JSON document on all nodes. Print, write and return the report.
 
-    The report is also written to a run folder in `out`, as nodes.json and report.html. If `out` is None, no file is
-    written. Raises ConfigError if the cluster cannot be reached, or if the command needs a GPU and no node has one.
+    nodes.json and report.html are written to a run folder in `out`. If `out` is None, nothing is written. Raises
+    ConfigError if the cluster cannot be reached, and if no node has a GPU that the command needs.
     """
     import time
     from datetime import UTC, datetime
@@ -111,11 +108,7 @@ def run_on_all_nodes(
 
 
 def certificate_status(report: "NodesReport") -> int:
-    """Return the exit status of the worst certificate: 0 PASS, 1 WARN, 2 FAIL or 3 UNKNOWN, as Nagios defines them.
-
-    A node without a certificate counts as UNKNOWN, or as FAIL if its command has exited with FAIL. A node that is
-    slower than the others, or differs from them, counts as WARN.
-    """
+    """Return the exit status of the worst node in Nagios's terms: UNKNOWN if a node failed, WARN if a node is slow."""
     from meltcore.measure.documents.node import Certificate
     from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
 

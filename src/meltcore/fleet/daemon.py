@@ -58,7 +58,7 @@ class DaemonRecord(msgspec.Struct, frozen=True):
 
 
 class OneModel(msgspec.Struct, frozen=True, tag="serve"):
-    """Describes a server of one model, which `meltcore serve` starts without a plan."""
+    """The source of a server with one model, which has no plan."""
 
     command: ClassVar[str] = "serve"
 
@@ -70,21 +70,18 @@ class OneModel(msgspec.Struct, frozen=True, tag="serve"):
 
 
 class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
-    """Describes the server of a planned fleet: its fleet.yaml, and the machine or cluster for which it is planned."""
+    """The source of a planned fleet: its file, and the machine or cluster for which it is planned."""
 
     planned: msgspec.Raw
     command: ClassVar[str] = "up"
 
     @classmethod
     def of(cls, planner: FleetPlanner) -> Self:
-        """Return the description of the fleet that `planner` plans."""
+        """Return the source from which a planner plans."""
         return cls(msgspec.Raw(msgspec.json.encode(planner.planned_from)))
 
     def options(self, log: Path) -> FleetOptions:
-        """Return the options of the server, whose output goes to the file `log`.
-
-        Raises ConfigError for an invalid fleet.yaml.
-        """
+        """Return the options of the server, whose output goes to the file `log`. Raises ConfigError."""
         with loading_modules():
             from meltcore.fleet.plan.planned import FleetPlanner, PlannerSource
         planner = FleetPlanner.of(msgspec.json.decode(self.planned, type=PlannerSource))
@@ -212,7 +209,7 @@ def stop(records: list[DaemonRecord], timeout_s: float) -> int:
 
 
 def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[DaemonRecord, list[dict[str, Any]]]:
-    """Wait until the server is ready. Return the server's record, and its rows of `meltcore ps`."""
+    """Wait until the server is ready. Return its record, and the rows of `ps` that show this."""
 
     def poll() -> tuple[DaemonRecord, list[dict[str, Any]]] | None:
         record = next((record for record in running() if record.pid == process.pid), None)
@@ -227,7 +224,7 @@ def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[Daem
 
 
 def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
-    """Return the server's rows of `meltcore ps`. The list is empty while the server does not answer yet."""
+    """Return the rows of `ps`. The list is empty before the server answers."""
     from meltcore.fleet.admin.admin import call_admin
 
     with suppress(ConfigError):  # not up yet, or just gone: the caller looks at the process
@@ -237,7 +234,7 @@ def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
 
 
 def _pending(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the models without an engine that wait for memory on a node. Each has the reason."""
+    """Return the models that wait for memory on a node and have no engine, each with the reason."""
     states: dict[str, set[str]] = {}
     for row in rows:
         states.setdefault(row["model"], set()).add(row["state"])
@@ -273,10 +270,9 @@ def _connect_url(host: str, port: int) -> str:
 
 
 def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settings: Any) -> int:
-    """Run a server, and keep its record while it runs. Return the exit status.
+    """Run a server, and keep its record while it runs. Raises ConfigError as `supervisor.serve` does.
 
-    Output goes to the file `log`, or to the terminal if `log` is "". `settings` are further arguments of
-    `supervisor.serve`, whose ConfigError passes through.
+    Output goes to the file `log`, or to the terminal if `log` is "". `supervisor.serve` explains `settings`.
     """
     with loading_modules():
         from meltcore.fleet.supervisor import serve

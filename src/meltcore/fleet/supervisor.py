@@ -29,22 +29,15 @@ from meltcore.common.tasks import Task
 from meltcore.fleet.admin.admin import AdminServer
 from meltcore.fleet.admin.operations import FleetOperations, check_startable
 from meltcore.fleet.plan.first_fit import Place
-from meltcore.fleet.plan.placement import (
-    PlacedFleet,
-    Placement,
-    cpu_environment,
-    gpu_ranks,
-    place_replicas,
-    placed_gpus,
-)
+from meltcore.fleet.plan.placement import PlacedFleet, cpu_environment, gpu_ranks
 from meltcore.fleet.plan.planned import FleetPlanner, NoFile
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.fleet.processes.stuck_watch import StuckWatch
 from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
-from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher
+from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher, place_replicas
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, log_folder
-from meltcore.fleet.run.replica import ReplicaState
+from meltcore.fleet.run.replica import Replica, ReplicaState
 from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
@@ -104,8 +97,8 @@ def serve(
 ) -> int:
     """Run a server until a signal or a failure. Return the exit status.
 
-    Raises ConfigError if the server cannot start. Reasons are an address in use, and a checkpoint or an engine that
-    fails although the policy requires it.
+    Raises ConfigError if the server cannot start, because the address is in use, or because a checkpoint or an engine
+    fails that the policy requires.
 
     Args:
         fleet: the models of the server, with the outcome of a plan.
@@ -245,12 +238,13 @@ class Supervisor:
             await self._pool.stop()
             await asyncio.to_thread(self._log.close)
 
-    def _engine_environment(self, placement: Placement, priority_class: PriorityClass) -> dict[str, str]:
+    def _engine_environment(self, replica: Replica, priority_class: PriorityClass) -> dict[str, str]:
         """Return variables for an engine's environment: the number of threads on a CPU, or MPS on a GPU."""
-        environment = cpu_environment(self.fleet.spec, placement)
-        if self._mps is None or not placed_gpus(placement):
-            return environment
-        return environment | self._mps.client_environment(priority_class, self.fleet.spec.sharing.mps_sm_percent)
+        if not replica.gpu_names:
+            return cpu_environment(self.fleet.spec, replica.model)
+        if self._mps is None:
+            return {}
+        return self._mps.client_environment(priority_class, self.fleet.spec.sharing.mps_sm_percent)
 
     # --- loading
 
@@ -287,25 +281,24 @@ class Supervisor:
         return 2 if model.kind != "engine" else 1 if model.memory is None else 0
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
-        """Return this fleet with the place of each engine, and the nodes of its cluster as they are now.
+        """Return the settings and engines of this fleet, with the nodes of its cluster as they are now.
 
-        Each node has those of `checkpoints` (paths and hub ids) that it cannot load. Raises ConfigError if the cluster
+        Each node says which of `checkpoints`, paths and hub ids, it cannot load. Raises ConfigError if the cluster
         cannot be read.
         """
         return Running(self.fleet, self._places(), await self._launcher.read_nodes(checkpoints))
 
     def _places(self, without: Collection[ReplicaState] = ()) -> dict[tuple[str, int], Place]:
-        """Return the places of engines with a memory budget, by model and replica.
+        """Return the places of engines with a budget. A place is the planned one, or one that the cluster chose later.
 
-        A place is the planned place, or a place that the cluster has chosen later. Replicas in the states `without` are
-        left out, so that their places are free for other engines.
+        Replicas in the states `without` are left out, so that their places are free for other engines.
         """
         places = {(name, at): place for name, of in self.fleet.places.items() for at, place in enumerate(of)}
         for model in self.models.values():
             is_leaving = model.status == "draining"  # its successor is where the plan says
             for replica in model.replicas if isinstance(model, ServedModel) and not is_leaving else ():
                 if places.pop(key := (model.name, replica.index), None) and replica.state not in without:
-                    places[key] = Place(replica.placement.node, replica.placement.gpus)
+                    places[key] = Place(replica.node, replica.gpus)
         return places
 
     async def add_fleet_model(self, name: str) -> ServedModel | UpstreamModel:
@@ -356,8 +349,8 @@ class Supervisor:
         if config.kind != "engine":
             upstream = self.models[number] = UpstreamModel(number, name, config, stats, self._parts)
             return upstream
-        placements = place_replicas(self.fleet, name)
-        model = self.models[number] = ServedModel(number, name, config, task, placements, stats, self._parts)
+        replicas = place_replicas(self.fleet, name, self._options.log_folder)
+        model = self.models[number] = ServedModel(number, name, config, task, replicas, stats, self._parts)
         watch = StuckWatch(
             lambda: [replica.process for replica in model.replicas], stats, profiles=self.fleet.spec.server.profiling
         )

@@ -1,7 +1,6 @@
-"""Compiles and launches kernels of CUDA C++, for operations that Triton cannot express. NVRTC compiles at first launch.
+"""Compiles CUDA C++ with NVRTC when it is first launched, and launches it: for what Triton cannot express.
 
-Sources have no includes, because PyTorch comes with NVRTC but not with CUDA's headers. Binaries are kept in Triton's
-cache folder.
+Sources have no includes: NVRTC comes with PyTorch, CUDA's headers do not. Binaries are kept in Triton's cache folder.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int 
 class CudaKernel:
     """A kernel of CUDA C++ files beside the Python module that launches it, compiled per device and macros.
 
-    The files are one source, in their order. With the suffix "a", as in sm_90a, a binary may use instructions that only
-    one architecture has.
+    The files are one source, in their order. The suffix "a" allows instructions that only one architecture has.
     """
 
     def __init__(self, paths: Sequence[Path], name: str, *, suffix: str = "") -> None:
@@ -127,11 +125,11 @@ class Binary(NamedTuple):
     arch: int
 
     def is_compiled(self) -> bool:
-        """Return whether the cache folder has the binary."""
+        """Return whether the cache folder has it."""
         return self.kernel.cached_path(dict(self.macros), self.arch) is not None
 
     def compile(self) -> None:
-        """Compile the binary if the cache folder lacks it."""
+        """Compile it unless the cache folder has it."""
         self.kernel.cubin(dict(self.macros), self.arch)
 
 
@@ -140,9 +138,9 @@ _report: Callable[[Binary], None] | None = None
 
 @contextmanager
 def record_launches(report: Callable[[Binary], None]) -> Iterator[None]:
-    """Return a context in which launches only report the binaries that they need.
+    """Report each binary that launches need, and launch nothing.
 
-    Outputs of skipped kernels may hold invalid indices.
+    What skipped kernels leave may hold invalid indices.
     """
     global _report
     reported = set[Binary]()

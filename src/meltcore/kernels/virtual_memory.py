@@ -113,8 +113,7 @@ class VirtualMemory:
 
         Returns the unmapped bytes.
 
-        The pinned memory is allocated at the first copy and kept. Raises SleepError and unmaps nothing if it cannot be
-        allocated.
+        The pinned memory is allocated at the first copy and kept. Raises SleepError without it, and unmaps nothing.
         """
         copied = [segment for segment in self._segments.values() if segment.tag in copied_tags]
         self._pin(copied)
@@ -154,7 +153,7 @@ class VirtualMemory:
         return copied_bytes
 
     def drop(self) -> None:
-        """Unmap all mapped segments. Their content is lost."""
+        """Unmap whatever is mapped. Its content is lost."""
         self._driver.synchronize()
         for segment in self._segments.values():
             if segment.handle is not None:
@@ -279,7 +278,7 @@ class CudaMemoryDriver:
         self._call(self._driver.cuMemcpyHtoDAsync(address, host_address, size, 0), "copying to the device")
 
     def fill_zero(self, address: int, size: int) -> None:
-        """Queue a fill with zeros on a stream of its own. It overlaps with copies, which are limited by the bus."""
+        """Queue a fill with zeros, beside copies: they are bound by the bus, and fills by the device's memory."""
         self._call(self._driver.cuMemsetD8Async(address, 0, size, self._fill_stream.cuda_stream), "filling memory")
 
     def synchronize(self) -> None:

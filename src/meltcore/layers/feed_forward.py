@@ -127,10 +127,9 @@ class SparseMoeBlock(nn.Module):
             residual.add_all_reduce(self._group, self.experts.add_outputs(None, hidden, routing))
 
     def _route(self, inputs: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing | RouterLogits]:
-        """Return the input of the experts, [tokens, hidden_size], and the routing of each token.
+        """Normalize `inputs` [tokens, hidden_size] and select experts. Returns both.
 
-        If `norm` is None, `inputs` are normalized already. If the experts' kernels normalize a token and select its
-        experts themselves, `inputs` and the router's logits are returned instead.
+        Without `norm` they are normalized already. Kernels for one token that do both themselves get logits.
         """
         seed = uniform_routing_seed()
         if seed is None and self.experts.selects(inputs, norm, self.top_k + self.shared_expert):

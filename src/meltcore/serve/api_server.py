@@ -137,10 +137,7 @@ class APIServer:
             backend.replica_ended(message.replica, message.message)
 
     def _add_connection(self, descriptors: list[int]) -> None:
-        """Serve the accepted connection that `descriptors` has.
-
-        The list is empty if this process has no free descriptors. The kernel has then already closed the connection.
-        """
+        """Serve a connection. If this process has no free descriptors, the kernel has already closed the connection."""
         if descriptors:
             self._http.add_connection(socket.socket(fileno=descriptors[0]))
         else:
@@ -219,8 +216,7 @@ class APIServer:
     async def _load_text(self, number: int, backend: EngineBackend) -> Any:
         """Return the result of the backend's `load`, such as a tokenizer.
 
-        Returns None if the backend loads nothing. Returns None also if loading fails, which is reported to the
-        supervisor.
+        Returns None if it needs nothing or the load fails.
         """
         try:
             return await asyncio.to_thread(backend.load)

@@ -60,7 +60,7 @@ class FleetError(Exception):
 
 
 def check_fleet(spec: FleetSpec) -> None:
-    """Raise FleetError for the first fault of a fleet.yaml that a single field does not show."""
+    """Raise FleetError for the first fault that single fields do not show."""
     if not spec.models:
         raise FleetError("models", "got {}; must be a mapping of at least one")
     _check_server(spec)

@@ -13,7 +13,8 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.gpus import machine
 from meltcore.common.gpus.machine import named_gpus, visible_gpus
 from meltcore.common.options import add_options
-from meltcore.fleet.plan.placement import PlacedFleet, place_replicas
+from meltcore.fleet.plan.placement import PlacedFleet
+from meltcore.fleet.run.engines import place_replicas
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 

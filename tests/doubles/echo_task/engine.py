@@ -5,7 +5,7 @@ from pathlib import Path
 from time import sleep
 
 from echo_task.messages import Echo, EchoOutputs, EchoReady, Shout
-from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency
+from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency
 from meltcore.engine.tasks.batch_engine import BatchEngine, OneStepTask
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.protocol.shell import MemoryRow
@@ -36,9 +36,9 @@ def echo_engine(_config: EngineConfig, progress: Callable[[str, float], None]) -
     return BatchEngine(EchoTask())
 
 
-def echo_needs(model: ModelSection, _checkpoint: Checkpoint, _on_cpu: bool, source: str, _sizes: None) -> EngineNeeds:
+def echo_needs(model: ModelSection, _checkpoint: Checkpoint, _on_cpu: bool, source: str, _sizes: None) -> PlannedEngine:
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
         return memory_bytes >= concurrency(model) * 2**20, [MemoryRow("weights", 0)]
 
     budget, rows = budget_rows(model, divide)
-    return EngineNeeds(model.task, budget, rows, None, concurrency(model), source)
+    return PlannedEngine(model.task, budget, rows, None, concurrency(model), source)

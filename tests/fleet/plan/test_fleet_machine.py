@@ -13,8 +13,8 @@ from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import GIB
 from meltcore.fleet.plan.machine import process_bytes, read_gpus, read_machine
-from meltcore.fleet.plan.placement import place_replicas
 from meltcore.fleet.plan.planned import FleetPlanner
+from meltcore.fleet.run.engines import place_replicas
 
 DUMMY = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, load_format: dummy, max_model_len: 2048, max_num_seqs: 4"
 

@@ -16,18 +16,19 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sized_engine import sized_engine
 
 from meltcore.cli import main
 from meltcore.cli.fleet import fleet as fleet_command
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import GIB
-from meltcore.engine.memory.memory_needs import EngineNeeds
+from meltcore.engine.memory.memory_needs import PlannedEngine
 from meltcore.fleet.admin.operations import check_startable
 from meltcore.fleet.plan import nearest as nearest_plan
 from meltcore.fleet.plan import needs
 from meltcore.fleet.plan.context_memory import ASSUMED, context_table, find_contexts
-from meltcore.fleet.plan.first_fit import FilledGpu, PlannedEngine, place
+from meltcore.fleet.plan.first_fit import FilledGpu, place
 from meltcore.fleet.plan.nearest import changed_text
 from meltcore.fleet.plan.needs import named_needs
 from meltcore.fleet.plan.placement import engine_config
@@ -54,7 +55,7 @@ def engines(draw: st.DrawFn) -> list[PlannedEngine]:
     count = draw(st.integers(1, 8))
     models = [f"m{draw(st.integers(0, 3))}" for _ in range(count)]
     return [
-        PlannedEngine(model, index, draw(SIZES), draw(st.sampled_from((1, 1, 1, 2))), (), draw(st.booleans()))
+        sized_engine(model, index, draw(SIZES), draw(st.sampled_from((1, 1, 1, 2))), (), draw(st.booleans()))
         for index, model in enumerate(models)
     ]
 
@@ -100,7 +101,7 @@ def test_engines_are_placed_as_if_each_looked_at_every_card(data: st.DataObject)
         size, ranks, sleeps = data.draw(st.tuples(sizes, st.sampled_from((1, 1, 2)), st.booleans()))
         for replica in range(data.draw(st.integers(1, 6))):
             only = data.draw(st.sampled_from([(), (), tuple(range(0, len(gpus), 2))]))
-            found.append(PlannedEngine(model, replica, size * GIB, ranks, only, sleeps, GIB // 2))
+            found.append(sized_engine(model, replica, size * GIB, ranks, only, sleeps, GIB // 2))
     stay, to_place = found[::5], [each for at, each in enumerate(found) if at % 5]
     for each in stay:
         at = data.draw(st.integers(0, len(gpus) - 1))
@@ -128,8 +129,8 @@ def test_placed_engines_never_take_more_than_a_card(found: list[PlannedEngine], 
 
 def test_replicas_go_to_different_cards_and_named_ones_where_the_file_says() -> None:
     cards = [FilledGpu(0, 80 * GIB), FilledGpu(1, 80 * GIB)]
-    twins = [PlannedEngine("a", replica, 20 * GIB, 1, (), False) for replica in range(2)]
-    placed = place([*twins, PlannedEngine("b", 0, 10 * GIB, 1, (1,), False)], cards)
+    twins = [sized_engine("a", replica, 20 * GIB, 1, (), False) for replica in range(2)]
+    placed = place([*twins, sized_engine("b", 0, 10 * GIB, 1, (1,), False)], cards)
     assert placed is not None
     assert [sorted(each.model for each in gpu.engines) for gpu in placed] == [["a"], ["a", "b"]]
 
@@ -255,9 +256,9 @@ def kept(spec: FleetSpec, changes: Sequence[str]) -> list[float]:
 def test_nearest_plan_of_the_written_fleet_keeps_no_less_on_a_larger_card(
     host_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known: dict[str, EngineNeeds] = {}
+    known: dict[str, PlannedEngine] = {}
 
-    def known_needs(name: str, model: ModelSection) -> EngineNeeds:
+    def known_needs(name: str, model: ModelSection) -> PlannedEngine:
         if (key := f"{name} {model}") not in known:
             known[key] = named_needs(name, model)
         return known[key]
@@ -281,7 +282,7 @@ def test_written_fleet_takes_turns_before_it_gets_smaller() -> None:
     spec = parse_fleet((resources.files("meltcore.fleet") / "examples" / "fleet.yaml").read_text(encoding="utf-8"))
     _, found = plan_fleet(spec, [36 * GIB], contexts=context_table()[0])
     assert found is not None
-    assert found.on_cpu == ("qwen3-30b-a3b",)
+    assert [engine.model for host in found.hosts for engine in host.engines] == ["qwen3-30b-a3b"]
     assert not any(".max_" in line for line in found.changes)
     assert any(".max_num_seqs" in line for line in found.other_changes)
 
@@ -461,7 +462,7 @@ def test_tiny_fleet_of_bundled_models_needs_no_gpu_and_says_what_it_substitutes(
     assert spec.languages.substitute["kan_Knda"] == ("guj_Gujr", "hin_Deva")
     plan, _ = plan_fleet(spec, [])
     assert plan is not None
-    assert set(plan.on_cpu) == set(spec.models)
+    assert {engine.model for host in plan.hosts for engine in host.engines} == set(spec.models)
 
 
 def test_file_that_exists_is_left_as_it_is(tmp_path: Path) -> None:

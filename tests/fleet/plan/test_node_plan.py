@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
+from sized_engine import sized_engine
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import GIB
 from meltcore.fleet.plan.cluster import Cluster
-from meltcore.fleet.plan.first_fit import FilledGpu, Host, PlannedEngine, place, place_on_hosts
+from meltcore.fleet.plan.first_fit import FilledGpu, Host, place, place_on_hosts
 from meltcore.fleet.plan.plan import describe_plan, plan_fleet
 from meltcore.fleet.plan.planned import does_not_fit, find_plan
 from meltcore.fleet.plan.site import OneMachine
@@ -30,24 +31,28 @@ def cluster(*gpus: int) -> Cluster:
 
 def test_ranks_of_an_engine_are_on_one_node_and_replicas_on_different_ones() -> None:
     cards = [FilledGpu(number, 80 * GIB, node=node) for number, node in enumerate(("a", "b", "b", "a", "a"))]
-    pairs = [PlannedEngine("m", replica, 30 * GIB, 2, (), False) for replica in range(2)]
+    pairs = [sized_engine("m", replica, 30 * GIB, 2, (), False) for replica in range(2)]
     placed = place(pairs, cards)
     assert placed is not None
     nodes = [{gpu.node for gpu in placed if engine in gpu.engines} for engine in pairs]
     assert nodes == [{"a"}, {"b"}]
     # Each node has room on one card only: two cards with room are not enough.
     full = [
-        PlannedEngine(f"x{node}", 0, 70 * GIB, 1, (number,), False) for number, node in ((1, "b"), (0, "a"), (4, "a"))
+        sized_engine(f"x{node}", 0, 70 * GIB, 1, (number,), False) for number, node in ((1, "b"), (0, "a"), (4, "a"))
     ]
-    assert place([*full, PlannedEngine("m", 0, 30 * GIB, 2, (), False)], cards) is None
+    assert place([*full, sized_engine("m", 0, 30 * GIB, 2, (), False)], cards) is None
 
 
 def test_engines_on_cpus_go_where_memory_is_free_and_replicas_apart() -> None:
-    engines = [("a", 0, 3), ("a", 1, 3), ("b", 0, 2)]
+    sizes = [("a", 0, 3), ("a", 1, 3), ("b", 0, 2)]
+    engines = [sized_engine(model, replica, size, 0, resident_bytes=1) for model, replica, size in sizes]
     placed = place_on_hosts(engines, [Host("x", 6), Host("y", 4)])
     assert placed is not None
-    assert {host.node: sorted(host.engines) for host in placed} == {"x": [("a", 0, 3), ("b", 0, 2)], "y": [("a", 1, 3)]}
-    assert place_on_hosts([*engines, ("c", 0, 2)], [Host("x", 6), Host("y", 4)]) is None
+    found = {host.node: sorted((each.model, each.replica) for each in host.engines) for host in placed}
+    assert found == {"x": [("a", 0), ("b", 0)], "y": [("a", 1)]}
+    assert place_on_hosts([*engines, sized_engine("c", 0, 2, 0)], [Host("x", 6), Host("y", 4)]) is None
+    elsewhere = [engine._replace(lacking=frozenset({"x"})) for engine in engines]
+    assert place_on_hosts(elsewhere, [Host("x", 6), Host("y", 4)]) is None
 
 
 def test_tensor_parallelism_over_nodes_is_refused_by_name() -> None:

@@ -20,10 +20,11 @@ from meltcore.common.sizes import GIB
 from meltcore.fleet.admin.operations import check_startable, check_unchanged
 from meltcore.fleet.plan import measured
 from meltcore.fleet.plan.first_fit import Place
-from meltcore.fleet.plan.placement import PlacedFleet, place_replicas, placed_gpus
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.plan.planned import FleetPlanner, planned_spec
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.plan.site import OneMachine
+from meltcore.fleet.run.engines import place_replicas
 from meltcore.settings.fleet_file import parse_fleet
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
@@ -53,11 +54,11 @@ def planned(text: str, there: Machine) -> FleetSpec:
 def test_replicas_get_the_gpus_of_the_file(fields: str, gpus: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6,7")
     spec = planned(f"models: {{a: {{{QWEN}, {fields}}}}}", machine(40, 40, 40, 40))
-    placements = place_replicas(PlacedFleet(spec), "a")
-    assert [each.environment["CUDA_VISIBLE_DEVICES"].split(",") for each in placements] == gpus
-    assert [placed_gpus(each) for each in placements] == [frozenset(names) for names in gpus]
-    assert {each.engine.device for each in placements} == {"cuda"}
-    assert {each.engine.memory_bytes for each in placements} == {spec.models["a"].memory} != {None}
+    replicas = place_replicas(PlacedFleet(spec), "a")
+    assert [each.environment["CUDA_VISIBLE_DEVICES"].split(",") for each in replicas] == gpus
+    assert [each.gpu_names for each in replicas] == [frozenset(names) for names in gpus]
+    assert {each.engine.device for each in replicas} == {"cuda"}
+    assert {each.engine.memory_bytes for each in replicas} == {spec.models["a"].memory} != {None}
 
 
 def test_gpu_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

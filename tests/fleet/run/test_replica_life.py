@@ -16,9 +16,9 @@ from replica_picture import NARROW, WIDE, Layout, picture
 from waiting import until
 
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError
-from meltcore.fleet.plan.placement import Placement, engine_config
+from meltcore.fleet.plan.placement import engine_config
 from meltcore.fleet.run import served_model, supervised_model, upstream_model
-from meltcore.fleet.run.replica import LIFE, ReplicaEvent, ReplicaLife, ReplicaState
+from meltcore.fleet.run.replica import LIFE, Replica, ReplicaEvent, ReplicaLife, ReplicaState
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
@@ -143,8 +143,8 @@ class Life:
             self.model = UpstreamModel(0, "far", command, self.stats, parts)
         else:
             near = ModelSection(checkpoint="near", device="cpu", residency="sleepable")
-            placement = Placement(engine_config(near), {})
-            self.model = ServedModel(0, "near", near, None, [placement], self.stats, parts)
+            replica = Replica(index=0, log=None, engine=engine_config(near))
+            self.model = ServedModel(0, "near", near, None, [replica], self.stats, parts)
         self.processes.clear()  # the first one is never started
         self.replica = self.model.replicas[0]
         self.model.may_run.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meltcore.engine.core.kv_cache import PageLayout
-from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency
+from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency
 from meltcore.engine.memory.memory_plan import PENALTY_FRACTION, RESERVE_FRACTION, ModelShape, plan_memory
 from meltcore.engine.memory.workspace import PENALTY_BYTES
 from meltcore.models.checkpoints.checkpoint import Checkpoint
@@ -19,7 +19,7 @@ _ASLEEP_BYTES = 64 * 2**20
 
 def generation_needs(
     model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, sizes: tuple[ModelShape, int, str]
-) -> EngineNeeds:
+) -> PlannedEngine:
     """Return the memory that an engine of a model needs. `source` says where `decoder_sizes` has read the sizes."""
     shape, max_context, weight_note = sizes
     if checkpoint.gguf is not None and model.quantization == "none":
@@ -49,7 +49,7 @@ def generation_needs(
     budget, rows = budget_rows(model, divide)
     penalty_bytes = min(seqs * PENALTY_BYTES * shape.vocab_size, int(budget * RESERVE_FRACTION * PENALTY_FRACTION))
     asleep_bytes = _ASLEEP_BYTES + penalty_bytes
-    return EngineNeeds(model.task, budget, rows, length, seqs, source, batched, asleep_bytes)
+    return PlannedEngine(model.task, budget, rows, length, seqs, source, batched, asleep_bytes)
 
 
 def _batched_tokens(layout: PageLayout, on_cpu: bool) -> int:

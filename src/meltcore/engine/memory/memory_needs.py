@@ -30,8 +30,8 @@ _LARGEST_BYTES = 2**44
 _ASLEEP_BYTES = 128 * 2**20
 
 
-class EngineNeeds(NamedTuple):
-    """The memory that one engine needs on each of its GPUs, or on the host.
+class PlannedEngine(NamedTuple):
+    """The memory that one engine needs on each of its GPUs, or on the host. A plan adds which engine it is, and where.
 
     Args:
         budget_bytes: the value that `--memory` must have.
@@ -39,6 +39,14 @@ class EngineNeeds(NamedTuple):
         source: where the sizes were read.
         concurrency: the maximum number of requests in a step.
         asleep_bytes: the GPU memory that the engine keeps while it sleeps, without its CUDA context.
+        model: the name of the model, added by a plan like all that follows.
+        replica: the number of the engine among the engines of the model.
+        gpus: the number of its GPUs, or 0 on a CPU.
+        only: the GPU numbers that the file allows. An empty tuple allows any.
+        sleeps: whether the model takes turns.
+        resident_bytes: the bytes of the engine's process beside the budget. For a model that takes turns they include
+            what the engine holds while it sleeps.
+        lacking: the nodes that cannot load the model.
     """
 
     task: str
@@ -49,6 +57,23 @@ class EngineNeeds(NamedTuple):
     source: str
     max_num_batched_tokens: int | None = None
     asleep_bytes: int = _ASLEEP_BYTES
+    model: str = ""
+    replica: int = 0
+    gpus: int = 0
+    only: tuple[int, ...] = ()
+    sleeps: bool = False
+    resident_bytes: int = 0
+    lacking: frozenset[str] = frozenset()
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that the engine takes on each of its GPUs, or on the host, while it is awake."""
+        return self.budget_bytes + self.resident_bytes
+
+    @property
+    def awake_bytes(self) -> int:
+        """The bytes that the engine frees while it sleeps."""
+        return self.budget_bytes if self.sleeps else 0
 
 
 class UnknownSizesError(ConfigError):
@@ -59,7 +84,7 @@ class TaskMismatchError(ConfigError):
     """Reports that the `task` of a model is not the task of its checkpoint."""
 
 
-def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
+def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> PlannedEngine:
     """Return the memory that an engine of `model` needs for its context and concurrency.
 
     A given `memory` is only divided. Raises UnknownSizesError if the checkpoint is not on this machine and the model
@@ -77,7 +102,7 @@ def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
 
 
 def peer_bytes(ranks: int) -> int:
-    """Return the bytes of a rank's buffer to which other ranks write, outside of its budget. One rank has none."""
+    """Return the bytes of the buffer to which other ranks write. Each of several ranks has one beside its budget."""
     return buffer_bytes(ranks) if ranks > 1 else 0
 
 
@@ -105,12 +130,12 @@ class _Opened(NamedTuple):
     request: SizeRequest
 
 
-def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:
+def _awake_needs(model: ModelSection, on_cpu: bool) -> PlannedEngine:
     task, checkpoint, source, request = _opened(model, on_cpu)
     sizes = read_sizes([request])[0] if request.function else None
     if isinstance(sizes, ConfigError):
         raise sizes
-    needs: EngineNeeds = load(task.needs)(model, checkpoint, on_cpu, source, sizes)
+    needs: PlannedEngine = load(task.needs)(model, checkpoint, on_cpu, source, sizes)
     return needs
 
 
@@ -159,7 +184,7 @@ def concurrency(model: ModelSection) -> int:
 
 
 def unused(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    """Return a row for the part of `memory_bytes` that `rows` do not use."""
+    """Return a row for the part of a budget that `rows` leave over."""
     return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
 
 

@@ -1,7 +1,6 @@
 """Computes the memory of a synthesis engine: weights, batches, and requests that have begun.
 
-This module does not import torch: `meltcore plan` calls these functions without a GPU, and the engine calls them at its
-start.
+No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same functions at its start.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.waiting import cost_buckets
-from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency, unused, weight_element_size
+from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.task_configs import IndicF5Config
@@ -108,7 +107,7 @@ def plan_synthesis(
 
 def synthesis_needs(
     model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, weight_bytes: int
-) -> EngineNeeds:
+) -> PlannedEngine:
     """Return the memory that an engine of a model needs. `source` says where the sizes were read."""
     vocabulary = load_vocabulary(checkpoint, is_dummy=True)
     config = IndicF5Config.read(checkpoint.config, vocabulary.size)
@@ -126,4 +125,4 @@ def synthesis_needs(
         return batch >= frames and cost >= frames, [*rows, unused(memory_bytes, rows)]
 
     budget, rows = budget_rows(model, divide)
-    return EngineNeeds(model.task, budget, rows, None, texts, source)
+    return PlannedEngine(model.task, budget, rows, None, texts, source)

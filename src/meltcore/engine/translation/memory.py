@@ -1,7 +1,6 @@
 """Computes the memory of a translation engine: weights, slots and, with a budget on a GPU, the workspace.
 
-This module does not import torch: `meltcore plan` calls these functions without a GPU, and the engine calls them at its
-start.
+No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same functions at its start.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from functools import partial
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import size_text
-from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency, unused, weight_element_size
+from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.task_configs import NUM_BEAMS, IndicTrans2Config, graph_rows
@@ -74,7 +73,7 @@ def plan_slots(
 
 def translation_needs(
     model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, weight_bytes: int
-) -> EngineNeeds:
+) -> PlannedEngine:
     """Return the memory of an engine of a model. `source` says where the sizes were read."""
     config, element_size = IndicTrans2Config.read(checkpoint.config), weight_element_size(model, on_cpu)
     source_tokens, tokens = config.sentence_limits(model.max_model_len)
@@ -91,4 +90,4 @@ def translation_needs(
         return slots >= sentences, [*rows, unused(memory_bytes, rows)]
 
     budget, rows = budget_rows(model, divide)
-    return EngineNeeds(model.task, budget, rows, model.max_model_len, sentences, source)
+    return PlannedEngine(model.task, budget, rows, model.max_model_len, sentences, source)

@@ -8,35 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from meltcore.engine.memory.memory_needs import PlannedEngine
 from meltcore.fleet.plan.context_memory import ASSUMED
-
-
-class PlannedEngine(NamedTuple):
-    """One replica of a model that has to be placed. It takes `size_bytes` on each of its GPUs.
-
-    Of these bytes, `resident_bytes` are never freed. They are the CUDA context of the engine's process. For a model
-    that takes turns they also include what the engine holds while it sleeps.
-    """
-
-    model: str
-    replica: int
-    size_bytes: int
-    gpus: int
-    only: tuple[int, ...]  # GPU numbers that the file allows; empty: any
-    sleeps: bool
-    resident_bytes: int = ASSUMED.process_bytes()
-    lacking: frozenset[str] = frozenset()  # nodes that cannot load it
-
-    @property
-    def awake_bytes(self) -> int:
-        """The bytes that the engine frees while it sleeps."""
-        return self.size_bytes - self.resident_bytes if self.sleeps else 0
 
 
 class FilledGpu(NamedTuple):
     """A GPU and the engines on it.
 
-    Only one of the models that take turns is awake at a time. So only the largest of them needs memory to be awake.
+    Only one of the models that take turns is awake at a time, so only the largest counts.
     """
 
     number: int
@@ -49,8 +28,8 @@ class FilledGpu(NamedTuple):
     def used_bytes(self) -> int:
         """The bytes of the driver and of all engines on the GPU.
 
-        A model that takes turns counts with the bytes that it holds while it sleeps. The largest of these models counts
-        with its whole size.
+        A model that takes turns counts with its bytes while asleep. The largest one counts with its bytes while awake,
+        too.
         """
         resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
         return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
@@ -66,26 +45,24 @@ class Place(NamedTuple):
     gpus: tuple[int, ...]
 
 
-Lacking = Mapping[str, frozenset[str]]  # by model: the nodes that cannot load it
 Kept = Mapping[tuple[str, int], Place | None]  # by model and replica; None: that one is in no place, and gets none
 
 
 class Host(NamedTuple):
-    """The host memory of a node, and the engines on its CPU as (model, replica, bytes).
+    """The host memory of a node, and the engines on its CPU. None means no limit of memory.
 
-    If `total_bytes` is None, the memory is not limited. Engines on the node's GPUs keep `pinned_bytes` of their weights
-    in host memory while they sleep.
+    The engines on the node's GPUs keep `pinned_bytes` of their weights in host memory while they sleep.
     """
 
     node: str  # of a cluster; "": this machine
     total_bytes: int | None
-    engines: tuple[tuple[str, int, int], ...] = ()
+    engines: tuple[PlannedEngine, ...] = ()
     pinned_bytes: int = 0
 
     @property
     def engine_bytes(self) -> int:
         """The bytes of the engines on the CPU."""
-        return sum(size for _, _, size in self.engines)
+        return sum(engine.size_bytes for engine in self.engines)
 
     @property
     def free_bytes(self) -> float:
@@ -104,7 +81,7 @@ class _Room:
         self._awake_bytes = max((engine.awake_bytes for engine in gpu.engines), default=0)
 
     def fits(self, engine: PlannedEngine) -> bool:
-        """Return whether one more engine fits on the GPU. Models that take turns count as in `FilledGpu.used_bytes`."""
+        """Return whether one more engine fits on the GPU, by `FilledGpu.used_bytes`."""
         awake_bytes = engine.awake_bytes
         resident_bytes = self._resident_bytes + engine.size_bytes - awake_bytes
         return resident_bytes + max(self._awake_bytes, awake_bytes) <= self.gpu.total_bytes
@@ -177,56 +154,46 @@ def _place_alike(engines: Sequence[PlannedEngine], rooms: Sequence[_Room], repli
 
 
 def keep(
-    engines: Iterable[PlannedEngine], gpus: Sequence[FilledGpu], kept: Kept
-) -> tuple[list[PlannedEngine], list[FilledGpu]]:
-    """Return two lists: the engines that have to be placed, and the GPUs with the engines that stay."""
-    stay: dict[int, list[PlannedEngine]] = {gpu.number: list(gpu.engines) for gpu in gpus}
+    engines: Iterable[PlannedEngine], gpus: Sequence[FilledGpu], hosts: Sequence[Host], kept: Kept
+) -> tuple[list[PlannedEngine], list[FilledGpu], list[Host]]:
+    """Return the engines that have to be placed, then the GPUs and the hosts with the engines that stay."""
+    on_gpus: dict[int, list[PlannedEngine]] = {gpu.number: list(gpu.engines) for gpu in gpus}
+    on_hosts: dict[str, list[PlannedEngine]] = {host.node: list(host.engines) for host in hosts}
     to_place = []
     for engine in engines:
         key = engine.model, engine.replica
         if key not in kept:
             to_place.append(engine)
-        elif (place := kept[key]) is not None:
-            for number in stay.keys() & place.gpus:  # it may be about to end on one that the file no longer allows
-                stay[number].append(engine)
-    return to_place, [gpu._replace(engines=tuple(stay[gpu.number])) for gpu in gpus]
+        elif (place := kept[key]) is not None and engine.gpus:
+            for number in on_gpus.keys() & place.gpus:  # it may be about to end on one that the file no longer allows
+                on_gpus[number].append(engine)
+        elif place is not None:
+            on_hosts[place.node].append(engine)
+    return (
+        to_place,
+        [gpu._replace(engines=tuple(on_gpus[gpu.number])) for gpu in gpus],
+        [host._replace(engines=tuple(on_hosts[host.node])) for host in hosts],
+    )
 
 
-def place_on_hosts(
-    engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host], lacking: Lacking | None = None
-) -> tuple[Host, ...] | None:
+def place_on_hosts(engines: Iterable[PlannedEngine], hosts: Sequence[Host]) -> tuple[Host, ...] | None:
     """Place engines on CPUs, the largest first. Return the hosts with their engines.
 
     Returns None if an engine does not fit. Replicas of a model go to different nodes if possible, then to the node with
-    the most free memory. `engines` has (model, replica, bytes). Nodes in `lacking` cannot load a model.
+    the most free memory.
     """
     free_bytes = [host.free_bytes for host in hosts]
     if any(size < 0 for size in free_bytes):
         return None
     placed = [list(host.engines) for host in hosts]
-    replicas = Counter((at, name) for at, host in enumerate(hosts) for name, _, _ in host.engines)
-    for engine in sorted(engines, key=lambda each: (-each[2], each[0], each[1])):
-        name, _, size = engine
-        without = (lacking or {}).get(name, frozenset())
-        fitting = [at for at, free in enumerate(free_bytes) if free >= size and hosts[at].node not in without]
+    replicas = Counter((at, engine.model) for at, host in enumerate(hosts) for engine in host.engines)
+    for engine in sorted(engines, key=lambda each: (-each.size_bytes, each.model, each.replica)):
+        size = engine.size_bytes
+        fitting = [at for at, free in enumerate(free_bytes) if free >= size and hosts[at].node not in engine.lacking]
         if not fitting:
             return None
-        best = min(fitting, key=lambda at: (replicas[at, name], -free_bytes[at]))
+        best = min(fitting, key=lambda at: (replicas[at, engine.model], -free_bytes[at]))
         placed[best].append(engine)
         free_bytes[best] -= size
-        replicas[best, name] += 1
+        replicas[best, engine.model] += 1
     return tuple(host._replace(engines=tuple(found)) for host, found in zip(hosts, placed, strict=True))
-
-
-def keep_on_hosts(
-    engines: Iterable[tuple[str, int, int]], hosts: Sequence[Host], kept: Kept
-) -> tuple[list[tuple[str, int, int]], list[Host]]:
-    """Return two lists: the engines that have to be placed on CPUs, and the hosts with the engines that stay."""
-    stay: dict[str, list[tuple[str, int, int]]] = {host.node: list(host.engines) for host in hosts}
-    to_place = []
-    for engine in engines:
-        if (key := engine[:2]) not in kept:
-            to_place.append(engine)
-        elif (place := kept[key]) is not None:
-            stay[place.node].append(engine)
-    return to_place, [host._replace(engines=tuple(stay[host.node])) for host in hosts]

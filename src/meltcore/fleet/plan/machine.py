@@ -52,7 +52,10 @@ def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
 
 
 def unloadable(checkpoints: Iterable[str]) -> dict[str, str]:
-    """Return the checkpoints (absolute paths and hub ids) that this machine cannot load, each with the reason."""
+    """Return the checkpoints that this machine cannot load, each with the reason.
+
+    They are absolute paths and hub ids.
+    """
     from meltcore.models.checkpoints.hub import hub_problems
 
     asked = list(checkpoints)

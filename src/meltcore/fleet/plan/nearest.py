@@ -1,7 +1,8 @@
 """Finds the smallest changes with which a fleet fits: sleep, fewer sequences, shorter contexts, and the CPU.
 
-The search begins with all changes. It then tries to undo one change after another, the most important first. A change
-stays undone if the fleet still fits.
+The search begins with every change made. It takes back one change after another, the most important first, if the fleet
+then still fits. So a plan for more memory keeps everything that is more important, and at least as much of what is less
+important.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from meltcore.engine.memory.memory_needs import EngineNeeds
+from meltcore.engine.memory.memory_needs import PlannedEngine
 from meltcore.fleet.plan.needs import known_needs
 from meltcore.protocol.fleet_plan import has_smaller_settings
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
@@ -47,7 +48,7 @@ class Fitting(NamedTuple):
 
 
 def nearest(
-    spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], known: dict[str, EngineNeeds]
+    spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], known: dict[str, PlannedEngine]
 ) -> tuple[Fitting, tuple[str, ...]] | tuple[None, tuple[()]]:
     """Return the nearest fleet that fits, and the changes of an alternative. Returns (None, ()) if no fleet fits.
 
@@ -96,16 +97,16 @@ def changed_text(text: str, changes: Sequence[str]) -> str:
 def _nearest(
     spec: FleetSpec,
     try_plan: Callable[[FleetSpec], _P | None],
-    known: dict[str, EngineNeeds],
+    known: dict[str, PlannedEngine],
     order: Sequence[str],
     deadline_s: float,
     *,
     may_shrink: bool,
 ) -> Fitting | None:
-    """Return the fleet that fits with the fewest changes, or None if no fleet fits.
+    """Return the fleet that fits and keeps the most fields.
 
-    Changes are undone field by field in the order `order`. After `deadline_s` no more changes are undone. With
-    `may_shrink`, concurrency and contexts may be changed too.
+    Fields are kept in the given order. Returns None if none fits. After `deadline_s` no more changes are taken back.
+    With `may_shrink`, concurrency and contexts may be changed too.
     """
     steps = reversed(
         list(_steps(spec, known, may_shrink))
@@ -126,7 +127,7 @@ def _nearest(
     return Fitting(changed, plan, tuple(_differences(spec, changed)), is_cut)
 
 
-def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> Iterator[FleetSpec]:
+def _steps(spec: FleetSpec, known: dict[str, PlannedEngine], may_shrink: bool) -> Iterator[FleetSpec]:
     """Yield fleets that need less and less memory: first by concurrency, then by contexts, by sleep, and by the CPU."""
     models = dict(spec.models)
     engines = [name for name, model in models.items() if model.kind == "engine" and model.memory is None]
@@ -167,11 +168,10 @@ def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> 
 def _restored(
     original: FleetSpec, changed: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], order: Sequence[str]
 ) -> Iterator[tuple[FleetSpec, _P]]:
-    """Undo one change after another, beginning with the models of urgent classes.
+    """Take back one change after another, the changes of urgent models first. Yields each fleet that fits.
 
-    Yield each fleet that fits, with its plan. Within a priority class language models come last, since one of them
-    often takes as much memory as all others. A field is restored for several models together if that fits, because each
-    plan of a large cluster takes long.
+    Within a priority class language models come last, since one of them often takes as much memory as all others. A
+    field is taken back for several models together if that fits, because each plan of a large cluster takes long.
     """
 
     def fits(**fields: Any) -> Iterator[tuple[FleetSpec, _P]]:
@@ -182,10 +182,9 @@ def _restored(
             yield candidate, plan
 
     def restored(field: str, names: Sequence[str]) -> Iterator[tuple[FleetSpec, _P]]:
-        """Restore the old value of a field for all models if the fleet then fits.
+        """Take back a field for all models if that fits, or else for each half of the models.
 
-        Otherwise try each half of the models. For a single model, a value between the old and the changed one is tried
-        too.
+        A single model may get back a part of its old value.
         """
         values = {name: _between(original.models[name], changed.models[name], field) for name in names}
         as_it_was = {name: found[0] for name, found in values.items()}
@@ -209,10 +208,7 @@ def _restored(
 
 
 def _between(before: ModelSection, after: ModelSection, field: str) -> list[ModelSection]:
-    """Return variants of the changed model: with the old value of a field, then with smaller changes of this value.
-
-    The smallest change comes first. The list is empty if the field was not changed.
-    """
+    """Return the model with the old value of one field, then with smaller changes of it, the smallest change first."""
     old, new = getattr(before, field), getattr(after, field)
     if old == new:
         return []

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
 from meltcore.common.errors import ConfigError
 from meltcore.engine.memory.memory_needs import (
-    EngineNeeds,
+    PlannedEngine,
     TaskMismatchError,
     UnknownSizesError,
     engine_needs,
     read_model_sizes,
 )
+from meltcore.fleet.plan.context_memory import ASSUMED, ContextMemory
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 # Of the process of an engine on a CPU beside its budget: interpreter, torch and their libraries. Not measured.
 HOST_PROCESS_BYTES = 768 * 2**20
 
 
-def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) -> dict[str, EngineNeeds]:
-    """Return the memory that each model of Meltcore's own engines needs, by name.
+def fleet_needs(spec: FleetSpec, known: dict[str, PlannedEngine] | None = None) -> dict[str, PlannedEngine]:
+    """Return the memory that each model of Meltcore's own engines needs. Raises ConfigError if it cannot be known.
 
-    `known` has the memory of models that was computed before. The memory of new models is added to it. Raises
-    ConfigError if the memory of a model cannot be computed.
+    `known` has the memory of models that was computed before. The memory of new models is added to it.
     """
     known, needs = {} if known is None else known, {}
     for name, model in spec.models.items():
@@ -35,7 +35,7 @@ def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) ->
     return needs
 
 
-def known_needs(known: dict[str, EngineNeeds], name: str, model: ModelSection) -> EngineNeeds:
+def known_needs(known: dict[str, PlannedEngine], name: str, model: ModelSection) -> PlannedEngine:
     """Return the memory that a model's engine needs from `known`. For a new model, compute it and add it there.
 
     To compute it the checkpoint is opened, which may download files from the Hub.
@@ -56,25 +56,46 @@ def read_fleet_sizes(spec: FleetSpec) -> None:
     read_model_sizes((model, model.device == "cpu") for model in (*engines, *on_cpu))
 
 
-def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> tuple[int, int]:
+def host_needs(spec: FleetSpec, needs: dict[str, PlannedEngine]) -> tuple[int, int]:
     """Return two numbers of bytes: host memory of all engines on the CPU, and pinned memory of weights that sleep."""
     pinned = (
         model.replicas * model.tensor_parallel_size * pinned_bytes(spec, needs, name)
         for name, model in spec.models.items()
         if model.residency == "sleepable" and model.device != "cpu"
     )
-    return sum(size for _, _, size in cpu_engines(spec, needs)), sum(pinned)
+    return sum(engine.size_bytes for engine in planned_engines(spec, needs) if not engine.gpus), sum(pinned)
 
 
-def cpu_engines(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> Iterator[tuple[str, int, int]]:
-    """Yield (model, replica, bytes of host memory) for each engine on the CPU."""
+def planned_engines(
+    spec: FleetSpec,
+    needs: dict[str, PlannedEngine],
+    sleeping: Collection[str] = (),
+    contexts: ContextMemory = ASSUMED,
+    lacking: Mapping[str, frozenset[str]] | None = None,
+) -> Iterator[PlannedEngine]:
+    """Yield each engine that a plan has to place. Engines of the models in `sleeping` take turns.
+
+    `lacking` has the nodes that cannot load a model, by model. Commands on a CPU and models at a URL need no place.
+    """
     for name, model in spec.models.items():
-        if name in needs and model.device == "cpu":
-            for replica in range(model.replicas):
-                yield name, replica, HOST_PROCESS_BYTES + needs[name].budget_bytes
+        on_cpu = model.device == "cpu"
+        if model.kind == "url" or (on_cpu and name not in needs):
+            continue
+        size = needs.get(name) or PlannedEngine(model.task, int(model.memory or 0), [], None, 0, "file", asleep_bytes=0)
+        ranks, is_asleep = model.tensor_parallel_size, name in sleeping and not on_cpu
+        resident_bytes = HOST_PROCESS_BYTES if on_cpu else contexts.process_bytes(model.task, ranks)
+        engine = size._replace(
+            model=name,
+            gpus=0 if on_cpu else ranks,
+            sleeps=is_asleep,
+            resident_bytes=resident_bytes + (size.asleep_bytes if is_asleep else 0),
+            lacking=(lacking or {}).get(name, frozenset()),
+        )
+        for replica, only in enumerate(model.replica_gpus):
+            yield engine._replace(replica=replica, only=only)
 
 
-def pinned_bytes(spec: FleetSpec, needs: dict[str, EngineNeeds], name: str) -> int:
+def pinned_bytes(spec: FleetSpec, needs: dict[str, PlannedEngine], name: str) -> int:
     """Return the pinned host memory, in bytes, that an engine of a sleeping model keeps for each of its GPUs.
 
     The engine keeps its weights there. The result is 0 if weights are dropped, and for an engine without a sleep mode,
@@ -93,13 +114,14 @@ def pinned_bytes(spec: FleetSpec, needs: dict[str, EngineNeeds], name: str) -> i
     return sum(row.size_bytes for row in rows if row.name in ("weights", "rounding"))
 
 
-def named_needs(name: str, model: ModelSection) -> EngineNeeds:
+def named_needs(name: str, model: ModelSection) -> PlannedEngine:
     """Return the memory that a model's engine needs. Errors name the model."""
     try:
         return engine_needs(model, on_cpu=model.device == "cpu")
     except UnknownSizesError as error:
         if model.memory is not None:  # the file knows them
-            return EngineNeeds(model.task, int(model.memory), [], model.max_model_len, model.max_num_seqs or 0, "file")
+            seqs = model.max_num_seqs or 0
+            return PlannedEngine(model.task, int(model.memory), [], model.max_model_len, seqs, "file")
         raise UnknownSizesError(f"models.{name}: {error}") from error
     except TaskMismatchError as error:
         raise TaskMismatchError(f"models.{name}.task: {error}") from error

@@ -1,16 +1,15 @@
-"""Places replicas on neighboring GPUs, in the order of CUDA_VISIBLE_DEVICES. Replicas of a model share no GPU."""
+"""Has the outcome of a plan, and the settings of engines that follow from it: threads, ranks of a node, mark files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.gpus.machine import VISIBLE, gpu_environment, visible_gpus
+from meltcore.common.gpus.machine import visible_gpus
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.protocol.step_marks import make_marks_file
 from meltcore.settings.config import EngineConfig, EngineSettings, EngineSharing, PriorityClass, SharingSection
@@ -20,29 +19,17 @@ _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
 
 
 class PlacedFleet(msgspec.Struct, frozen=True):
-    """The configuration of a server, with the outcome of its plan. For `serve` there is no plan.
+    """The configuration of a server, with the outcome of its plan. `serve` has no plan, and its engines find a place.
 
     Args:
         spec: The contents of fleet.yaml, or what the flags of `serve` say. A plan has filled in memory and GPUs.
-        places: The place of each replica of a planned model, by name. GPUs are numbered on their node. Engines without
-            a place choose their GPUs when they start.
-        room_bytes: The bytes that models which take turns share, by device. For a missing device these are the bytes of
-            the largest such model.
+        places: The place of each replica of a planned model, by name. GPUs are numbered on their node.
+        room_bytes: The bytes on each device for models that take turns. If it is empty, they are the largest model's.
     """
 
     spec: FleetSpec
     places: dict[str, tuple[Place, ...]] = {}
     room_bytes: dict[str, int] = {}
-
-
-class Placement(NamedTuple):
-    """The settings of one replica's engine, and variables for the environment of its process."""
-
-    engine: EngineConfig
-    environment: dict[str, str]
-    node: str = ""  # of a cluster; "": this machine
-    gpus: tuple[int, ...] = ()  # that the plan names, numbered among those of the node that may be used
-    model: str = ""
 
 
 def loaded_section(name: str, model: ModelSection) -> ModelSection:
@@ -77,69 +64,23 @@ def engine_config(model: ModelSection) -> EngineConfig:
     )
 
 
-def place_replicas(fleet: PlacedFleet, name: str) -> list[Placement]:
-    """Return one placement per replica. A single replica chooses its own GPUs, and a CPU is not divided.
-
-    Raises ConfigError if there are too few GPUs, or if CUDA_VISIBLE_DEVICES is invalid.
-    """
-    model = fleet.spec.models[name]
-    engine, replicas, gpus_per_replica = engine_config(model), model.replicas, model.tensor_parallel_size
-    places = fleet.places.get(name, ())
-    if any(place.node for place in places):
-        return [Placement(engine, {}, place.node, place.gpus, name) for place in places]
-    if not isinstance(model.device, str):
-        return _on_named_gpus(name, model, engine)
-    unplaced = Placement(engine, {}, model=name)
-    if replicas == 1:
-        if engine.device == "auto":
-            visible_gpus()  # raises for a GPU that cannot be counted, before the engine starts
-        return [unplaced]
-    gpus = [] if engine.device == "cpu" else visible_gpus()
-    if not gpus and engine.device != "cuda":
-        return [unplaced] * replicas
-    if len(gpus) < replicas * gpus_per_replica:
-        raise ConfigError(
-            f"--data-parallel-size {replicas} needs {replicas * gpus_per_replica} GPUs ({gpus_per_replica} each); "
-            f"{len(gpus)} are visible"
-        )
-    # By name: an engine left to choose would silently use the CPU when its GPU cannot be used.
-    on_gpus = unplaced._replace(engine=msgspec.structs.replace(engine, device="cuda"))
-    first_gpus = range(0, replicas * gpus_per_replica, gpus_per_replica)
-    return [
-        on_gpus._replace(environment=gpu_environment(gpus[first : first + gpus_per_replica])) for first in first_gpus
-    ]
-
-
-def _on_named_gpus(name: str, model: ModelSection, engine: EngineConfig) -> list[Placement]:
-    """Return one placement per replica on the GPUs that the model names. Raises ConfigError if a GPU is not visible."""
-    gpus, placements = visible_gpus(), []
-    for numbers in model.replica_gpus:
-        missing = [number for number in numbers if number >= len(gpus)]
-        if missing:
-            raise ConfigError(f"models.{name}.device: got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0")
-        environment = gpu_environment([gpus[number] for number in numbers])
-        placements.append(Placement(engine, environment, gpus=numbers, model=name))
-    return placements
-
-
 def _may_use_gpus(model: ModelSection) -> bool:
     """Return whether the engines of a model run on GPUs of this machine."""
     return not isinstance(model.device, str) or (model.device != "cpu" and bool(visible_gpus()))
 
 
-def cpu_environment(spec: FleetSpec, placement: Placement) -> dict[str, str]:
-    """Return the environment variable that limits the threads of an engine on the CPU.
+def cpu_environment(spec: FleetSpec, name: str) -> dict[str, str]:
+    """Return the environment variable that limits the threads of a model's engine on the CPU.
 
     The engine shares the cores with the other engines on the CPU. Of models that take turns, only as many engines count
-    as can be awake together. Returns no variable for an engine on a GPU, or if the server's environment already sets
-    the number.
+    as can be awake together. Returns no variable if the server's environment already sets the number.
     """
-    if placed_gpus(placement) or _THREADS in os.environ:
+    if _THREADS in os.environ:
         return {}
     on_cpu = {name: model for name, model in spec.engines.items() if not _may_use_gpus(model)}
     resident = sum(model.replicas for model in on_cpu.values() if not model.is_sleepable)
     in_turns = {name: model for name, model in on_cpu.items() if model.is_sleepable}
-    num_engines = max(1, resident + _most_awake(in_turns, placement.model))
+    num_engines = max(1, resident + _most_awake(in_turns, name))
     return {_THREADS: str(max(1, len(os.sched_getaffinity(0)) // num_engines))}
 
 
@@ -176,34 +117,18 @@ def gpu_ranks(fleet: PlacedFleet, node: str) -> int:
     return count
 
 
-def placed_gpus(placement: Placement) -> frozenset[str]:
-    """Return the GPUs of a placed engine by their names in CUDA_VISIBLE_DEVICES.
-
-    Returns no GPUs for an engine on the CPU. In a cluster the name of the node comes before each name.
-    """
-    engine = placement.engine
-    if placement.node:
-        return frozenset(f"{placement.node}:{number}" for number in placement.gpus)
-    if engine.device == "cpu":
-        return frozenset()
-    own_gpus = placement.environment.get(VISIBLE)
-    gpus = visible_gpus() if own_gpus is None else own_gpus.split(",")
-    first = int(engine.device.partition(":")[2] or 0)
-    return frozenset(gpus[first : first + engine.tensor_parallel_size])
-
-
 def shared_engine(
-    placement: Placement, sharing: SharingSection, priority_class: PriorityClass, folder: Path
+    engine: EngineConfig, gpus: Iterable[str], sharing: SharingSection, priority_class: PriorityClass, folder: Path
 ) -> EngineConfig:
-    """Return the settings of a placed engine, with the files by which it shares each of its GPUs with other engines.
+    """Return the settings of an engine with the mark files of its GPUs, which are named as in CUDA_VISIBLE_DEVICES.
 
-    The files are created in `folder`, one per GPU. All engines on the CPU of a machine share one file.
+    The files are created in `folder`. All engines on the CPU of a machine share one file.
     """
     if sharing.means == "none":
-        return placement.engine
-    marks = tuple(folder / f"marks-{gpu.replace('/', '-')}" for gpu in sorted(placed_gpus(placement)) or ["cpu"])
+        return engine
+    marks = tuple(folder / f"marks-{gpu.replace('/', '-')}" for gpu in sorted(gpus) or ["cpu"])
     for path in marks:
         make_marks_file(path)
     section = msgspec.structs.asdict(sharing)
     own = EngineSharing(**section, priority_class=priority_class, marks=tuple(map(str, marks)))
-    return msgspec.structs.replace(placement.engine, sharing=own)
+    return msgspec.structs.replace(engine, sharing=own)

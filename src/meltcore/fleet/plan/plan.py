@@ -13,21 +13,11 @@ from typing import NamedTuple
 import msgspec
 
 from meltcore.common.options import Size
-from meltcore.engine.memory.memory_needs import EngineNeeds
+from meltcore.engine.memory.memory_needs import PlannedEngine
 from meltcore.fleet.plan.context_memory import ASSUMED, ContextMemory
-from meltcore.fleet.plan.first_fit import (
-    FilledGpu,
-    Host,
-    Kept,
-    Lacking,
-    PlannedEngine,
-    keep,
-    keep_on_hosts,
-    place,
-    place_on_hosts,
-)
+from meltcore.fleet.plan.first_fit import FilledGpu, Host, Kept, keep, place, place_on_hosts
 from meltcore.fleet.plan.nearest import nearest
-from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes, read_fleet_sizes
+from meltcore.fleet.plan.needs import fleet_needs, pinned_bytes, planned_engines, read_fleet_sizes
 from meltcore.protocol.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, PlannedPart
 from meltcore.settings.fleet_spec import FleetSpec
 
@@ -37,19 +27,18 @@ MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g
 
 
 class Plan(NamedTuple):
-    """The result of a plan: GPUs with their engines, models on the CPU, and the memory that each model needs.
+    """The result of a plan: GPUs and hosts with their engines, and the memory that each model needs.
 
     Args:
         changes: the changes to the file with which the fleet fits. No changes mean that the file fits as it is.
         sleeping: the models that take turns.
-        other_changes: alternative changes with which the fleet fits too. They either keep the file's concurrency and
-            contexts, or make them smaller so that fewer models take turns.
+        other_changes: alternative changes with which the fleet fits too. They either leave concurrency and contexts
+            as in the file, or make them smaller so that fewer models take turns.
         is_cut: whether the search ran out of time. Fewer changes may then be enough.
     """
 
     gpus: tuple[FilledGpu, ...]
-    on_cpu: tuple[str, ...]
-    needs: dict[str, EngineNeeds]
+    needs: dict[str, PlannedEngine]
     sleeping: tuple[str, ...]
     contexts: ContextMemory
     hosts: tuple[Host, ...]
@@ -72,7 +61,7 @@ class Plan(NamedTuple):
         The node is "" for this machine. An upstream model has no nodes.
         """
         found = {engine.replica: gpu.node for gpu in self.gpus for engine in gpu.engines if engine.model == model}
-        found |= {replica: host.node for host in self.hosts for name, replica, _ in host.engines if name == model}
+        found |= {each.replica: host.node for host in self.hosts for each in host.engines if each.model == model}
         return tuple(found[replica] for replica in sorted(found))
 
 
@@ -85,7 +74,7 @@ def plan_fleet(
     gpu_nodes: Sequence[str] | None = None,
     in_turns: Callable[[tuple[str, ...]], tuple[str, ...]] = tuple,
     kept: Kept | None = None,
-    lacking: Lacking | None = None,
+    lacking: Mapping[str, frozenset[str]] | None = None,
 ) -> tuple[Plan | None, Plan | None]:
     """Return the plan of the file as it is, or else the nearest plan that fits.
 
@@ -107,7 +96,7 @@ def plan_fleet(
     gpus = empty_gpus(spec, gpu_bytes, contexts, gpu_nodes)
     by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}
     hosts = [Host(node, total) for node, total in by_node.items()]
-    known: dict[str, EngineNeeds] = {}
+    known: dict[str, PlannedEngine] = {}
 
     def try_plan(changed: FleetSpec) -> Plan | None:
         return _try(changed, gpus, contexts, hosts, known, kept or {}, lacking or {}, in_turns=in_turns)
@@ -139,57 +128,36 @@ def _try(
     gpus: Sequence[FilledGpu],
     contexts: ContextMemory,
     hosts: Sequence[Host],
-    known: dict[str, EngineNeeds],
+    known: dict[str, PlannedEngine],
     kept: Kept,
-    lacking: Lacking,
+    lacking: Mapping[str, frozenset[str]],
     *,
     in_turns: Callable[[tuple[str, ...]], tuple[str, ...]],
 ) -> Plan | None:
     """Return the plan with all models awake. If it does not fit, return the plan in which sleepable models take turns.
 
-    Returns None if neither plan fits. `known` has the memory of models that was computed before, and gets new models.
+    Returns None if neither plan fits. `known` has the needs of models, and is kept from one fleet to the next.
     """
     needs = fleet_needs(spec, known)
-    on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
     for sleeping in dict.fromkeys(((), in_turns(sleepable))):
-        to_place, beside = keep(gpu_engines(spec, needs, sleeping, contexts, lacking), gpus, kept)
+        engines = planned_engines(spec, needs, sleeping, contexts, lacking)
+        to_place, beside, with_kept = keep(engines, gpus, hosts, kept)
         if sleeping == sleepable:  # what runs there does so: only others may lack room
             beside = [gpu._replace(total_bytes=max(gpu.total_bytes, gpu.used_bytes)) for gpu in beside]
-        if any(gpu.used_bytes > gpu.total_bytes for gpu in beside) or (placed := place(to_place, beside)) is None:
+        if any(gpu.used_bytes > gpu.total_bytes for gpu in beside):
+            continue
+        if (placed := place([each for each in to_place if each.gpus], beside)) is None:
             continue
         pinned: Counter[str] = Counter()  # by node
         for gpu in placed:
             for engine in gpu.engines:
                 pinned[gpu.node] += pinned_bytes(spec, needs, engine.model) if engine.sleeps else 0
-        with_pinned = [host._replace(pinned_bytes=pinned[host.node]) for host in hosts]
-        placed_hosts = place_on_hosts(*keep_on_hosts(cpu_engines(spec, needs), with_pinned, kept), lacking)
+        with_pinned = [host._replace(pinned_bytes=pinned[host.node]) for host in with_kept]
+        placed_hosts = place_on_hosts([each for each in to_place if not each.gpus], with_pinned)
         if placed_hosts is not None:
-            return Plan(placed, on_cpu, needs, sleeping, contexts, placed_hosts)
+            return Plan(placed, needs, sleeping, contexts, placed_hosts)
     return None
-
-
-def gpu_engines(
-    spec: FleetSpec,
-    needs: dict[str, EngineNeeds],
-    sleeping: Sequence[str],
-    contexts: ContextMemory,
-    lacking: Lacking | None = None,
-) -> Iterator[PlannedEngine]:
-    """Yield the engines on GPUs. Engines of the models in `sleeping` take turns."""
-    for name, model in spec.models.items():
-        if model.device == "cpu" or model.kind == "url":
-            continue
-        size = needs[name].budget_bytes if name in needs else int(model.memory or 0)
-        ranks = model.tensor_parallel_size
-        resident_bytes = contexts.process_bytes(model.task, ranks)
-        if name in sleeping and name in needs:
-            resident_bytes += needs[name].asleep_bytes
-        nodes = (lacking or {}).get(name, frozenset())
-        for replica, only in enumerate(model.replica_gpus):
-            yield PlannedEngine(
-                name, replica, size + resident_bytes, ranks, only, name in sleeping, resident_bytes, nodes
-            )
 
 
 def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
@@ -198,7 +166,8 @@ def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
     An engine with several ranks fits no layout, because a process sees only one MIG device, without peer access and
     NCCL to another one.
     """
-    engines = list(dict.fromkeys(engine._replace(only=(), sleeps=False) for gpu in plan.gpus for engine in gpu.engines))
+    by_replica = {(each.model, each.replica): each for gpu in plan.gpus for each in gpu.engines}
+    engines = [engine._replace(only=(), sleeps=False) for engine in by_replica.values()]
     found = []
     for layout in MIG_LAYOUTS:
         slices = [
@@ -213,7 +182,7 @@ def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
 def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
     """Return the fleet with the budget and the GPUs that the plan gives to each model of Meltcore's own engines.
 
-    A model's `device` then lists the GPUs of its first replica, followed by the GPUs of the other replicas.
+    The GPUs of all replicas of a model follow one another.
     """
     spec = with_needs(spec, plan.needs)
     models = dict(spec.models)
@@ -223,7 +192,7 @@ def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
     return msgspec.structs.replace(spec, models=models)
 
 
-def with_needs(spec: FleetSpec, needs_by_name: Mapping[str, EngineNeeds]) -> FleetSpec:
+def with_needs(spec: FleetSpec, needs_by_name: Mapping[str, PlannedEngine]) -> FleetSpec:
     """Return the fleet with the memory that each model needs. Models with a context and a concurrency get these too."""
     models = dict(spec.models)
     for name, needs in needs_by_name.items():

@@ -10,9 +10,8 @@ import msgspec
 from meltcore.fleet.plan.cluster import absolute_path
 from meltcore.fleet.plan.context_memory import ContextMemory
 from meltcore.fleet.plan.first_fit import FilledGpu, Host, Place, keep, place, place_on_hosts
-from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
+from meltcore.fleet.plan.needs import fleet_needs, pinned_bytes, planned_engines
 from meltcore.fleet.plan.placement import PlacedFleet, loaded_section
-from meltcore.fleet.plan.plan import gpu_engines
 from meltcore.protocol.cluster import ClusterNode
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
@@ -31,7 +30,7 @@ class Running(NamedTuple):
 def unchanged_models(
     spec: FleetSpec, running: Running, places: Mapping[tuple[str, int], Place]
 ) -> dict[str, ModelSection]:
-    """Return the models of the new fleet `spec` that already run with the same settings, by name.
+    """Return the models, by name, that already run with the same settings as in a new fleet with budgets.
 
     `places` are the places of running engines, with the GPU numbers of the fleet. A model counts as changed if the file
     no longer allows its GPUs.
@@ -58,23 +57,20 @@ def place_engine(
     kept: Mapping[tuple[str, int], Place],
     contexts: ContextMemory,
 ) -> Place | None:
-    """Return a place for one engine (model, replica) beside engines that stay. Returns None if the engine fits nowhere.
+    """Return a place for one engine, by model and replica, beside engines that stay. Returns None if it fits nowhere.
 
-    All engines count as awake. Memory in which models take turns exists only on the GPUs that the plan has chosen.
+    All engines count as awake, because models that take turns have memory for turns only on the GPUs of their plan.
     """
     needs = fleet_needs(spec)
-    engines = {(each.model, each.replica): each for each in gpu_engines(spec, needs, (), contexts)}
-    _, beside = keep([each for key, each in engines.items() if key in kept], gpus, kept)
-    if engine in engines:
-        placed = place([engines[engine]], beside) or ()
-        found = [gpu for gpu in placed if engines[engine] in gpu.engines]
-        return Place(found[0].node, tuple(gpu.number for gpu in found)) if found else None
-    on_cpu = {each[:2]: each for each in cpu_engines(spec, needs)}
-    if engine not in on_cpu:  # the file that runs has it no more
+    engines = {(each.model, each.replica): each for each in planned_engines(spec, needs, (), contexts)}
+    if (wanted := engines.get(engine)) is None:  # the file that runs has it no more
         return None
+    _, beside, with_kept = keep([each for key, each in engines.items() if key in kept], gpus, hosts, kept)
+    if wanted.gpus:
+        found = [gpu for gpu in place([wanted], beside) or () if wanted in gpu.engines]
+        return Place(found[0].node, tuple(gpu.number for gpu in found)) if found else None
     there = [
         host._replace(
-            engines=tuple(each for key, each in on_cpu.items() if key in kept and kept[key].node == host.node),
             pinned_bytes=sum(
                 pinned_bytes(spec, needs, each.model)
                 for gpu in beside
@@ -82,10 +78,10 @@ def place_engine(
                 if gpu.node == host.node and spec.models[each.model].residency == "sleepable"
             ),
         )
-        for host in hosts
+        for host in with_kept
     ]
-    placed_hosts = place_on_hosts([on_cpu[engine]], [host for host in there if host.free_bytes >= 0]) or ()
-    return next((Place(host.node, ()) for host in placed_hosts if on_cpu[engine] in host.engines), None)
+    placed_hosts = place_on_hosts([wanted], [host for host in there if host.free_bytes >= 0]) or ()
+    return next((Place(host.node, ()) for host in placed_hosts if wanted in host.engines), None)
 
 
 def _without_place(model: ModelSection) -> ModelSection:
@@ -94,6 +90,6 @@ def _without_place(model: ModelSection) -> ModelSection:
 
 
 def _allows(spec: FleetSpec, name: str, replica: int, place: Place) -> bool:
-    """Return whether the settings of a model allow the GPUs on which its engine runs."""
+    """Return whether the file allows the GPUs of an engine."""
     pinned, limited = spec.models[name].replica_gpus[replica], {gpu.id for gpu in spec.gpus}
     return all((not pinned or number in pinned) and (not limited or number in limited) for number in place.gpus)

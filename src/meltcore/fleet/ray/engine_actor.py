@@ -17,7 +17,7 @@ from meltcore.common.errors import EngineDeadError
 from meltcore.common.gpus.machine import gpu_environment, visible_gpus
 from meltcore.common.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.common.process import describe_exit, group_members, signal_group, start_async
-from meltcore.fleet.plan.placement import Placement, shared_engine
+from meltcore.fleet.plan.placement import shared_engine
 from meltcore.fleet.ray.node_folder import NodeFolder
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.tcp import Binding, Listening, read_listening, write_binding
@@ -70,8 +70,8 @@ class EngineActor:
         write_binding(folder.path, Binding(host, message.client_key))
         self._output = folder.path / "output"
         self._marks = NodeFolder(f"marks-{message.fleet}")
-        placement = Placement(message.config, {}, "node", tuple(message.gpus))
-        config = shared_engine(placement, message.sharing, message.priority_class, self._marks.path)
+        gpus = [f"node:{number}" for number in message.gpus]
+        config = shared_engine(message.config, gpus, message.sharing, message.priority_class, self._marks.path)
         with self._output.open("ab") as output:
             process = self._process = await start_async(
                 [sys.executable, *message.command, str(folder.path), str(message.client_count)],

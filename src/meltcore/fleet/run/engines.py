@@ -1,4 +1,4 @@
-"""Creates the engine process of a replica, on this machine or on the cluster node that the plan has chosen."""
+"""Places the replicas of a model, and creates their engine processes, on this machine or on nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from meltcore.common.errors import ConfigError
+from meltcore.common.gpus.machine import gpu_environment, visible_gpus
 from meltcore.fleet.plan.first_fit import Place
-from meltcore.fleet.plan.placement import Placement, shared_engine
+from meltcore.fleet.plan.placement import PlacedFleet, engine_config, shared_engine
 from meltcore.fleet.processes.engine_process import EngineProcess, LocalEngineProcess
 from meltcore.fleet.processes.remote_engine import RemoteEngineProcess
 from meltcore.fleet.ray.cluster_driver import ClusterDriver
+from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.replica import Replica
 from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.engines import FromEngine
@@ -32,19 +35,56 @@ class LaunchSettings:
     command: Sequence[str]
     sockets: Path
     client_count: int
-    environment: Callable[[Placement, PriorityClass], dict[str, str]]  # of an engine, beside that of its placement
+    environment: Callable[[Replica, PriorityClass], dict[str, str]]  # of an engine, beside that of its replica
     cpu_engines: Callable[[str], int]  # that share the cores of a node
     gpu_ranks: Callable[[str], int]  # of all engines on GPUs of a node
     on_moved: Callable[[], None]  # an engine of a cluster has another place
     held_places: Callable[[], dict[tuple[str, int], Place]]  # that a pending engine must leave free, by model, replica
     sharing: SharingSection  # of engines among each other
 
-    def engine(self, placement: Placement) -> EngineConfig:
-        """Return the settings of a placed engine.
+    def engine(self, replica: Replica) -> EngineConfig:
+        """Return the settings of an engine, with the number of ranks that may compile concurrently on its node."""
+        return msgspec.structs.replace(replica.engine, node_ranks=self.gpu_ranks(replica.node))
 
-        They include the number of all ranks on its node, which may compile kernels concurrently.
-        """
-        return msgspec.structs.replace(placement.engine, node_ranks=self.gpu_ranks(placement.node))
+
+def place_replicas(fleet: PlacedFleet, name: str, log_folder: Path | None = None) -> list[Replica]:
+    """Return the replicas of a model, each with its place. A single replica chooses its own GPUs.
+
+    Replicas of a model share no GPU. They get neighboring GPUs in the order of CUDA_VISIBLE_DEVICES. A CPU is not
+    divided. Raises ConfigError for too few GPUs, and as `visible_gpus` does.
+    """
+    model = fleet.spec.models[name]
+    engine, count, gpus_per_replica = engine_config(model), model.replicas, model.tensor_parallel_size
+    logs = [log_folder and log_path(log_folder, name, index, count) for index in range(count)]
+    replicas = [Replica(index=index, log=log, engine=engine, model=name) for index, log in enumerate(logs)]
+    places = fleet.places.get(name, ())
+    if any(place.node for place in places):
+        for replica, place in zip(replicas, places, strict=True):
+            replica.node, replica.gpus = place
+        return replicas
+    if not isinstance(model.device, str):
+        gpus = visible_gpus()
+        for replica, numbers in zip(replicas, model.replica_gpus, strict=True):
+            if missing := [number for number in numbers if number >= len(gpus)]:
+                raise ConfigError(
+                    f"models.{name}.device: got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0"
+                )
+            replica.environment, replica.gpus = gpu_environment([gpus[number] for number in numbers]), numbers
+        return replicas
+    gpus = [] if engine.device == "cpu" else visible_gpus()  # raises for a GPU that cannot be counted
+    if count == 1 or (not gpus and engine.device != "cuda"):
+        return replicas
+    if len(gpus) < count * gpus_per_replica:
+        raise ConfigError(
+            f"--data-parallel-size {count} needs {count * gpus_per_replica} GPUs ({gpus_per_replica} each); "
+            f"{len(gpus)} are visible"
+        )
+    for replica in replicas:
+        first = replica.index * gpus_per_replica
+        # By name: an engine left to choose would silently use the CPU when its GPU cannot be used.
+        replica.engine = msgspec.structs.replace(engine, device="cuda")
+        replica.environment = gpu_environment(gpus[first : first + gpus_per_replica])
+    return replicas
 
 
 class Launcher(ABC):
@@ -77,12 +117,8 @@ class Launcher(ABC):
     ) -> EngineProcess:
         """Return an engine process that is not started yet.
 
-        Args:
-            replica: the replica, with the place of the engine.
-            priority_class: class of the model's requests.
-            failed_nodes: number of the engine's exits by node. Nodes of a cluster with exits are avoided if others have
-                memory.
-            on_message: receives the engine's messages to the supervisor.
+        Nodes in `failed_nodes`, with the number of exits there, are avoided if other nodes of a cluster have memory. An
+        engine whose sockets cannot be created never starts.
         """
 
 
@@ -115,15 +151,15 @@ class LocalLauncher(Launcher):
         on_message: Callable[[FromEngine], None],
     ) -> EngineProcess:
         """Return an engine process of this machine."""
-        settings, placement = self._settings, replica.placement
-        config = settings.engine(placement)
+        settings = self._settings
+        engine = settings.engine(replica)
         return LocalEngineProcess(
-            shared_engine(placement._replace(engine=config), settings.sharing, priority_class, settings.sockets),
+            shared_engine(engine, replica.gpu_names, settings.sharing, priority_class, settings.sockets),
             settings.command,
             on_message,
             directory=replica.sockets or settings.sockets,
             client_count=settings.client_count,
-            environment=placement.environment | settings.environment(placement, priority_class),
+            environment=replica.environment | settings.environment(replica, priority_class),
             log=replica.log,
         )
 
@@ -151,7 +187,7 @@ class RayLauncher(ClusterDriver, Launcher):
         failed_nodes: Mapping[str, int],
         on_message: Callable[[FromEngine], None],
     ) -> EngineProcess:
-        """Return an engine process on the node of its placement."""
+        """Return an engine process on the node of its replica."""
         directory = replica.sockets or self._settings.sockets
         return RemoteEngineProcess(
             self,
@@ -165,21 +201,21 @@ class RayLauncher(ClusterDriver, Launcher):
 
     def _order(self, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:
         """Return the message that starts an engine on its node. `number` names the folder of the engine's sockets."""
-        settings, placement = self._settings, replica.placement
-        size_bytes = placement.engine.memory_bytes or 0
+        settings = self._settings
+        size_bytes = replica.engine.memory_bytes or 0
         return StartEngine(
             engine=int(number) if number.isdigit() else -1,
-            node=placement.node,
+            node=replica.node,
             command=list(settings.command[1:]),
-            config=settings.engine(placement),
+            config=settings.engine(replica),
             client_count=settings.client_count,
             client_key=self.keys.public,
-            gpus=list(placement.gpus),
+            gpus=list(replica.gpus),
             gib=size_bytes / 2**30,
-            cpu_engines=settings.cpu_engines(placement.node),
+            cpu_engines=settings.cpu_engines(replica.node),
             fleet=self.name,
             sharing=settings.sharing,
             priority_class=priority_class,
-            model=placement.model,
+            model=replica.model,
             replica=replica.index,
         )

@@ -1,4 +1,4 @@
-"""Defines the states of a replica by a table of transitions, and waits for the starts of all replicas of a model.
+"""Defines the life of one replica of a model by a table of states, and waits for the starts of all replicas.
 
 The table holds for Meltcore's own engines and for servers that a command starts. `scripts/replica_picture.py` draws it.
 """
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from meltcore.common.errors import EnginePendingError, MeltcoreError
-from meltcore.fleet.plan.placement import Placement
+from meltcore.common.gpus.machine import VISIBLE, visible_gpus
 from meltcore.fleet.processes.engine_process import EngineProcess
 from meltcore.protocol.shell import Asleep, Awake, EngineReady
+from meltcore.settings.config import EngineConfig
 
 ReplicaState = Literal[
     "waiting",  # until its model may run, and others on its GPUs have loaded
@@ -57,12 +58,9 @@ SERVED: frozenset[ReplicaState] = frozenset(("ready", "draining", "sleeping"))  
 
 
 class EngineExit(NamedTuple):
-    """The exit of an engine.
+    """The exit of an engine: its time.monotonic(), the engine's node in a cluster, and how long it was served.
 
-    Args:
-        at_s: the time.monotonic() of the exit.
-        node: the engine's node in a cluster, or "" for this machine.
-        served_s: seconds for which all engines of the replica together had served until then.
+    `served_s` is the number of seconds for which all engines of the replica had served until then.
     """
 
     at_s: float
@@ -122,16 +120,16 @@ class ReplicaLife(Generic[_P]):
     process: _P = field(init=False)  # the newest one
 
     def apply(self, event: ReplicaEvent) -> None:
-        """Change to the state that the table of transitions has for the current state and `event`.
+        """Change to the state that the table has for the current state and `event`.
 
-        Raises ValueError if the event cannot happen in the current state.
+        Raises ValueError if there is none.
         """
         if event not in LIFE[self.state]:
             raise ValueError(f"replica {self.index} is {self.state}, and {event!r} cannot happen there")
         self.state = LIFE[self.state][event]
 
     def begin(self, event: Literal["unload", "replace"]) -> None:
-        """Prepare another start after the process was ended. After "replace" earlier exits no longer count."""
+        """Begin a new life after the process was ended. After "replace" earlier exits no longer count."""
         self.apply(event)
         self.reason = ""
         if event == "replace":
@@ -153,9 +151,13 @@ class ReplicaLife(Generic[_P]):
 
 @dataclass(eq=False, kw_only=True)
 class Replica(ReplicaLife[EngineProcess]):
-    """One replica of a model that runs on an engine of Meltcore."""
+    """One replica of a model on an engine of Meltcore: the settings of the engine, its place and its state."""
 
-    placement: Placement
+    engine: EngineConfig
+    environment: dict[str, str] = field(default_factory=dict)  # names the GPUs of this machine that the engine may use
+    model: str = ""
+    node: str = ""  # of a cluster; "": this machine
+    gpus: tuple[int, ...] = ()  # that the plan names, numbered among those of the node that may be used
     limits: EngineReady | None = None
     probe: asyncio.Future[str] | None = None
     sockets: Path | None = None  # of its engine
@@ -163,13 +165,22 @@ class Replica(ReplicaLife[EngineProcess]):
     answer: asyncio.Future[Asleep | Awake] | None = None  # of an engine that was asked to sleep or wake
 
     @property
-    def node(self) -> str:
-        """The cluster node of the replica, or "" for this machine."""
-        return self.placement.node
+    def gpu_names(self) -> frozenset[str]:
+        """The GPUs of the engine by their names in CUDA_VISIBLE_DEVICES. An engine on the CPU has none.
+
+        In a cluster the name of the node comes before each name.
+        """
+        if self.node:
+            return frozenset(f"{self.node}:{number}" for number in self.gpus)
+        if self.engine.device == "cpu":
+            return frozenset()
+        own_gpus = self.environment.get(VISIBLE)
+        gpus = visible_gpus() if own_gpus is None else own_gpus.split(",")
+        return frozenset(gpus[: self.engine.tensor_parallel_size])
 
     def move(self, on_moved: Callable[[], None], node: str, gpus: Sequence[int]) -> None:
         """Store the node and the GPUs on which the engine is started. After an exit it is started there again."""
-        self.placement = self.placement._replace(node=node, gpus=tuple(gpus))
+        self.node, self.gpus = node, tuple(gpus)
         on_moved()
 
     def note_end(self, text: str) -> str:

@@ -1,7 +1,7 @@
 """Runs one model of the supervisor on Meltcore's engines: starts, watches, restarts and replaces them.
 
-API servers receive the state of the model. When an engine dies, only the requests on this engine fail. The restart
-policy of the server decides whether and when the engine is started again.
+API servers get its state. An engine that dies ends only its own requests. The policy of the server decides whether and
+when it is started again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import msgspec
 
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.common.tasks import DEFAULT, Task
-from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.processes.engine_process import EngineProcess, common_limits
-from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.readiness import probe, probe_error
 from meltcore.fleet.run.replica import Replica
 from meltcore.fleet.run.restart_policy import Outage
@@ -43,16 +41,11 @@ class ServedModel(SupervisedModel[Replica]):
         name: str,
         config: ModelSection,
         task: Task | None,
-        placements: Sequence[Placement],
+        replicas: Sequence[Replica],
         stats: ModelStats,
         parts: ServerContext,
     ) -> None:
         """Create the engines, and add the model to all API servers. `task` is None if the task is unknown."""
-        folder, count = parts.log_folder, len(placements)
-        replicas = [
-            Replica(index=index, placement=placement, log=folder and log_path(folder, name, index, count))
-            for index, placement in enumerate(placements)
-        ]
         super().__init__(
             number,
             (name, *config.aliases),
@@ -68,7 +61,8 @@ class ServedModel(SupervisedModel[Replica]):
         self.synthetic_tokenizer = False
         for replica in replicas:
             replica.process = self._new_engine(replica)
-        parts.pool.add_model(AddModel(number, name, config, None if task is None else task.name, [None] * count))
+        task_name, engines = None if task is None else task.name, [None for _ in replicas]
+        parts.pool.add_model(AddModel(number, name, config, task_name, engines))
 
     # --- starting
 
@@ -111,7 +105,8 @@ class ServedModel(SupervisedModel[Replica]):
         """
         replica.apply("start")
         self.stats.set("start_s", time.monotonic())
-        async with self._parts.gate.loading(replica.placement):
+        has_budget, in_cluster = replica.engine.memory_bytes is not None, bool(replica.node)
+        async with self._parts.gate.loading(replica.gpu_names, has_budget=has_budget, in_cluster=in_cluster):
             number = self._parts.next_engine()
             replica.sockets = socket_folder(self._parts.sockets, number)
             engine = replica.process = self._new_engine(replica)
@@ -160,7 +155,7 @@ class ServedModel(SupervisedModel[Replica]):
         self._parts.policy.tell(lambda: self.log("engine_ready", replica, load_s=limits.load_s))
 
     def _reopen(self, limits: EngineReady) -> None:
-        """Lower the limits in API servers if a new engine has lower limits. Another process may have taken memory."""
+        """Update the limits in API servers if a new engine has lower ones, because another process has taken memory."""
         assert self.limits is not None
         common = msgspec.structs.replace(
             common_limits([self.limits, limits]), load_s=self.limits.load_s, memory=self.limits.memory

@@ -10,20 +10,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from meltcore.fleet.plan.placement import Placement, placed_gpus
-
 WAVE = 64  # engines of a cluster that load at the same time: they read their checkpoints from the same storage
 
 
 class _Start(NamedTuple):
-    """An engine that loads or waits to load.
-
-    If `measures` is true, it has no memory budget and takes all free memory.
-    """
+    """An engine that loads or waits to load. If `measures`, it has no budget in bytes, and takes all free memory."""
 
     gpus: frozenset[str]
     measures: bool
-    in_cluster: bool = False
+    in_cluster: bool
 
     def excludes(self, other: _Start) -> bool:
         return (self.measures or other.measures) and bool(self.gpus & other.gpus)
@@ -32,8 +27,8 @@ class _Start(NamedTuple):
 class StartGate:
     """Lets engines load in the order of their calls, and concurrently if their memory allows it.
 
-    Engines with `memory_bytes` load concurrently. An engine without this budget takes all free memory of its GPUs, so
-    it loads alone on them. An engine on a CPU never waits. Engines of a cluster start in groups of at most WAVE.
+    Engines with `memory_bytes` load concurrently. An engine without it takes all free memory of its GPUs, so it loads
+    alone there. An engine on a CPU never waits. Engines of a cluster start in groups of at most WAVE.
     """
 
     def __init__(self) -> None:
@@ -41,9 +36,9 @@ class StartGate:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def loading(self, placement: Placement) -> AsyncIterator[None]:
-        """Wait until the engine of `placement` may load. The engine loads during the block."""
-        start = _Start(placed_gpus(placement), placement.engine.memory_bytes is None, bool(placement.node))
+    async def loading(self, gpus: frozenset[str], *, has_budget: bool, in_cluster: bool = False) -> AsyncIterator[None]:
+        """Wait until an engine may load on GPUs, which are named. The engine loads during the block."""
+        start = _Start(gpus, not has_budget, in_cluster)
         self._starts.append(start)
         try:
             async with self._changed:

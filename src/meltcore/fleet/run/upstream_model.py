@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.gpus.machine import gpu_environment
 from meltcore.common.process import free_port
 from meltcore.common.process_output import one_line
-from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.processes.upstream_command import upstream_command
 from meltcore.fleet.processes.upstream_process import UpstreamProcess
 from meltcore.fleet.run.logs import log_path
@@ -29,7 +27,6 @@ from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.tasks.forwarding import forwarded_paths
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_replica import UpstreamReplica as Upstream
-from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection
 
 # Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
@@ -139,11 +136,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         """Wait for engines that load on the same GPUs. A server without GPUs does not wait."""
         if not (gpus := self.config.replica_gpus[replica]):
             return nullcontext()
-        size = self.config.tensor_parallel_size
-        engine = EngineConfig(
-            model=self.name, device="cuda", tensor_parallel_size=size, memory_bytes=self.config.memory
-        )
-        return self._parts.gate.loading(Placement(engine, gpu_environment(tuple(map(str, gpus)))))
+        return self._parts.gate.loading(frozenset(map(str, gpus)), has_budget=self.config.memory is not None)
 
     def _on_ready(self, server: UpstreamServer, load_s: float) -> None:
         server.apply("loaded")
@@ -189,10 +182,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         return True
 
     async def wake_process(self, server: UpstreamServer, limit_s: float) -> str:
-        """Wake a server. If the server does not wake, end it and start it again.
-
-        Return "", because it serves or is starting.
-        """
+        """Wake a server. If it does not wake, end it and start it again. So the return value is always ""."""
         problem = ""
         try:
             await server.process.post(_WAKE_PATH, limit_s)

@@ -1,4 +1,4 @@
-"""Lets sleepable models take turns: reads how urgently each model is needed, and carries out the swaps of the policy.
+"""Lets sleepable models take turns. It reads how urgently each is needed, and carries out the policy's swaps.
 
 The numbers of waiting requests are in statistics that all processes share, so no message can be lost.
 """
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 
 from meltcore.common.errors import ConfigError
-from meltcore.fleet.plan.placement import placed_gpus
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.swap.residency import Demand, Residency, Swap
@@ -62,9 +61,9 @@ class Turns:
             self._policy.move(key, device_bytes(model))
 
     def start(self) -> None:
-        """Begin to load and swap models, after all models of the start were added.
+        """Begin the turns, after all models of the start were added.
 
-        The models of the most urgent class are loaded last, so they stay awake.
+        The most urgent class is loaded last and stays awake.
         """
         self._run = asyncio.create_task(self._run_until_cancelled())
 
@@ -94,10 +93,7 @@ class Turns:
         await self._sleep(key)
 
     async def wake(self, model: Model) -> None:
-        """Wake a model before a request needs it, and put other models to sleep for it.
-
-        Raises ConfigError if the model could not be woken.
-        """
+        """Wake a model before its turn, and put other models to sleep for it. Raises ConfigError if that fails."""
         key = self._key(model)
         failures = self._failures[key]
         deadline_s = time.monotonic() + 2 * self._timeouts.start_s
@@ -191,7 +187,7 @@ class Turns:
 def device_bytes(model: Model) -> dict[str, int | None]:
     """Return the bytes that a model takes on each device while it is awake. Unknown bytes are None."""
     if isinstance(model, ServedModel):
-        placed = [(placed_gpus(each.placement), each.placement.engine.memory_bytes) for each in model.replicas]
+        placed = [(each.gpu_names, each.engine.memory_bytes) for each in model.replicas]
     else:
         placed = [(frozenset(map(str, gpus)), model.config.memory) for gpus in model.config.replica_gpus]
     found: dict[str, int | None] = {}

@@ -1,1 +1,1 @@
-"""Analyzes profiler traces: the times and causes of an idle GPU, and whether the trace is complete."""
+"""Analysis of profiler traces: when a GPU was idle, why, and whether the trace can be trusted."""

@@ -80,11 +80,7 @@ class UpstreamHealth(Health):
         )
 
     async def circle(self, scope: Scope) -> str | None:
-        """Query the health of all servers on behalf of a server that waits for this one.
-
-        Returns a text about the circle if every server waits for it too. Returns None if not, or if a server has
-        answered before.
-        """
+        """Query the servers' health on behalf of the servers that wait for this one, unless a server has answered."""
         if self.status not in ("loading", "failed"):
             return None
         found = await asyncio.gather(*(replica.circle(scope) for replica in self._replicas))
@@ -93,12 +89,12 @@ class UpstreamHealth(Health):
 
 
 class _OpenTickets(OpenTickets[UpstreamChild]):
-    """Holds forwarded requests. An attempt chooses the replica of a request, because replicas may fail to answer."""
+    """Holds requests whose server is chosen by each attempt, not by the queue."""
 
     def start(self, ticket: Ticket[UpstreamChild]) -> None:
-        """Let the coroutine of the request continue.
+        """Let the request's coroutine continue.
 
-        Until the answer is known, the cost of the request is the cost of its prompt.
+        Until the answer is known, the cost of the request is that of its prompt.
         """
         ticket.cost = ticket.units
         ticket.begin()
@@ -262,9 +258,9 @@ class HttpBackend:
         return await self._try_replicas(exchange, ticket, body, is_streamed=is_streamed)
 
     async def _wait_usable(self, ticket: UpstreamTicket) -> None:
-        """Wait until this process sees that a server answers, at most for `timeouts.connect_s`.
+        """Wait until this process sees that a server answers.
 
-        The supervisor may have seen it earlier, when it started the server.
+        The supervisor has seen it before, when it started the server.
         """
         deadline_s = asyncio.get_running_loop().time() + self._timeouts.connect_s
         while not self._usable(set()) and asyncio.get_running_loop().time() < deadline_s:
@@ -309,10 +305,7 @@ class HttpBackend:
                 self.tickets.leave(ticket.child)
 
     def _ended(self, ticket: UpstreamTicket, replica: UpstreamReplica) -> ForwardOutcome:
-        """Return the outcome of a request that was ended before its answer began, because its client has disconnected.
-
-        Raises the error (RequestError) that ended the request otherwise.
-        """
+        """Return the outcome of a request that was ended before its answer began. Raises RequestError."""
         if ticket.error is not None and not ticket.is_gone:
             raise ticket.error
         return ForwardOutcome(499, replica.index, "client_closed")
@@ -336,9 +329,9 @@ class HttpBackend:
         return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
 
     def _usable(self, tried: set[int]) -> list[UpstreamReplica]:
-        """Return the replicas that accept requests, without those in `tried`.
+        """Return the replicas that accept requests.
 
-        Replicas that the supervisor starts or drains do not accept requests.
+        Replicas that the supervisor starts or drains are not among them.
         """
         now_s, live = asyncio.get_running_loop().time(), self.stats.live_replicas()
         return [

@@ -1,1 +1,1 @@
-"""Computes, formats and judges the values of result documents."""
+"""Numbers of documents in words: formats, percentiles, verdicts over several."""

@@ -1,4 +1,4 @@
-"""Prints progress bars and one line per check during a measurement."""
+"""Console output during a measurement: progress bars, and one line per check."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def progress_bar(console: Console) -> Progress:
 def answer_progress(
     console: Console, is_shown: bool = True, description: str = "held-out problems"
 ) -> Iterator[Callable[[int, int, int], None] | None]:
-    """Show a progress bar over problems. Yields the callback `on_answer(done, correct, total)` that advances the bar.
+    """Show a bar over problems; yield `on_answer(done, correct, total)`, or None if `is_shown` is False.
 
-    Yields None if `is_shown` is False. The bar appears with the first call, so a run that fails before shows none.
+    The bar appears with the first call, so a run that fails before it shows none.
     """
     if not is_shown:
         yield None
@@ -66,7 +66,7 @@ def dim_printer(console: Console) -> Callable[[str], None]:
 
 
 def warning_printer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints messages of a server's start and end in yellow."""
+    """Return a function that prints what a server reports while it is started and ended."""
     return lambda text: console.print(text, style="yellow", markup=False, highlight=False)
 
 

@@ -1,4 +1,4 @@
-"""Searches the longest context and the maximum number of concurrent sequences that fit in memory."""
+"""Search the longest context and the maximum number of concurrent sequences that fit in memory."""
 
 from __future__ import annotations
 
@@ -65,10 +65,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def reported_capacity(log: str) -> tuple[int, int] | None:
-    """Return the number of tokens and the page size of the KV cache from a server's log.
-
-    Returns None for an unknown log.
-    """
+    """Return the KV cache's tokens and page size from a server's log. Returns None if the log has no known form."""
     if pages := _PAGES.search(log):
         return int(pages[1].replace(",", "")) * int(pages[2]), int(pages[2])
     if tokens := _TOKENS.search(log):
@@ -111,8 +108,8 @@ def find_largest_fitting(fits_length: Callable[[int], bool], low: int, high: int
 class ContextSearch:
     """The two searches and their results so far.
 
-    `load` has the model and the seed. `vocab_size` and `bytes_per_token` come from config.json if there is one.
-    `capacity` is the largest KV cache that a server reported, in tokens, and `page_size` its page size in tokens.
+    `load` carries model and seed. `vocab_size` and `bytes_per_token` come from config.json if there is one. `capacity`
+    is the largest KV cache that a server reported, in tokens, and `page_size` its page size in tokens.
     """
 
     tuner: Tuner

@@ -1,1 +1,1 @@
-"""Runs levels of load in worker processes, and summarizes their records."""
+"""Runs the load generator: worker processes, loops and summaries."""

@@ -1,1 +1,1 @@
-"""The HTTP client of the load generator: connections, responses and streams."""
+"""The client of the load generator: connections, HTTP and streams."""

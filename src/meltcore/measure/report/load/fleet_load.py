@@ -1,4 +1,4 @@
-"""Builds the page of a load on a fleet, which a console shows too: health, levels and interference."""
+"""The page of a load on a fleet, and the same on the console: health, levels, interference."""
 
 from __future__ import annotations
 

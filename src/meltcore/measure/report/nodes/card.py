@@ -89,11 +89,10 @@ def make_card(
     required: Sequence[EvidenceType] = REQUIRED,
     force: bool = False,
 ) -> Card:
-    """Build a card from `documents`.
+    """Build a card from `documents`. It lists the `older` ones by name, and `changed_facts` between two snapshots.
 
-    The card lists `older_documents` by name, and `changed_facts` between two snapshots. If a type of `required` is
-    missing, the verdict is INCOMPLETE or worse. Raises ConfigError for documents of several machines. With `force`
-    there is a card, whose verdict is UNKNOWN or FAIL.
+    A card that lacks a type of `required` is INCOMPLETE at best. Raises ConfigError for documents of several machines,
+    unless `force`; such a card is UNKNOWN at best.
     """
     machine_mismatches = _find_machine_mismatches(documents)
     if machine_mismatches and not force:
@@ -132,7 +131,7 @@ def _overall_verdict(
 ) -> CheckVerdict:
     """Return the worst verdict of the evidence, in the order FAIL, UNKNOWN, INCOMPLETE, WARN, PASS.
 
-    The verdict is UNKNOWN if nothing was judged, or if the documents may be of several machines.
+    It is UNKNOWN where nothing was judged, or where the documents may be of several machines.
     """
     verdict = worst_verdict([item.verdict for item in evidence], "UNKNOWN")
     if verdict == "FAIL":
@@ -145,7 +144,7 @@ def _overall_verdict(
 def _find_machine_mismatches(documents: Sequence[DocumentFile]) -> list[str]:
     """Return one line per machine with its documents if there are several machines, else an empty list.
 
-    A document without a fingerprint causes no mismatch.
+    A document without a fingerprint fits every machine.
     """
     machines: dict[tuple[str, ...], list[str]] = {}
     for document in documents:
@@ -158,7 +157,7 @@ def _find_machine_mismatches(documents: Sequence[DocumentFile]) -> list[str]:
 
 
 def _subject_key(document: DocumentFile) -> tuple[str, ...]:
-    """Return the key of a document's subject. A card uses only the newest document per subject."""
+    """Return the key of a document's subject; the card uses only the newest document per subject."""
     content, name = document.content, str(document.type)
     if isinstance(content, ComparisonResult):
         return name, content.old_command, content.new_command, content.primary.name
@@ -177,10 +176,7 @@ def _document_time(document: DocumentFile) -> datetime:
 
 
 def _machine_name(documents: Sequence[DocumentFile]) -> str:
-    """Return the GPU names of the certificate or snapshot, else of the first fingerprint.
-
-    Without GPUs, return its CPU.
-    """
+    """Return the GPU names of the certificate or snapshot, else of the first fingerprint; its CPU without GPUs."""
     for document in documents:
         if isinstance(document.content, Certificate | Snapshot):
             snapshot = document.content if isinstance(document.content, Snapshot) else document.content.snapshot
@@ -214,7 +210,7 @@ def _reason(
 
 
 def card_page(card: Card) -> Page:
-    """Build the page: the verdict, one row per document, the changed settings, and the charts of each document."""
+    """Build the page: the verdict, one row per piece of evidence, the perf stories, and each document's charts."""
     style = style_of(card.verdict)
     rows = [Row([item.type, verdict_cell(item.verdict), _summary_cell(item)]) for item in card.evidence]
     rows += [
@@ -279,7 +275,7 @@ def _summary_cell(item: Evidence) -> Cell:
 
 
 def _perf_story_sections(card: Card) -> list[Section]:
-    """Build the sections with the evidence of the stories: the starts of comparisons and the charts of tunings."""
+    """Build the sections with the evidence of the perf stories: all comparisons' starts and all tunings' charts."""
     sections = []
     for comparison in card.comparisons:
         note = (

@@ -1,1 +1,1 @@
-"""The model of pages, their charts, and their rendering as HTML and on the console."""
+"""Pages, their charts, and the same on the console."""

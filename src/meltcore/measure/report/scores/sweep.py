@@ -1,4 +1,4 @@
-"""Builds the page of `meltcore bench --sweep`: output rate over concurrency and output length, by temperature."""
+"""The page of `meltcore bench --sweep`: output rate over concurrency and output length, one chart per temperature."""
 
 from __future__ import annotations
 
