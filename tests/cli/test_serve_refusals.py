@@ -231,3 +231,31 @@ def test_a_file_cut_short_is_refused_before_anything_starts(tmp_path: Path, caps
     path = write(tmp_path / "model.gguf", "llama", ["Q4_1", "Q5_K"], "qwen2")
     path.write_bytes(path.read_bytes()[:-100])
     assert "cut short or is damaged" in refusal([str(path)], capsys)
+
+
+@pytest.mark.parametrize("daemon_options", [[], ["--daemon"]], ids=["foreground", "daemon"])
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("meltcore/tones --max-num-seqs 4", "--max-num-seqs: got 4; memory decides how many of task transcription run"),
+        ("meltcore/sums --normalizer original", "--normalizer: got 'original'; is for task translation, and"),
+        (
+            "meltcore/voice --normalizer original",
+            "--normalizer: got 'original'; is for task translation, and",
+        ),
+        ("meltcore/tones --max-queue-tokens 9", "--max-queue-tokens: got 9; is for task generation, and no model is"),
+        ("meltcore/sums --served-model-name qwen Qwen", "--served-model-name: 'Qwen' is also models.qwen; every name"),
+        ("meltcore/sums --device cuda:3", "--device: got GPU 3; 2 are visible, numbered from 0"),
+        ("meltcore/sums -dp 3 -tp 2", "--data-parallel-size: got 3, which needs 6 GPUs (2 each); 2 are visible"),
+    ],
+)
+def test_settings_are_checked_as_in_a_fleet_and_errors_name_the_flag(
+    arguments: str,
+    reason: str,
+    daemon_options: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Flags that no engine of the task reads were ignored, and a wrong GPU was a fault of models.NAME.device."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert refusal([*arguments.split(), *daemon_options], capsys).startswith(f"meltcore serve: {reason}")

@@ -188,7 +188,7 @@ def test_replicas_get_neighboring_visible_gpus(monkeypatch: pytest.MonkeyPatch) 
             assert (each.engine, each.environment, each.node, each.gpus) == (engine_config(alone), {}, "", ())
     (third,) = placed(section(device=(2,)))
     assert (third.environment["CUDA_VISIBLE_DEVICES"], third.engine.device) == ("6", "cuda")
-    with pytest.raises(ConfigError, match=r"--data-parallel-size 3 needs 6 GPUs \(2 each\); 4 are visible"):
+    with pytest.raises(ConfigError, match=r"models\.m\.replicas: got 3, which needs 6 GPUs \(2 each\); 4 are visible"):
         placed(section(3, 2))
 
 
@@ -196,6 +196,7 @@ def test_flags_name_the_gpus_of_one_replica(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[PlacedFleet] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr("meltcore.fleet.supervisor.serve", lambda fleet: seen.append(fleet) or 0)
     assert main(["serve", "meltcore/sums", "--device", "cuda:2", "-tp", "2"]) == 0
     assert seen[0].spec.models["meltcore/sums"].device == (2, 3)

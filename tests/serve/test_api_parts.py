@@ -317,6 +317,7 @@ def test_wrong_flags_are_errors(arguments: list[str]) -> None:
 
 def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("meltcore.fleet.supervisor.serve", lambda config: seen.append(config) or 0)
     monkeypatch.setattr(
         "meltcore.serve.tasks.generation.servable.check_servable", lambda model: DEFAULT

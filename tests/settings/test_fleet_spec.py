@@ -355,7 +355,7 @@ def test_published_schema_and_reference_are_those_of_the_structs() -> None:
         ({"models": {"m": {"checkpoint": "c", "task": "translation", "max_model_len": 99, "max_num_seqs": 2}}}, None),
         (
             {"models": {"m": {"checkpoint": "c", "task": "transcription", "memory": Size(9), "max_num_seqs": 4}}},
-            "models.m.max_num_seqs: got 4 beside memory, which decides it for task transcription",
+            "models.m.max_num_seqs: got 4; memory decides how many of task transcription run together",
         ),
         ({"models": {"m": {"checkpoint": "c", "memory": Size(9), "max_num_seqs": 4}}}, None),
         ({"models": {"m": {"url": "http://h", "max_queue_chars": 4}}}, "models.m.max_queue_chars: got 4; a model with"),

@@ -59,11 +59,12 @@ def run(args: argparse.Namespace) -> int:
 
     from meltcore.cli.start_options import start_daemon
     from meltcore.common.errors import ConfigError
-    from meltcore.common.options import from_options
+    from meltcore.common.options import flag_of, from_options
     from meltcore.common.process import loading_modules
     from meltcore.fleet.daemon import OneModel
     from meltcore.fleet.plan.placement import PlacedFleet
     from meltcore.settings.config import SharingSection
+    from meltcore.settings.fleet_checks import FleetError, check_fleet
     from meltcore.settings.fleet_spec import (
         FleetSpec,
         KeySection,
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     )
 
     with loading_modules():
+        from meltcore.fleet.run.engines import place_replicas
         from meltcore.serve.requests.keys import DEFAULT_NAME, hash_key
         from meltcore.serve.tasks.generation.servable import check_servable
 
@@ -89,11 +91,6 @@ def run(args: argparse.Namespace) -> int:
         model = msgspec.structs.replace(model, device=tuple(gpus))
     task = check_servable(model)  # before a process starts, and before anything is printed
     model = msgspec.structs.replace(model, task=task.name)
-    if model.max_num_seqs is not None and not model.has_context:  # in a fleet.yaml it would be for the plan
-        raise ConfigError(
-            f"--max-num-seqs {model.max_num_seqs}: {task.title} does not support it, and {model.model} is a model for "
-            f"{task.title}: --memory decides how many run together"
-        )
     spec = FleetSpec(
         models={name: model},
         server=from_options(ServerSection, args),
@@ -103,6 +100,14 @@ def run(args: argparse.Namespace) -> int:
         sharing=SharingSection(means="none"),
     )
     fleet = PlacedFleet(spec)
+    try:
+        check_fleet(spec, is_planned=False)
+        place_replicas(fleet, name)
+    except FleetError as error:
+        section, _, key = error.path.removeprefix(f"models.{name}.").rpartition(".")
+        kind = {"limits": LimitsSection, "server": ServerSection}.get(section, ModelSection)
+        flag = "--served-model-name" if key.startswith("aliases[") else flag_of(kind, key)
+        raise ConfigError(f"{flag}: {error.message}") from error
     if (status := start_daemon(args, fleet, OneModel())) is not None:
         return status
     with loading_modules():

@@ -176,8 +176,12 @@ def check_unused(args: argparse.Namespace, config: type, reason: str, *allowed: 
         if name in allowed or value is None:
             continue
         if (tuple(value) if isinstance(value, list) else value) != settings["default"]:
-            flag = settings["flag"] or "--" + _UNIT_SUFFIX.sub("", name).replace("_", "-")
-            raise ConfigError(f"{flag} {reason}")
+            raise ConfigError(f"{flag_of(config, name)} {reason}")
+
+
+def flag_of(config: type, name: str) -> str:
+    """Return the flag of a field of `config` that is an option."""
+    return str(_declared(config)[name]["flag"] or "--" + _UNIT_SUFFIX.sub("", name).replace("_", "-"))
 
 
 def number(

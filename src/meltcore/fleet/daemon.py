@@ -27,12 +27,13 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.process import LoggedProcess, loading_modules, start_ticks
 from meltcore.common.process_output import log_tail
 from meltcore.fleet.plan.placement import PlacedFleet
-from meltcore.fleet.run.logs import LOG_LIMIT_BYTES
+from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, log_folder
 from meltcore.protocol.sockets import ADMIN_SOCKET
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
     from meltcore.fleet.supervisor import FleetOptions
+    from meltcore.settings.fleet_spec import FleetSpec
 
 POLL_S = 0.1
 
@@ -61,6 +62,7 @@ class OneModel(msgspec.Struct, frozen=True, tag="serve"):
     """The source of a server with one model, which has no plan."""
 
     command: ClassVar[str] = "serve"
+    file: ClassVar[str | None] = None
 
     def options(self, _log: Path) -> FleetOptions:
         """Return the options of the server. Its log has no size limit."""
@@ -72,13 +74,14 @@ class OneModel(msgspec.Struct, frozen=True, tag="serve"):
 class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
     """The source of a planned fleet: its file, and the machine or cluster for which it is planned."""
 
+    file: str
     planned: msgspec.Raw
     command: ClassVar[str] = "up"
 
     @classmethod
     def of(cls, planner: FleetPlanner) -> Self:
         """Return the source from which a planner plans."""
-        return cls(msgspec.Raw(msgspec.json.encode(planner.planned_from)))
+        return cls(str(planner.path), msgspec.Raw(msgspec.json.encode(planner.planned_from)))
 
     def options(self, log: Path) -> FleetOptions:
         """Return the options of the server, whose output goes to the file `log`. Raises ConfigError."""
@@ -134,10 +137,9 @@ def start(
         log: file for the server's output. None creates a file in the state folder.
         limit_s: seconds until the server must be ready. None waits without a limit.
     """
-    for record in running():
-        if record.port == fleet.spec.server.port:
-            raise ConfigError(f"{record.url} serves {record.model} already (pid {record.pid}, log {record.log})")
+    _check_port_free(fleet.spec.server.port)
     log = Path(log or state_dir() / f"{source.command}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
+    _check_log(log, fleet.spec, source)
     process = LoggedProcess(
         [sys.executable, "-m", "meltcore.fleet.daemon", str(log)],
         log,
@@ -173,6 +175,29 @@ def start(
             file=sys.stderr,
         )
     return 1 if failed or pending else 0
+
+
+def _check_port_free(port: int) -> None:
+    """Raise ConfigError if a recorded server has the port at any address, because its record and its logs would go."""
+    for record in running():
+        if record.port == port:
+            log = record.log or "the terminal"
+            raise ConfigError(
+                f"{record.url} serves {record.model} already (pid {record.pid}, log {log}); commands find a server by "
+                "its port: choose another with server.port or --port"
+            )
+
+
+def _check_log(log: Path, spec: FleetSpec, source: OneModel | PlannedFleet) -> None:
+    """Raise ConfigError if a new log would replace a file that the server reads, or that a running server writes."""
+    read = [source.file, spec.server.api_key_file, *(key.file for key in spec.keys)]
+    for model in spec.models.values():
+        read += [model.checkpoint, model.tokenizer, model.chat_template]
+    if log.resolve() in {Path(path).expanduser().resolve() for path in read if path}:
+        raise ConfigError(f"--log {log}: the server reads this file; name another one")
+    for record in running():
+        if log.resolve() == Path(record.log).resolve() or log.parent == log_folder(state_dir(), record.port):
+            raise ConfigError(f"--log {log}: the server at {record.url} writes to this file; name another one")
 
 
 def running(command: str = "*") -> list[DaemonRecord]:
@@ -270,13 +295,16 @@ def _connect_url(host: str, port: int) -> str:
 
 
 def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settings: Any) -> int:
-    """Run a server, and keep its record while it runs. Raises ConfigError as `supervisor.serve` does.
+    """Run a server, and keep its record while it runs.
+
+    Raises ConfigError as `supervisor.serve` does, and if a server with a record has the port at another address.
 
     Output goes to the file `log`, or to the terminal if `log` is "". `supervisor.serve` explains `settings`.
     """
     with loading_modules():
         from meltcore.fleet.supervisor import serve
 
+    _check_port_free(fleet.spec.server.port)
     paths: list[Path] = []
 
     def record(port: int, sockets: Path) -> None:
@@ -306,7 +334,7 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
     finally:
         for path in paths:
             found = _read(path)
-            if found is None or found.pid == os.getpid():  # a server at another address of this port has its own
+            if found is None or found.pid == os.getpid():  # else another server has it, which started at the same time
                 path.unlink(missing_ok=True)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from meltcore.common.errors import ConfigError
 from meltcore.common.options import braces_fault, server_url_fault
 from meltcore.common.tasks import DEFAULT, setting_tasks, tasks
 from meltcore.settings.config import SharingSection
@@ -49,18 +50,22 @@ _PROCESS_ONLY = (
 )
 
 
-class FleetError(Exception):
-    """Reports a fault of fleet.yaml with the path of the key and what is wrong there.
+class FleetError(ConfigError):
+    """Reports a fault of a fleet with the path of the key and what is wrong there.
 
-    The file's name is added later.
+    A caller adds the name of the file, or names the flag of `serve` in place of the path.
     """
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"{path}: {message}" if path else message)
+        self.path, self.message = path, message
 
 
-def check_fleet(spec: FleetSpec) -> None:
-    """Raise FleetError for the first fault that single fields do not show."""
+def check_fleet(spec: FleetSpec, *, is_planned: bool = True) -> None:
+    """Raise FleetError for the first fault that single fields do not show.
+
+    A fleet that is not planned, as of `serve`, must not have settings that only a plan reads.
+    """
     if not spec.models:
         raise FleetError("models", "got {}; must be a mapping of at least one")
     _check_server(spec)
@@ -70,7 +75,7 @@ def check_fleet(spec: FleetSpec) -> None:
         path = f"models.{name}"
         if model.url is not None and (fault := server_url_fault(model.url)):
             raise FleetError(f"{path}.url", fault)
-        _check_kind(model, path)
+        _check_kind(model, path, is_planned=is_planned)
         _check_device(spec, model, path)
     _check_limits(spec)
     _check_languages(spec)
@@ -117,7 +122,7 @@ def _default(field: Any) -> Any:
     return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
 
 
-def _check_kind(model: ModelSection, path: str) -> None:
+def _check_kind(model: ModelSection, path: str, *, is_planned: bool) -> None:
     """Check that a model has exactly one kind, and only settings of this kind."""
     given = [name for name in ("url", "command") if getattr(model, name) is not None]
     if len(given) == 2 or (model.kind == "engine" and model.checkpoint is None):
@@ -129,7 +134,7 @@ def _check_kind(model: ModelSection, path: str) -> None:
     if "format" in changed and model.shapes is None:
         raise FleetError(f"{path}.format", f"got {model.format!r}, which is of shapes, and the model has none")
     if model.kind == "engine":
-        _check_task(model, changed, path)
+        _check_task(model, changed, path, is_planned=is_planned)
         if upstream := sorted(changed & _UPSTREAM_ONLY):
             raise FleetError(f"{path}.{upstream[0]}", "is for a url or a command, and this model has neither")
         return
@@ -155,7 +160,7 @@ def _check_kind(model: ModelSection, path: str) -> None:
         _check_command(model, model.command, f"{path}.command")
 
 
-def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
+def _check_task(model: ModelSection, changed: set[str], path: str, *, is_planned: bool) -> None:
     """Refuse settings that engines of the model's task would ignore. Only models on Meltcore's engines are checked."""
     for name, names in setting_tasks().items():
         if name in changed and model.task not in names:
@@ -163,10 +168,10 @@ def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
                 f"{path}.{name}",
                 f"got {getattr(model, name)!r}; is for task {' or '.join(names)}, and the model's is {model.task}",
             )
-    if not model.has_context and model.max_num_seqs is not None and model.memory is not None:
+    if not model.has_context and model.max_num_seqs is not None and (model.memory is not None or not is_planned):
         raise FleetError(
             f"{path}.max_num_seqs",
-            f"got {model.max_num_seqs} beside memory, which decides it for task {model.task}: remove one of the two",
+            f"got {model.max_num_seqs}; memory decides how many of task {model.task} run together: remove it",
         )
 
 

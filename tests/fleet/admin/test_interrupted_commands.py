@@ -1,4 +1,4 @@
-"""Commands that meet the end of the fleet: an error that says so, and no traceback."""
+"""Commands that meet the end of a fleet, or another fleet: an error that says so, and no traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.process import start_ticks
 from meltcore.fleet import daemon
 from meltcore.fleet.admin.operations import FleetOperations
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.plan.planned import NoFile
+from meltcore.fleet.run.logs import find_logs, log_folder, log_path
+from meltcore.fleet.supervisor import FleetOptions
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection, ServerSection
 
 
 def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,13 +51,18 @@ def test_server_without_a_fleet_yaml_is_not_changed() -> None:
             asyncio.run(change())
 
 
-def test_down_finds_fleets_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+def write_record(command: str, port: int, log: str = "") -> None:
+    """Write the record of a server on a port that runs, as this process does."""
     ticks = start_ticks(os.getpid())
     assert ticks is not None
+    record = daemon.DaemonRecord(os.getpid(), ticks, port, f"http://127.0.0.1:{port}", "m", log)
+    (daemon.state_dir() / f"{command}-{port}.json").write_bytes(msgspec.json.encode(record))
+
+
+def test_down_finds_fleets_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for command, port in (("serve", 8000), ("up", 8001)):
-        record = daemon.DaemonRecord(os.getpid(), ticks, port, f"http://127.0.0.1:{port}", "m", "")
-        (daemon.state_dir() / f"{command}-{port}.json").write_bytes(msgspec.json.encode(record))
+        write_record(command, port)
     assert [record.port for record in daemon.running()] == [8000, 8001]
     assert daemon.find_fleet(None).port == 8001
     with pytest.raises(ConfigError, match="no fleet is running on port 8000"):
@@ -70,3 +79,56 @@ def test_down_of_a_fleet_that_has_just_ended_succeeds(
     ended = daemon.DaemonRecord(pid=2**22, start_ticks=1, port=1, url="http://127.0.0.1:1", model="a", log="")
     assert daemon.stop([ended], 1.0) == 0
     assert "stopped http://127.0.0.1:1 (a)" in capsys.readouterr().out
+
+
+def test_fleet_on_the_port_of_another_at_a_second_address_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It took the record of the first one, emptied its logs, and both were called by one port."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    write_record("up", 8001)
+    log = log_path(log_folder(daemon.state_dir(), 8001), "m", 0, 1)
+    log.parent.mkdir()
+    log.write_text("live")
+    spec = FleetSpec(models={"m": ModelSection(url="http://h")}, server=ServerSection(host="127.0.0.2", port=8001))
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:8001 serves m already .* choose another"):
+        daemon.serve_recorded(PlacedFleet(spec), "", FleetOptions(log_folder=daemon.state_dir()))
+    assert log.read_text() == "live"
+    assert [record.port for record in daemon.running()] == [8001]
+
+
+def test_log_of_a_daemon_replaces_no_file_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It replaced the fleet file or the model file, and emptied the log of a server that ran."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    engine_log = log_path(log_folder(daemon.state_dir(), 8001), "m", 0, 1)
+    engine_log.parent.mkdir()
+    files = [tmp_path / name for name in ("fleet.yaml", "model.gguf", "template.jinja", "keys", "live.log")]
+    for path in (*files, engine_log):
+        path.write_text("in use")
+    write_record("up", 8001, str(tmp_path / "live.log"))
+    (tmp_path / "link").symlink_to(tmp_path / "fleet.yaml")
+    model = ModelSection(checkpoint="model.gguf", chat_template="template.jinja")
+    fleet = PlacedFleet(FleetSpec(models={"m": model}, server=ServerSection(port=8002, api_key_file="keys")))
+    source = daemon.PlannedFleet(str(tmp_path / "fleet.yaml"), msgspec.Raw(b"null"))
+    for path in (*files, engine_log, tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"--log .* (the server reads|writes to) this file; name another one"):
+            daemon.start(fleet, source, log=path)
+        assert path.read_text() == "in use"
+
+
+def test_logs_of_models_with_similar_names_are_apart(tmp_path: Path) -> None:
+    """`a/b` and `a--b` had one log, `qwen` and `qwen.1` too, and a name of many slashes was too long for a file."""
+    names = {"a/b": 1, "a--b": 1, "qwen": 2, "qwen.1": 1, "qwen.1.2": 1, "q" + "/" * 127: 2}
+    written = {}
+    for name, replicas in names.items():
+        written[name] = [log_path(tmp_path, name, replica, replicas) for replica in range(replicas)]
+        for path in written[name]:
+            path.write_text(name)
+    for name, paths in written.items():
+        found = find_logs(tmp_path, "", name)
+        assert [log.path for log in found] == paths
+        assert {log.path.read_text() for log in found} == {name}
+        assert {log.name.partition("@")[0] for log in found} == {name}
+    with pytest.raises(ConfigError, match=r"no log of qwen\.2 in .*; it has a/b, a--b, q/"):
+        find_logs(tmp_path, "", "qwen.2")

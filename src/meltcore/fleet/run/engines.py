@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import gpu_environment, visible_gpus
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import PlacedFleet, engine_config, shared_engine
@@ -23,6 +22,7 @@ from meltcore.fleet.run.replica import Replica
 from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.engines import FromEngine
 from meltcore.settings.config import EngineConfig, PriorityClass, SharingSection
+from meltcore.settings.fleet_checks import FleetError
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
@@ -51,7 +51,7 @@ def place_replicas(fleet: PlacedFleet, name: str, log_folder: Path | None = None
     """Return the replicas of a model, each with its place. A single replica chooses its own GPUs.
 
     Replicas of a model share no GPU. They get neighboring GPUs in the order of CUDA_VISIBLE_DEVICES. A CPU is not
-    divided. Raises ConfigError for too few GPUs, and as `visible_gpus` does.
+    divided. Raises FleetError for too few GPUs, and ConfigError as `visible_gpus` does.
     """
     model = fleet.spec.models[name]
     engine, count, gpus_per_replica = engine_config(model), model.replicas, model.tensor_parallel_size
@@ -66,8 +66,8 @@ def place_replicas(fleet: PlacedFleet, name: str, log_folder: Path | None = None
         gpus = visible_gpus()
         for replica, numbers in zip(replicas, model.replica_gpus, strict=True):
             if missing := [number for number in numbers if number >= len(gpus)]:
-                raise ConfigError(
-                    f"models.{name}.device: got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0"
+                raise FleetError(
+                    f"models.{name}.device", f"got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0"
                 )
             replica.environment, replica.gpus = gpu_environment([gpus[number] for number in numbers]), numbers
         return replicas
@@ -75,9 +75,10 @@ def place_replicas(fleet: PlacedFleet, name: str, log_folder: Path | None = None
     if count == 1 or (not gpus and engine.device != "cuda"):
         return replicas
     if len(gpus) < count * gpus_per_replica:
-        raise ConfigError(
-            f"--data-parallel-size {count} needs {count * gpus_per_replica} GPUs ({gpus_per_replica} each); "
-            f"{len(gpus)} are visible"
+        raise FleetError(
+            f"models.{name}.replicas",
+            f"got {count}, which needs {count * gpus_per_replica} GPUs ({gpus_per_replica} each); "
+            f"{len(gpus)} are visible",
         )
     for replica in replicas:
         first = replica.index * gpus_per_replica

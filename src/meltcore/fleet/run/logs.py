@@ -24,21 +24,16 @@ _BLOCK_BYTES = 1 << 16
 
 
 class LogFile(NamedTuple):
-    """A log file and the prefix of its lines: the model's name, and the replica's number if the model has several."""
+    """A log file and the prefix of its lines: NAME of the model, or NAME@REPLICA if the model has several."""
 
     name: str
     path: Path
 
 
-def log_name(model: str) -> str:
-    """Return a model's name in a form that is valid as a file name. Names of models may contain slashes."""
-    return model.replace("/", "--")
-
-
 def log_path(folder: Path, name: str, replica: int, replicas: int) -> Path:
-    """Return the log file of a replica."""
-    number = f".{replica}" if replicas > 1 else ""
-    return folder / f"{log_name(name)}{number}.log"
+    """Return the log file of a replica. No other replica has it, because names in a file have no "%" and no "@"."""
+    number = f"@{replica}" if replicas > 1 else ""
+    return folder / f"{name.replace('/', '%')}{number}.log"
 
 
 def log_folder(state: Path, port: int) -> Path:
@@ -48,13 +43,12 @@ def log_folder(state: Path, port: int) -> Path:
 
 def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]:
     """Return the logs of a model, or of all models and the server. Raises ConfigError if there is no log."""
-    engines = [LogFile(path.stem, path) for path in sorted(folder.glob("*.log"))]
+    engines = [LogFile(path.stem.replace("%", "/"), path) for path in sorted(folder.glob("*.log"))]
     if model is None:
         own = [LogFile(SERVER, Path(server_log))] if server_log else []
         found = own + engines
     else:
-        name = log_name(model)
-        found = [log for log in engines if log.name == name or log.name.rpartition(".")[0] == name]
+        found = [log for log in engines if log.name.partition("@")[0] == model]
     if not found:
         known = f"it has {', '.join(log.name for log in engines)}" if engines else "no engine has started"
         raise ConfigError(f"no log of {model or 'any model'} in {folder}; {known}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meltcore.common.errors import ConfigError, UnservableModelError
+from meltcore.common.errors import UnservableModelError
 from meltcore.common.tasks import DEFAULT, Task
 from meltcore.models.checkpoints import checkpoint as checkpoints
 from meltcore.models.checkpoints.checkpoint import (
@@ -67,8 +67,6 @@ def find_task(config: ModelSection) -> Task:
     task = checkpoints.find_task(config.model, dummy=config.load_format == "dummy")
     if task is DEFAULT:
         find_checkpoint(config)  # says what is wrong with one that cannot be opened
-    if config.normalizer != "itt" and "normalizer" not in task.settings:
-        raise ConfigError(f"--normalizer {config.normalizer}: {config.model} is not a translation checkpoint")
     return task
 
 
