@@ -22,6 +22,6 @@ def truncation_error(announced_bytes: int, found_bytes: int) -> RequestError:
 
 
 def each_element() -> Iterator[None]:
-    """Yield once for each element of a file. Raises RequestError if the file has too many elements."""
+    """Yield None once per element of a file, for a loop. Raises RequestError after _MAX_ELEMENTS elements."""
     yield from repeat(None, _MAX_ELEMENTS)
     raise refusal(f"has more than {_MAX_ELEMENTS:,} parts, the limit")

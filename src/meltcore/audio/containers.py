@@ -99,7 +99,7 @@ _MAX_JOINED, _MAX_OTHERS = 500, 16  # files in one, and of these such that follo
 
 
 def find_container(data: bytes, position: int = 0) -> Container | None:
-    """Return the container whose mark is at `position`.
+    """Return the container whose magic bytes are at `position`.
 
     Returns None for MP3, and for data that FFmpeg must not read.
     """
@@ -173,20 +173,20 @@ def split_joined_files(data: bytes) -> list[bytes]:
 
 
 def _frames_container(data: bytes) -> Container:
-    """Return the container of data without a mark: MP3 or AAC. Other bytes may stand before its frames."""
+    """Return MP3 or AAC for data without magic bytes. Other bytes may come before the first frame."""
     first = next(frame_runs(data, 0), 0)
     return AAC if find_container(data, first) is AAC else MP3
 
 
 def _check_tag(data: bytes) -> None:
-    """Raise RequestError if bytes after the frames may be more frames: they are too many, and not a tag."""
+    """Raise RequestError if the bytes after the last frame are too many, not all zero, and not a tag."""
     is_tag = data.startswith(_TAGS) or any(start == 0 for start, _ in ape_tags(data))
     if len(data) > _MAX_TRAILER_BYTES and any(data) and not is_tag:
         raise refusal(f"has {len(data)} bytes behind its last frame that are neither a frame nor a tag")
 
 
 def _container_at(data: bytes, position: int) -> Container | None:
-    """Return the container of the file at `position`. Returns None if a tag or other bytes begin there."""
+    """Return the container of the file that begins at `position`, perhaps with an ID3v2 tag, or None without a file."""
     first = position
     if data[position : position + 3] == b"ID3" and len(data) > position + 10:
         first = next(frame_runs(data[: position + _MAX_TAG_BYTES], id3_end(data, position)), 0)

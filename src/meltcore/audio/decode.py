@@ -1,8 +1,8 @@
-"""Decodes an audio file to clips of mono PCM, which are cut at silence. A clip bounds the memory, not the file.
+"""Decodes an audio file to clips of mono PCM, cut at silence. The length of a clip limits the memory, not the file's.
 
-FFmpeg (PyAV), if it is installed, reads a dozen containers, which are recognized by their first bytes; its many other
-formats cannot be reached. libsndfile reads other formats, and without PyAV also those containers whose length it does
-not have to guess. soxr resamples. Every error names what is wrong.
+FFmpeg (PyAV), if it is installed, reads a dozen containers, which are recognized by their first bytes. Its many other
+formats are not used. libsndfile reads other formats. Without PyAV it also reads containers whose length it does not
+have to guess. soxr resamples. Every error names what is wrong.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class AudioLimits(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """A part of the file: its first sample at the clips' rate, and int16 samples."""
+    """A part of the file: its int16 samples, and the index of the first of them at the clips' rate."""
 
     start: int
     samples: bytes
@@ -157,7 +157,7 @@ class _Resampler:
         return mono
 
     def flush(self) -> Floats:
-        """Return the remaining resampled samples. Samples that are added later begin with a new filter."""
+        """Return the remaining resampled samples. The filter starts anew with samples that are added later."""
         last = np.zeros(0, np.float32)
         if self._stream is not None:
             last = self._stream.resample_chunk(last, last=True)
@@ -178,7 +178,7 @@ def mix_channels(block: Floats, sample_rate: int) -> Floats:
 
     One channel of a recording may have the opposite sign of another channel. Each quarter of a second is judged by
     itself. A hum or an offset in all channels would hide the cancellation, so the differences of successive samples are
-    compared as well.
+    also compared.
     """
     num_channels = block.shape[1]
     mono: Floats = block.mean(axis=1) if num_channels > 1 else block[:, 0]
@@ -200,7 +200,7 @@ def mix_channels(block: Floats, sample_rate: int) -> Floats:
 
 
 def _channels_cancel(channels: Floats) -> bool:
-    """Return whether the mean of the channels has much less energy than the mean of unlike channels would have."""
+    """Return whether the channels' mean has much less energy than the mean of uncorrelated channels would have."""
     mean = channels.mean(axis=1)
     return bool(mean @ mean < _CANCELLED * _channel_energies(channels).sum() / channels.shape[1] ** 2)
 

@@ -188,7 +188,7 @@ class FFmpegFile:
         return end_s + (max(start_s, 0.0) if is_from_first else 0.0)
 
     def _announced_length_s(self, data: bytes) -> float | None:
-        """Return the file's length by its header, or None if the header gives none. Later times are damaged."""
+        """Return the file's length by its header, or None if the header gives none. Any later time is damaged."""
         if self._container is MATROSKA and _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES]:
             return (self._file.duration or 0) / 1e6 or None
         is_indexed = self._container is MP4 and self.num_frames is not None and not has_fragments(data)
@@ -341,7 +341,7 @@ class FFmpegFile:
         return gap_s < _JUMP_S and bool(following.min(initial=np.inf) < time_s - gap_s / 2)
 
     def _damage_reason(self, time_s: float, gap_s: float) -> str:
-        """Return why a gap does not belong to the recording. Returns "" if later times and the header agree with it."""
+        """Return why a gap does not belong to the recording, or "" if later times and the header agree with the gap."""
         later = self._suffix_min_times_s[self._num_packets :]
         if self._last_s is not None and time_s - self._first_time_s > self._last_s + _JUMP_S:
             return f"it ends at {time_s:,.1f} s, and the header announces {self._last_s:,.1f} s"
@@ -355,7 +355,7 @@ class FFmpegFile:
         return ""
 
     def _is_passing_jump(self, time_s: float, gap_s: float) -> bool:
-        """Return whether the times of a transport stream continue after this jump as if there had been no jump."""
+        """Return whether a jump in a transport stream's times is followed by packets with times as before the jump."""
         following = self._packet_times[self._num_packets : self._num_packets + _TS_PACKETS]
         expected = time_s - gap_s + self._packet_length_s * np.arange(1, len(following) + 1)
         return bool((np.abs(following - expected) < min(abs(gap_s), _JUMP_S) / 2).any())

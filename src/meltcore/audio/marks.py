@@ -1,4 +1,4 @@
-"""Recognizes how audio files begin, by short marks at the beginning of data and longer marks among other bytes."""
+"""Finds audio files by the magic bytes with which they begin, at a position or among other bytes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _STARTS = tuple(
 
 
 def is_start(data: bytes, position: int) -> bool:
-    """Return whether the bytes at `position` are the mark with which an audio file begins."""
+    """Return whether the bytes at `position` are the magic bytes with which an audio file begins."""
     return any(pattern.match(data, position) for pattern in _STARTS)
 
 
 def file_starts(data: bytes, position: int, end: int | None = None) -> list[int]:
-    """Return the positions from `position` on at which files begin, by their marks. The last mark ends before `end`."""
+    """Return the ascending positions of magic bytes between `position` and `end`. None means the end of the data."""
     end = len(data) if end is None else end
     return sorted(match.start() for pattern in _STARTS for match in pattern.finditer(data, position, end))
 
@@ -91,9 +91,9 @@ def _id3_tags(data: bytes, position: int) -> Iterator[int]:
 
 
 def _skip_tags(data: bytes, position: int, *places: Iterable[int]) -> Iterator[int]:
-    """Yield the positions in ascending order, without positions inside tags from `position` on.
+    """Yield all `places` in ascending order, except places inside the tags that follow `position`.
 
-    A cover image in a tag may contain any mark.
+    A cover image in a tag may contain the magic bytes of any file.
     """
     tags = [*ape_tags(data, position), *((start, id3_end(data, start)) for start in _id3_tags(data, position))]
     found = [(place, place) for each in places for place in each]

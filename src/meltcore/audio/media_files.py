@@ -1,7 +1,7 @@
 """Counts the elements of media files, to find joined files and missing data.
 
-Read here are MP4, Matroska and WebM, Ogg, AVI, ASF, FLV, MPEG-TS, WavPack and AMR. sample_files.py reads WAV and others
-that hold samples as they are.
+This module reads MP4, Matroska and WebM, Ogg, AVI, ASF, FLV, MPEG-TS, WavPack and AMR. sample_files.py reads WAV and
+other formats of uncompressed samples.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def split_matroska(data: bytes) -> Iterator[int]:
 
 
 def _read_element(data: bytes, position: int) -> tuple[int, int | None, int]:
-    """Return three numbers of an element: id, size (None if unknown), and the position of its content. No id is 0."""
+    """Return an element's id, its size (None if unknown) and its content's position. Without an element the id is 0."""
     id_bytes = 9 - data[position].bit_length()
     start = position + id_bytes
     if id_bytes > 4:
@@ -249,12 +249,12 @@ def split_mp4(data: bytes) -> Iterator[int]:
 
 
 def has_fragments(data: bytes) -> bool:
-    """Return whether a file has its packets in fragments (moof), as segments for streaming do."""
+    """Return whether a file has its packets in fragments (moof), as files for streaming do."""
     return any(name == b"moof" for _, _, name in _boxes(data, 0, len(data), each_element()))
 
 
 def _boxes(data: bytes, position: int, end: int, steps: Iterator[None]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield position, size and name of each box. The last box may be longer than the data, or extend to its end."""
+    """Yield position, size and name of each box. The last box may be longer than the data."""
     for _ in steps:
         size, name = int.from_bytes(data[position : position + 4], "big"), data[position + 4 : position + 8]
         if size == 1:

@@ -66,7 +66,7 @@ class Encode(msgspec.Struct, tag="encode", array_like=True, frozen=True):
 
 
 class DropFile(msgspec.Struct, tag="drop", array_like=True, frozen=True):
-    """Drops a file before its last samples were sent. There is no answer."""
+    """Drops a file before its last samples were sent. The worker sends no answer."""
 
     file_id: int
 

@@ -1,6 +1,7 @@
 """Runs the audio workers of one API server process: started on demand, killed if they hang.
 
-A worker decodes one file at a time. Others encode many files each, while these are spoken.
+A worker that decodes has one file at a time. A worker that encodes has several files, whose speech is still being
+synthesized.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class AudioWorkers:
     async def decode(
         self, data: bytes, *, sample_rate: int, max_clip_s: float, max_audio_s: float
     ) -> AsyncGenerator[DecodedClip | Decoded]:
-        """Yield the clips of a file, and at the end its duration. A slow consumer makes the worker wait.
+        """Yield the clips of a file, and at the end its duration in seconds. A slow consumer makes the worker wait.
 
         Raises RequestError (400) for a file that cannot be decoded or exceeds a limit.
         """
@@ -77,7 +78,7 @@ class AudioWorkers:
 
     @asynccontextmanager
     async def _lend_worker(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        """Lend a worker to the block. The worker is killed unless it has answered in full."""
+        """Return a context that lends a worker. A worker that has not answered in full at the end is killed."""
         async with self._slots:
             worker = self._free.pop() if self._free else await self._start()
             is_done = False

@@ -80,10 +80,9 @@ def split_w64(data: bytes) -> Iterator[int]:
 
 
 def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: int) -> Iterator[int]:
-    """Yield the position at which the next file with the mark `magic` begins.
+    """Yield the position at which the next file with the magic bytes `magic` begins.
 
-    `size_of` returns the size of the file from its first 24 bytes. A size below `unknown` means that the header gives
-    none.
+    `size_of` returns the size of the file from its first 24 bytes. A size of `unknown` or more is a placeholder.
     """
     position = 0
     for _ in each_element():

@@ -11,9 +11,12 @@ if TYPE_CHECKING:
 def add_ray_options(
     parser: argparse.ArgumentParser, default_limit: str, act: Callable[[argparse.Namespace], int]
 ) -> None:
-    """Add `--ray`, with which the command calls `act`, and `--node-limit`, the time limit of a node.
+    """Add the options `--ray` and `--node-limit`.
 
-    `default_limit` describes the default limit in the help text.
+    Args:
+        parser: the parser of the command.
+        default_limit: text for the help that states the default time limit of a node.
+        act: function that the command calls instead of its own `run` if --ray is given.
     """
     from meltcore.common.options import ActOption, not_empty, number
 
@@ -35,7 +38,7 @@ def add_ray_options(
 
 
 def refuse_with_ray(args: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError if one of these options was given with --ray, because they concern a single node."""
+    """Raise ConfigError if an option of `names` was given together with --ray, because it concerns a single node."""
     from meltcore.common.errors import ConfigError
 
     for name in names:
@@ -52,10 +55,10 @@ def run_on_all_nodes(
     takes_gpus: bool = False,
     out: str | None = None,
 ) -> "NodesReport":
-    """Run a command that prints one JSON document on all nodes. Print, write and return the report.
+    """Run a command that prints one JSON document on all nodes. Print the report on the nodes, and return it.
 
-    nodes.json and report.html are written to a run folder in `out`. If `out` is None, nothing is written. Raises
-    ConfigError if the cluster cannot be reached, and if no node has a GPU that the command needs.
+    The report is also written to a run folder in `out`, as nodes.json and report.html. If `out` is None, no file is
+    written. Raises ConfigError if the cluster cannot be reached, or if the command needs a GPU and no node has one.
     """
     import time
     from datetime import UTC, datetime
@@ -108,7 +111,11 @@ def run_on_all_nodes(
 
 
 def certificate_status(report: "NodesReport") -> int:
-    """Return the exit status of the worst node in Nagios's terms: UNKNOWN if a node failed, WARN if a node is slow."""
+    """Return the exit status of the worst certificate: 0 PASS, 1 WARN, 2 FAIL or 3 UNKNOWN, as Nagios defines them.
+
+    A node without a certificate counts as UNKNOWN, or as FAIL if its command has exited with FAIL. A node that is
+    slower than the others, or differs from them, counts as WARN.
+    """
     from meltcore.measure.documents.node import Certificate
     from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
 

@@ -131,7 +131,7 @@ def _run_fleet(args: argparse.Namespace) -> int:
 
 
 def _load_config(args: argparse.Namespace) -> "LoadConfig":
-    """Return the settings of the command line. Raises ConfigError for invalid or contradictory options."""
+    """Return the settings of a load on one model. Raises ConfigError for invalid or contradictory options."""
     from meltcore.common.errors import ConfigError
     from meltcore.common.options import check_unused, from_options
     from meltcore.measure.load.config import LoadConfig
@@ -149,7 +149,10 @@ def _load_config(args: argparse.Namespace) -> "LoadConfig":
 
 
 def _fleet_config(args: argparse.Namespace) -> "FleetLoadConfig":
-    """Return the settings of the command line. Raises ConfigError for options that only a load on one model has."""
+    """Return the settings of a load on all models of a server.
+
+    Raises ConfigError for options that only a load on one model has.
+    """
     from meltcore.common.options import check_unused, from_options
     from meltcore.measure.load.config import LoadConfig
     from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
@@ -173,7 +176,7 @@ def _check_gpu_option(args: argparse.Namespace) -> None:
 
 
 def _measure(args: argparse.Namespace, config: "LoadConfig", folder: "RunFolder", console: "Console") -> "RunResult":
-    """Measure the server, with --monitor while the GPUs are recorded."""
+    """Measure one model of a server. With --monitor, record the GPUs meanwhile."""
     from dataclasses import replace
 
     from meltcore.measure.load.run.runner import level_bars, measure
@@ -190,7 +193,7 @@ def _measure(args: argparse.Namespace, config: "LoadConfig", folder: "RunFolder"
 def _measure_fleet(
     args: argparse.Namespace, config: "FleetLoadConfig", folder: "RunFolder", console: "Console"
 ) -> "FleetLoad":
-    """Run the load while the GPUs are recorded.
+    """Measure all models of a server, and record the GPUs meanwhile.
 
     The GPUs are recorded with --monitor, or if the server is on this machine and the machine has GPUs.
     """
@@ -223,7 +226,7 @@ def _measure_fleet(
 
 @contextmanager
 def _recorded(args: argparse.Namespace, path: "Path", tries: bool) -> Iterator[bool]:
-    """Record the GPUs during the block if `tries`. Yields whether the GPUs are recorded.
+    """Record the GPUs to `path` during the block if `tries` is true. Yield whether the GPUs are recorded.
 
     Raises NoDriverError if --monitor requires a recording and there is no driver.
     """

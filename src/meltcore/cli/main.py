@@ -24,7 +24,11 @@ EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE
 class Command(NamedTuple):
     """A command in the list of `meltcore --help`.
 
-    Its module is in `folder`, and `needs_engine` names the package's extra.
+    Args:
+        group: heading under which the list has the command.
+        help: what the command does.
+        folder: folder of the command's module, relative to `meltcore/cli`.
+        needs_engine: whether the command needs the package's extra `engine`, which installs torch.
     """
 
     group: str

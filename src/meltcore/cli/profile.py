@@ -123,7 +123,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _record_nsys(args: argparse.Namespace) -> "Path":
-    """Run the command under nsys, and return the path of the exported report. Raises ConfigError without a report."""
+    """Run the command under nsys, and return the path of the exported report.
+
+    Raises ConfigError if nsys cannot run, or if it leaves no report.
+    """
     import time
     from pathlib import Path
 
@@ -194,9 +197,9 @@ def _poster(args: argparse.Namespace, option: str) -> "Callable[[str], ApiRespon
 
 
 def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":
-    """Let the server record. Returns the path of its trace, and the SM activity of --gpu in percent, or None.
+    """Let the server record a trace. Return the trace's path, and the mean SM activity of the GPU --gpu in percent.
 
-    Raises ConfigError if the server does not support it.
+    Without --gpu the activity is None. Raises ConfigError if the server cannot record a trace.
     """
     import time
     from contextlib import ExitStack

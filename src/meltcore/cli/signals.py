@@ -39,7 +39,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 def _handle_sighup(*_: object) -> None:
     """Interrupt as SIGTERM does.
 
-    If the terminal is gone, output is discarded, because its error would lose the result.
+    If the terminal is gone, output is discarded first. Otherwise the error of a failed write would lose the result.
     """
     # Both the kernel and the shell send it; a second one must not interrupt the orderly end.
     signal.signal(signal.SIGHUP, lambda *_: None)

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """End the selected servers. Returns 1 if a server is still draining, else 0.
 
-    Raises ConfigError if the options do not select servers unambiguously.
+    Raises ConfigError if no server matches, or if several match without --all.
     """
     from meltcore.common.errors import ConfigError
     from meltcore.fleet.daemon import OneModel, running, stop

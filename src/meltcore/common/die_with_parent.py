@@ -1,8 +1,8 @@
 """Runs a command that must not outlive its parent: `python -m meltcore.common.die_with_parent COMMAND ...`.
 
-Standard input is a pipe whose other end the parent holds; its first line is the command's environment as JSON.
-Meltcore's own engine ends when its input ends. An upstream server does not, and would keep its GPU's memory. This guard
-process leads the process group and ends the whole group, itself included.
+Standard input is a pipe whose write end the parent holds. Its first line is the command's environment as JSON.
+Meltcore's own engine ends when its input ends. An upstream server would continue, and keep its GPU's memory. So this
+guard process leads the process group of the server, and ends the whole group, itself included.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class UnservableModelError(ConfigError):
 
 
 class ShardError(ConfigError):
-    """Reports a model dimension that the ranks cannot divide evenly, or not at the edges of quantized blocks."""
+    """Reports a model dimension that the ranks cannot divide evenly, or cannot divide between quantized blocks."""
 
 
 class RequestError(MeltcoreError):
@@ -63,16 +63,17 @@ class EngineDeadError(MeltcoreError):
 
 
 class EnginePendingError(MeltcoreError):
-    """Reports that an engine was not started, because no node has memory or the cluster cannot be changed.
+    """Reports that an engine was not started: no node has enough free memory, or the cluster cannot be changed now.
 
-    The engine is not dead. It waits, and its start is tried again.
+    The start is tried again later.
     """
 
 
 class EngineEvictedError(EnginePendingError):
-    """Reports that the cluster has ended the start of an engine, because its node ran out of memory.
+    """Reports that the cluster has ended the start of an engine, because the engine's node ran out of memory.
 
-    No other node is tried instead. The engine process may continue for FIRST_CLIENT_S.
+    The start is not tried on another node. The engine process may continue until its limit FIRST_CLIENT_S for a first
+    client has passed.
     """
 
 

@@ -23,7 +23,7 @@ Content = TypeVar("Content", bound=msgspec.Struct)
 
 
 def is_gguf(name: str | Path) -> bool:
-    """Return whether a file is GGUF, by its suffix or its first bytes. Other programs give GGUF files any name."""
+    """Return whether a file is GGUF, by its suffix or its first bytes, since programs name GGUF files in any way."""
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
         return True
@@ -104,7 +104,10 @@ def _publish(new: Path, path: Path) -> None:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Rename `new` to `path`. An old folder is moved away before, because no system call replaces a full folder."""
+    """Rename `new` to `path`.
+
+    An existing folder is first moved away, since no system call replaces a folder with files.
+    """
     if not (new.is_dir() and path.is_dir()):
         new.replace(path)
         return
@@ -128,7 +131,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the disk has a file, or the entries of a folder."""
+    """Wait until a file, or the list of a folder's entries, is stored on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -155,7 +158,10 @@ def write_atomic(path: Path, content: bytes, *, overwrite: bool = True, hint: st
 
 
 def _standard_fd(path: Path) -> int | None:
-    """Return the descriptor of standard output or standard error if it writes to `path`, after flushing it."""
+    """Return the descriptor of the standard stream (output or error) that writes to `path`, after flushing the stream.
+
+    Returns None if neither stream writes to `path`.
+    """
     for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
         with suppress(OSError):  # it may be closed
             if os.path.samestat(path.stat(), os.fstat(fd)):

@@ -112,7 +112,7 @@ class _CgroupMemory(NamedTuple):
 
 
 class _CgroupFiles(NamedTuple):
-    """Names the folder of a version of control groups, and the files of a group in it."""
+    """The folder where a version of control groups is mounted, and the names of the files that each group has there."""
 
     mount_folder: str
     limit_file: str

@@ -156,7 +156,7 @@ def add_options(
 
 
 def from_options(config: type[_Config], args: argparse.Namespace, **overrides: Any) -> _Config:
-    """Create a `config` from the parsed arguments, which have the names of its fields. `overrides` replace arguments.
+    """Create a `config` from the parsed arguments that have the names of its fields. `overrides` replace arguments.
 
     Fields of a struct that are not options are set by `overrides` alone.
     """
@@ -308,7 +308,7 @@ def _declared(config: type) -> dict[str, dict[str, Any]]:
 
 
 def _metas(hint: Any) -> list[Meta]:
-    """Return the metadata of a type's `Annotated` at any depth. Inner ones come first."""
+    """Return the metadata of a type's `Annotated` at any depth. The metadata of inner types comes first."""
     return [hint] if isinstance(hint, Meta) else [meta for part in get_args(hint) for meta in _metas(part)]
 
 

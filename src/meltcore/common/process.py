@@ -123,9 +123,9 @@ def run(
 ) -> CompletedRun:
     """Run a program to its end. After `limit_s` or on an exception, end the program and its process group.
 
-    Output goes through files: what a killed program had written is kept, and no pipe can fill up. SIGKILL follows
-    SIGTERM after `terminate_limit_s`. `on_start` is called with the process once it runs. Raises ProcessError if it
-    cannot start.
+    Output goes through files, so that the output of a killed program is complete, and no pipe can fill up. SIGKILL
+    follows SIGTERM after `terminate_limit_s`. `on_start` is called with the process once it runs. Raises ProcessError
+    if the program cannot be started.
     """
     with TemporaryFile() as stdin_file, TemporaryFile() as stdout_file, TemporaryFile() as stderr_file:
         stdin_file.write(stdin)
@@ -285,7 +285,7 @@ class LoggedProcess:
 
     @property
     def log(self) -> str:
-        """Returns all output so far."""
+        """All output so far."""
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
 
     def log_tail(self) -> str:
@@ -293,7 +293,7 @@ class LoggedProcess:
         return log_tail(self._log_path) or "(it printed nothing)"
 
     def wait_for(self, poll: Callable[[], _Result | None], limit_s: float, failure: str | StartFailure) -> _Result:
-        """Call `poll` until it returns a value, and return the value.
+        """Call `poll` until it returns a value other than None, and return this value.
 
         `failure` is a text that completes "it did not ...", or a function that makes another error. The error is raised
         after `limit_s`, or if the process ends first. A text becomes a ProcessError with the last lines of the output.
@@ -308,7 +308,10 @@ class LoggedProcess:
     async def wait_for_async(
         self, poll: Callable[[], Awaitable[_Result | None]], limit_s: float, failure: str | StartFailure
     ) -> _Result:
-        """Await `poll` until it returns a value, and return the value. Raises the errors of `wait_for`."""
+        """Await `poll` until it returns a value other than None, and return this value.
+
+        Raises the errors of `wait_for`.
+        """
         deadline_s = time.monotonic() + limit_s
         while (result := await poll()) is None:
             if not self.running or time.monotonic() > deadline_s:
@@ -385,7 +388,7 @@ def signal_group(group_id: int, signum: signal.Signals) -> None:
 
 
 async def end_async(process: asyncio.subprocess.Process, limit_s: float) -> None:
-    """Wait until `process`, which was asked to exit, has ended. After `limit_s` kill it."""
+    """Wait until `process`, which was told to exit, has ended. If it still runs after `limit_s`, kill it."""
     try:
         async with asyncio.timeout(limit_s):
             await process.wait()

@@ -31,7 +31,10 @@ def log_tail(path: Path, num_lines: int = _NUM_LINES) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a reason and the output below it as one line of bounded length, with the first and the last lines."""
+    """Return `text`, a reason followed by output, as one line of bounded length.
+
+    It has the first and the last lines.
+    """
     first, *lines = _shown_lines(text) or [""]
     kept: list[str] = []
     for line in reversed(lines):
@@ -43,7 +46,10 @@ def one_line(text: str) -> str:
 
 
 def last_error(text: str) -> str:
-    """Return the type and the text of the last exception in the end of a log, or the last line if there is none."""
+    """Return the type and the message of the last exception in `text`, the end of a log.
+
+    Without one, return the last line.
+    """
     lines = [line[match.end() :] for line in text.splitlines() if (match := _LOG_PREFIX.match(line))]
     lines = [line.rstrip() for line in lines if line.strip() and not _HINT.match(line.strip())]
     starts = [index for index, line in enumerate(lines) if _EXCEPTION.match(line)]

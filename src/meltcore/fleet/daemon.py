@@ -59,7 +59,7 @@ class DaemonRecord(msgspec.Struct, frozen=True):
 
 
 class OneModel(msgspec.Struct, frozen=True, tag="serve"):
-    """The source of a server with one model, which has no plan."""
+    """Describes a server of one model, which `meltcore serve` starts without a plan."""
 
     command: ClassVar[str] = "serve"
     file: ClassVar[str | None] = None
@@ -72,7 +72,7 @@ class OneModel(msgspec.Struct, frozen=True, tag="serve"):
 
 
 class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
-    """The source of a planned fleet: its file, and the machine or cluster for which it is planned."""
+    """Describes the server of a planned fleet: its fleet.yaml, and the machine or cluster for which it is planned."""
 
     file: str
     planned: msgspec.Raw
@@ -80,11 +80,14 @@ class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
 
     @classmethod
     def of(cls, planner: FleetPlanner) -> Self:
-        """Return the source from which a planner plans."""
+        """Return the description of the fleet that `planner` plans."""
         return cls(str(planner.path), msgspec.Raw(msgspec.json.encode(planner.planned_from)))
 
     def options(self, log: Path) -> FleetOptions:
-        """Return the options of the server, whose output goes to the file `log`. Raises ConfigError."""
+        """Return the options of the server, whose output goes to the file `log`.
+
+        Raises ConfigError for an invalid fleet.yaml.
+        """
         with loading_modules():
             from meltcore.fleet.plan.planned import FleetPlanner, PlannerSource
         planner = FleetPlanner.of(msgspec.json.decode(self.planned, type=PlannerSource))
@@ -234,7 +237,7 @@ def stop(records: list[DaemonRecord], timeout_s: float) -> int:
 
 
 def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[DaemonRecord, list[dict[str, Any]]]:
-    """Wait until the server is ready. Return its record, and the rows of `ps` that show this."""
+    """Wait until the server is ready. Return the server's record, and its rows of `meltcore ps`."""
 
     def poll() -> tuple[DaemonRecord, list[dict[str, Any]]] | None:
         record = next((record for record in running() if record.pid == process.pid), None)
@@ -249,7 +252,7 @@ def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[Daem
 
 
 def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
-    """Return the rows of `ps`. The list is empty before the server answers."""
+    """Return the server's rows of `meltcore ps`. The list is empty while the server does not answer yet."""
     from meltcore.fleet.admin.admin import call_admin
 
     with suppress(ConfigError):  # not up yet, or just gone: the caller looks at the process
@@ -259,7 +262,7 @@ def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
 
 
 def _pending(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the models that wait for memory on a node and have no engine, each with the reason."""
+    """Return the models without an engine that wait for memory on a node. Each has the reason."""
     states: dict[str, set[str]] = {}
     for row in rows:
         states.setdefault(row["model"], set()).add(row["state"])
@@ -295,11 +298,11 @@ def _connect_url(host: str, port: int) -> str:
 
 
 def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settings: Any) -> int:
-    """Run a server, and keep its record while it runs.
+    """Run a server, and keep its record while it runs. Return the exit status.
 
-    Raises ConfigError as `supervisor.serve` does, and if a server with a record has the port at another address.
-
-    Output goes to the file `log`, or to the terminal if `log` is "". `supervisor.serve` explains `settings`.
+    Output goes to the file `log`, or to the terminal if `log` is "". `settings` are further arguments of
+    `supervisor.serve`. Raises ConfigError as that function does, and if a server with a record has the port at another
+    address.
     """
     with loading_modules():
         from meltcore.fleet.supervisor import serve

@@ -97,8 +97,8 @@ def serve(
 ) -> int:
     """Run a server until a signal or a failure. Return the exit status.
 
-    Raises ConfigError if the server cannot start, because the address is in use, or because a checkpoint or an engine
-    fails that the policy requires.
+    Raises ConfigError if the server cannot start. Reasons are an address in use, and a checkpoint or an engine that
+    fails although the policy requires it.
 
     Args:
         fleet: the models of the server, with the outcome of a plan.
@@ -281,17 +281,18 @@ class Supervisor:
         return 2 if model.kind != "engine" else 1 if model.memory is None else 0
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
-        """Return the settings and engines of this fleet, with the nodes of its cluster as they are now.
+        """Return this fleet with the place of each engine, and the nodes of its cluster as they are now.
 
-        Each node says which of `checkpoints`, paths and hub ids, it cannot load. Raises ConfigError if the cluster
+        Each node has those of `checkpoints` (paths and hub ids) that it cannot load. Raises ConfigError if the cluster
         cannot be read.
         """
         return Running(self.fleet, self._places(), await self._launcher.read_nodes(checkpoints))
 
     def _places(self, without: Collection[ReplicaState] = ()) -> dict[tuple[str, int], Place]:
-        """Return the places of engines with a budget. A place is the planned one, or one that the cluster chose later.
+        """Return the places of engines with a memory budget, by model and replica.
 
-        Replicas in the states `without` are left out, so that their places are free for other engines.
+        A place is the planned place, or a place that the cluster has chosen later. Replicas in the states `without` are
+        left out, so that their places are free for other engines.
         """
         places = {(name, at): place for name, of in self.fleet.places.items() for at, place in enumerate(of)}
         for model in self.models.values():

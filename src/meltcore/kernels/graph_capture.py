@@ -66,7 +66,10 @@ class GraphCache(Generic[_Kept]):
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[GraphCapturer], _Kept]) -> _Kept:
-        """Return the value for a shape. A missing value is made now and replaces the least recently used one."""
+        """Return the value for a shape.
+
+        A missing value is made. A full cache then drops the least recently used value.
+        """
         if key not in self._kept:
             if len(self._kept) >= self._limit:
                 self._kept.popitem(last=False)

@@ -1,7 +1,7 @@
 """Convolution over frames in groups of channels, with Mish (Misra 2019, arXiv:1908.08681) as its epilogue.
 
-cuDNN launches one kernel per group. Here one launch computes all: a program has a block of frames of one group, and
-adds the matmul of each tap, whose frames are the block's, shifted.
+cuDNN launches one kernel per group. Here one launch computes all groups. A program computes a block of frames of one
+group. It adds one matmul per tap, whose input is the block's frames shifted by the tap.
 """
 
 from __future__ import annotations

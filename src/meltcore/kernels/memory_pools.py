@@ -1,7 +1,7 @@
 """Pools of torch's caching allocator over memory that can be unmapped, one for each kind of content.
 
-Code that allocates weights or caches says so with `memory_pool`. It allocates as always, unless an engine that can
-sleep is being built around it: only then there are pools.
+Code that allocates weights or caches marks the allocation with `memory_pool`. Only an engine that can sleep has pools.
+Without one, torch allocates as usual.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MemoryPools:
 
     @contextmanager
     def allocating(self, tag: MemoryTag) -> Iterator[None]:
-        """Allocate CUDA tensors of this thread in a pool."""
+        """Return a context in which this thread allocates CUDA tensors in the pool of `tag`."""
         # While a pool is in use, torch keeps what it caches elsewhere, even when the process has spent its budget.
         torch.cuda.empty_cache()
         # The callbacks below run in the middle of an allocation: no collection may free tensors there.
@@ -101,7 +101,7 @@ class MemoryPools:
 
 @contextmanager
 def memory_pool(tag: MemoryTag) -> Iterator[None]:
-    """Allocate CUDA tensors in the pool of `tag` of the engine that is being built, if that engine can sleep."""
+    """Allocate CUDA tensors in the pool of `tag` while an engine that can sleep is being built, else as usual."""
     pools = _current.get()
     if pools is None:
         yield
@@ -123,7 +123,7 @@ def free_cached_memory(device: torch.device) -> None:
 def describe_pools() -> str:
     """Return in one line what each pool of torch's allocator holds in this process.
 
-    Pools of CUDA graphs count together, also in an engine that cannot sleep.
+    Pools of CUDA graphs are counted together, also in an engine that cannot sleep.
     """
     sizes: dict[str, list[int]] = {tag: [0, 0] for tag in ("default", *TAGS)}
     for segment in torch.cuda.memory_snapshot(include_traces=False):
@@ -138,7 +138,7 @@ def describe_pools() -> str:
 def graph_pool() -> _POOL_HANDLE:
     """Return the id of a pool for CUDA graphs.
 
-    If the engine that is being built can sleep, this is its pool, otherwise a new one.
+    While an engine that can sleep is being built, this is the engine's pool. Otherwise it is a new pool.
     """
     pools = _current.get()
     return torch.cuda.graph_pool_handle() if pools is None else pools.pool_id("graphs")

@@ -1,6 +1,7 @@
-"""Compiles CUDA C++ with NVRTC when it is first launched, and launches it: for what Triton cannot express.
+"""Compiles and launches kernels of CUDA C++, for operations that Triton cannot express. NVRTC compiles at first launch.
 
-Sources have no includes: NVRTC comes with PyTorch, CUDA's headers do not. Binaries are kept in Triton's cache folder.
+Sources have no includes, because PyTorch comes with NVRTC but not with CUDA's headers. Binaries are kept in Triton's
+cache folder.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int 
 class CudaKernel:
     """A kernel of CUDA C++ files beside the Python module that launches it, compiled per device and macros.
 
-    The files are one source, in their order. The suffix "a" allows instructions that only one architecture has.
+    The files are one source, in their order. With the suffix "a", as in sm_90a, a binary may use instructions that only
+    one architecture has.
     """
 
     def __init__(self, paths: Sequence[Path], name: str, *, suffix: str = "") -> None:
@@ -125,11 +127,11 @@ class Binary(NamedTuple):
     arch: int
 
     def is_compiled(self) -> bool:
-        """Return whether the cache folder has it."""
+        """Return whether the cache folder has the binary."""
         return self.kernel.cached_path(dict(self.macros), self.arch) is not None
 
     def compile(self) -> None:
-        """Compile it unless the cache folder has it."""
+        """Compile the binary if the cache folder lacks it."""
         self.kernel.cubin(dict(self.macros), self.arch)
 
 
@@ -138,9 +140,9 @@ _report: Callable[[Binary], None] | None = None
 
 @contextmanager
 def record_launches(report: Callable[[Binary], None]) -> Iterator[None]:
-    """Report each binary that launches need, and launch nothing.
+    """Return a context in which launches only report the binaries that they need.
 
-    What skipped kernels leave may hold invalid indices.
+    Outputs of skipped kernels may hold invalid indices.
     """
     global _report
     reported = set[Binary]()

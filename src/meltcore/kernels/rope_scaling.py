@@ -29,7 +29,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Divides low frequencies by `factor`, keeps high ones, and changes smoothly between both, as Llama 3.1 does.
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates between them, as Llama 3.1 does.
 
     A frequency is low with fewer than `low_freq_factor` turns in `original_max_position_embeddings` positions, and high
     with more than `high_freq_factor`.
@@ -55,9 +55,9 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): keeps high frequencies, divides low ones by `factor`.
 
-    Between the dimensions with `beta_fast` and `beta_slow` turns in `original_max_position_embeddings` positions it
-    goes linearly from one to the other. `attention_factor` scales cosines and sines, so scores by its square. With
-    `truncate` the bounds are rounded to whole dimensions.
+    Between the dimensions with `beta_fast` and `beta_slow` turns in `original_max_position_embeddings` positions, the
+    frequencies change linearly from kept to divided. `attention_factor` scales cosines and sines, so it scales scores
+    by its square. With `truncate` the bounds are rounded to whole dimensions.
     """
 
     factor: float
@@ -86,7 +86,7 @@ class YarnScaling:
         return frequencies * (1 - ramp + ramp / self.factor)
 
     def _correction_dim(self, num_rotations: float, rotary_dim: int, theta: float) -> float:
-        """Return the dimension, not rounded, that makes this number of turns in the original context length."""
+        """Return the fractional dimension that makes `num_rotations` turns in the original context length."""
         ratio = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
         return rotary_dim * math.log(ratio) / (2 * math.log(theta))
 
@@ -95,9 +95,9 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): divides each frequency by a factor of its own.
 
-    A context of more than `original_max_position_embeddings` tokens has the long factors at all positions, so that keys
-    of one cache belong together; any other has the short factors. `attention_factor` scales cosines and sines, so
-    scores by its square.
+    A context of more than `original_max_position_embeddings` tokens has the long factors at all positions, so that all
+    keys of a cache are rotated alike. Any other context has the short factors. `attention_factor` scales cosines and
+    sines, so it scales scores by its square.
     """
 
     factor: float

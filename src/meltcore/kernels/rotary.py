@@ -43,8 +43,8 @@ def rotary_table(
 ) -> torch.Tensor:
     """Return cosines and sines of every position: [max_positions, head_dim] float32, cosines in the first half.
 
-    Of a checkpoint's head `rotary_dim` dimensions rotate, by default all; heads are then in `half_split_order`. Angles
-    are computed in float64: at position 1,000,000 float32 is wrong by up to 0.03 radians.
+    `rotary_dim` dimensions of a checkpoint's head rotate, by default all. Heads are in `half_split_order`. Angles are
+    computed in float64: at position 1,000,000 float32 is wrong by up to 0.03 radians.
     """
     frequencies = inverse_frequencies(rotary_dim or head_dim, theta, scaling, max_positions).to(device)
     attention_factor = 1.0 if scaling is None else scaling.attention_factor

@@ -16,8 +16,8 @@ _MAX_BOX_COLUMNS = 256
 def tensor_map(matrix: torch.Tensor, columns: int, rows: int, *, swizzled: bool = False) -> CUtensorMap:
     """Return the map of a bfloat16 matrix, which is copied in boxes of `rows` by `columns`.
 
-    A box has at most 256 columns: where there are more, a column of the map is two numbers. A `swizzled` box has rows
-    of 128 bytes, as matrix instructions read them.
+    A column of the map is one number, or two numbers if a box would otherwise have more than 256 columns. A `swizzled`
+    box has rows of 128 bytes, as matrix instructions read them.
     """
     return _encode(matrix.data_ptr(), tuple(matrix.shape), matrix.stride(0), columns, rows, swizzled)
 
@@ -25,8 +25,9 @@ def tensor_map(matrix: torch.Tensor, columns: int, rows: int, *, swizzled: bool 
 def row_group_map(matrix: torch.Tensor, columns: int, groups: int, *, gated: bool) -> CUtensorMap:
     """Return the map of bytes [rows, columns], copied in swizzled boxes of `groups` x 16 rows.
 
-    A box has `columns` columns: 32, 64 or 128. Of 16 rows, the first and the last 8 are neighbors in the matrix, or, if
-    it is gated, the same 8 of its first and its second half. Coordinates are the column, 0, 0, and the group.
+    A box has `columns` columns: 32, 64 or 128. A group is 16 neighboring rows of the matrix. If the matrix is `gated`,
+    a group is 8 rows of its first half and the same 8 rows of its second half. A box is addressed by the coordinates
+    (column, 0, 0, group).
     """
     return _encode_groups(matrix.data_ptr(), tuple(matrix.shape), matrix.stride(0), columns, groups, gated)
 

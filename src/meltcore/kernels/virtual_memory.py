@@ -113,7 +113,8 @@ class VirtualMemory:
 
         Returns the unmapped bytes.
 
-        The pinned memory is allocated at the first copy and kept. Raises SleepError without it, and unmaps nothing.
+        The pinned memory is allocated at the first copy and kept. Raises SleepError and unmaps nothing if it cannot be
+        allocated.
         """
         copied = [segment for segment in self._segments.values() if segment.tag in copied_tags]
         self._pin(copied)
@@ -153,7 +154,7 @@ class VirtualMemory:
         return copied_bytes
 
     def drop(self) -> None:
-        """Unmap whatever is mapped. Its content is lost."""
+        """Unmap all mapped segments. Their content is lost."""
         self._driver.synchronize()
         for segment in self._segments.values():
             if segment.handle is not None:
@@ -278,7 +279,7 @@ class CudaMemoryDriver:
         self._call(self._driver.cuMemcpyHtoDAsync(address, host_address, size, 0), "copying to the device")
 
     def fill_zero(self, address: int, size: int) -> None:
-        """Queue a fill with zeros, beside copies: they are bound by the bus, and fills by the device's memory."""
+        """Queue a fill with zeros on a stream of its own. It overlaps with copies, which are limited by the bus."""
         self._call(self._driver.cuMemsetD8Async(address, 0, size, self._fill_stream.cuda_stream), "filling memory")
 
     def synchronize(self) -> None:

@@ -16,15 +16,15 @@ class Attention(nn.Module):
     """Computes residual + o_proj(attention(qkv_proj(norm(residual)))) with grouped queries.
 
     Args:
-        qkv_bias: queries, keys and values have a bias (Qwen2).
-        qk_norm: each head's query and key are normalized (Qwen3).
-        wide_qk_norm: queries and keys are normalized over all heads together instead (OLMo 2).
-        output_gate: each head's output is multiplied by the sigmoid of a gate (Qwen3.5). The first matrix of `qkv_proj`
-            then holds the gates of all heads above the queries of all heads.
-        sliding_window: how many of the newest tokens a query sees, its own included. None lets it see all.
+        qkv_bias: whether queries, keys and values have a bias (Qwen2).
+        qk_norm: whether each head's query and key are normalized (Qwen3).
+        wide_qk_norm: whether queries and keys are normalized over all heads together instead (OLMo 2).
+        output_gate: whether each head's output is multiplied by the sigmoid of a gate (Qwen3.5). The first matrix of
+            `qkv_proj` then holds the gates of all heads above the queries of all heads.
+        sliding_window: the number of newest tokens that a query sees, its own included. None lets it see all tokens.
         scale: factor of the scores, by default head_dim^-0.5.
-        post_norm: the output of `o_proj` is normalized before it is added (Gemma 3).
-        pre_norm: the residual stream is normalized before it is read. OLMo 2 has norms only after the layers.
+        post_norm: whether the output of `o_proj` is normalized before it is added (Gemma 3).
+        pre_norm: whether the residual stream is normalized before it is read. OLMo 2 has norms only after the layers.
     """
 
     def __init__(

@@ -61,8 +61,8 @@ class ParallelLMHead(nn.Module):
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute logits of the tokens that this rank keeps.
 
-        [rows, hidden_size] -> [rows, local tokens] float32: in 16 bits large logits are up to 1/16 apart, so the best
-        tokens of a step may tie. The result is written to `out`, contiguous memory that is new by default.
+        [rows, hidden_size] -> [rows, local tokens] float32: in 16 bits the distance between large logits is up to 1/16,
+        so the best tokens of a step may tie. The result is written to `out`, contiguous memory that is new by default.
         """
         if out is None and hidden.dtype != torch.float32:
             out = hidden.new_empty(len(hidden), self.local_vocab_size, dtype=torch.float32)
@@ -100,9 +100,9 @@ def _round_to(value: float, dtype: torch.dtype) -> float:
 
 
 def make_embedding(num_embeddings: int, size: int) -> nn.Embedding:
-    """Return an unsharded embedding; on the meta device without drawing its values.
+    """Return an unsharded embedding. On the meta device its values are not drawn.
 
-    Torch imports its compiler to draw on that device: 0.6 s of CPU time and 50 MB in each engine process.
+    To draw on that device, torch would import its compiler: 0.6 s of CPU time and 50 MB in each engine process.
     """
     if torch.get_default_device().type == "meta":
         empty: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(num_embeddings, size), freeze=False)

@@ -127,9 +127,10 @@ class SparseMoeBlock(nn.Module):
             residual.add_all_reduce(self._group, self.experts.add_outputs(None, hidden, routing))
 
     def _route(self, inputs: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing | RouterLogits]:
-        """Normalize `inputs` [tokens, hidden_size] and select experts. Returns both.
+        """Return the input of the experts, [tokens, hidden_size], and the routing of each token.
 
-        Without `norm` they are normalized already. Kernels for one token that do both themselves get logits.
+        If `norm` is None, `inputs` are normalized already. If the experts' kernels normalize a token and select its
+        experts themselves, `inputs` and the router's logits are returned instead.
         """
         seed = uniform_routing_seed()
         if seed is None and self.experts.selects(inputs, norm, self.top_k + self.shared_expert):

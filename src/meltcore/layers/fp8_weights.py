@@ -1,6 +1,6 @@
 """FP8 weights: quantized per channel as they are loaded, or as published checkpoints store them.
 
-A published weight has its scales in a tensor of their own: one per block of 128 x 128, per channel, or one alone.
+A published weight has its scales in a separate tensor: one scale per block of 128 x 128, per channel, or per tensor.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class StoredScales(NamedTuple):
 
 
 def _tensors(target: BlockFp8Tensor, part: MatrixPart, stored: StoredScales | None) -> dict[str, WeightLoader]:
-    """Return the loaders of a checkpoint's matrix into `target`, which keeps its part.
+    """Return the loaders of a checkpoint's matrix that fill `target` with this rank's part.
 
-    For an unquantized checkpoint `stored` is None. Each of its rows is quantized independently of the other rows.
+    `stored` is None for an unquantized checkpoint, whose rows are quantized while they are loaded.
     """
     values, scales = target
     part = part._replace(rows=range(len(values)))
@@ -79,7 +79,7 @@ def _values_loader(values: torch.Tensor, start: int, stop: int) -> WeightLoader:
 def _block_scales_loader(target: BlockFp8Tensor, part: MatrixPart) -> WeightLoader:
     """Return the loader of the scales of blocks of 128 x 128.
 
-    Raises ValueError if rows that share a scale here lie in several blocks there.
+    Raises ValueError if rows that share a scale of `target` lie in several blocks of the checkpoint.
     """
     blocks = part.source_rows().view(-1, target.row_group) // BLOCK
     if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
@@ -207,7 +207,7 @@ class Fp8Experts(nn.Module):
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
-        """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
+        """Add each token's weighted sum of expert outputs to `residual` in place. If it is None, return the sum."""
         gate_up = BlockFp8Tensor(self.gate_up_values, self.gate_up_scales)
         down = BlockFp8Tensor(self.down_values, self.down_scales)
         return add_block_fp8_experts(residual, hidden, routing, gate_up, down)

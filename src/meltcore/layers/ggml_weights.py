@@ -1,8 +1,8 @@
 """Keeps weights block-quantized on the device, in the formats of ggml (kernels/quant/ggml.py).
 
-Loaders take a tensor as a GGUF file stores it: rows of blocks, uint8 [rows, bytes of a row]. The formats of a file's
-tensors differ within a layer, so a layer's quantization method holds the format of each matrix. None stands for an
-unquantized matrix.
+Loaders take a tensor as a GGUF file stores it: rows of blocks, uint8 [rows, bytes of a row]. The tensors of a layer may
+have different formats, so a layer's quantization method holds the format of each matrix. The format None means
+unquantized.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GgmlWeight(nn.Module):
         return self.blocks.tensor.values.device
 
     def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
-        """Return the loader of a checkpoint's matrix in blocks. Its shard must have whole ones."""
+        """Return the loader of a checkpoint's matrix in blocks. The matrix's shard must consist of whole blocks."""
         blocks = self.blocks
         return {"weight": part.loader(lambda start, stop: blocks.loader(slice(start, stop)), blocks.source_columns)}
 
@@ -161,7 +161,7 @@ class GgmlExperts(nn.Module):
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
-        """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
+        """Add each token's weighted sum of expert outputs to `residual` in place. If it is None, return the sum."""
         parts = [part.tensor for part in self._parts]
         return add_ggml_experts(residual, hidden, routing, parts, self.down_proj.tensor)
 
@@ -180,7 +180,7 @@ class GgmlExperts(nn.Module):
     def fused_gate_up_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loader of a tensor [num_experts, 2 * intermediate_size, bytes of a row], gate above up.
 
-        Empty if the formats of gate and up differ: then no tensor has both.
+        Returns no loader if the formats of gate and up differ, since then no tensor has both.
         """
         if len(self.gate_up_proj) > 1:
             return {}

@@ -36,8 +36,8 @@ class HalfTable(nn.Module):
 class HalfWeight(nn.Module):
     """A loaded weight [sum(output_sizes), input_size] of a linear layer, an embedding or a head, in float16.
 
-    `stored_types` are the formats of the checkpoint, as users see them. `table` looks rows of an embedding up in the
-    checkpoint's blocks, if it has blocks.
+    `stored_types` are the formats of the checkpoint, as users see them. `table` looks up rows if the weight is an
+    embedding. None means that it is not.
     """
 
     dtype = torch.float32
@@ -48,7 +48,7 @@ class HalfWeight(nn.Module):
         self.packed, self.stored_types, self.table = packed, stored_types, table
 
     def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
-        """Return a loader that has a shape but raises ValueError: a packed weight takes no other values."""
+        """Return a loader that raises ValueError when it is used, since a packed weight cannot be loaded again."""
 
         def refuse(_: torch.Tensor) -> None:
             raise ValueError(f"rows {part.rows} of a weight that is packed in float16 cannot be loaded again")

@@ -2,13 +2,13 @@
 
 A checkpoint holds a matrix [outputs, inputs] transposed, in words of eight 4-bit values (int32, the lowest bits first):
 
-    AWQ    qweight [inputs, outputs / 8], qzeros [groups, outputs / 8], scales [groups, outputs]; of eight outputs in a
-           word those of even numbers come first
+    AWQ    qweight [inputs, outputs / 8], qzeros [groups, outputs / 8], scales [groups, outputs]; a word has its outputs
+           with even numbers first
     GPTQ   qweight [inputs / 8, outputs], qzeros and scales as above, with outputs in order; g_idx [inputs] names the
            group of each input. Version 1 stores zero points minus one.
 
-In activation order (desc_act) the inputs of a group are anywhere. They are brought together when they are loaded, and
-the layer's inputs are brought into that order before they are multiplied.
+In activation order (desc_act) the inputs of a group are not neighbors. Loading sorts the weight's columns by group, and
+the layer's inputs are put into the same order before the matmul.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Matrix(NamedTuple):
         store: Callable[[slice, torch.Tensor], None],
         dtypes: tuple[torch.dtype, ...],
     ) -> WeightLoader:
-        """Return the loader of a tensor of `shape` that keeps `rows`. A column of the tensor has `word_values` outputs.
+        """Return the loader of a tensor of `shape` that keeps `rows`. A column of the tensor is `word_values` outputs.
 
         `store` stores a part of the tensor in some rows of the arrays.
         """
@@ -186,7 +186,7 @@ class Int4Weight(GgmlWeight):
         self.register_buffer("input_order", None if order is None else torch.empty(len(order), dtype=torch.int64))
 
     def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
-        """Return the loaders of a checkpoint's matrix. Its shard must have whole groups and words."""
+        """Return the loaders of a checkpoint's matrix. Its shard must consist of whole groups and words."""
         loaders = _Matrix(self._format, part, self.blocks.tensor.arrays, self._cpu_order).tensors()
         target, order = self.input_order, self._cpu_order
         if target is not None and order is not None:

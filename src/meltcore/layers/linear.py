@@ -115,7 +115,7 @@ class RowParallelLinear(LinearBase):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether an all-reduce follows."""
+        """Whether the inputs are sharded, so that an all-reduce follows the matmul."""
         return self._group is not None
 
     def shard(self, local_inputs: range, group: TensorParallelGroup) -> None:

@@ -68,7 +68,7 @@ class MergedWeight(nn.Module):
 
 
 def merged_method(methods: Sequence[QuantizationMethod]) -> QuantizationMethod:
-    """Return the quantization method of a layer whose matrices have these methods, or the one that all have."""
+    """Return the quantization method of a layer whose matrices have `methods`, which may all be equal."""
     if len(set(methods)) == 1:
         return methods[0]
     return QuantizationMethod(

@@ -55,7 +55,7 @@ class LinearWeight(Protocol):
         Args:
             hidden: [tokens, input_size].
             norm: None means that `hidden` is normalized already.
-            gated: return silu(first half) * second half of the outputs.
+            gated: whether the result is silu(first half) * second half of the outputs.
             residual: [tokens, output_size]. The result is added to `residual` in place.
             out: memory for the result, whose rows may be strided. None allocates memory, in float32 for an output head.
         """
@@ -95,7 +95,7 @@ class ExpertsWeight(Protocol):
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
-        """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
+        """Add each token's weighted sum of expert outputs to `residual` in place. If it is None, return the sum."""
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loaders of one expert's matrix gate_proj, [intermediate_size, hidden_size].
@@ -118,14 +118,14 @@ class ExpertsWeight(Protocol):
     def fused_gate_up_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loaders of checkpoint tensors with gate_up_proj of the first `num_experts` experts.
 
-        Their keys are the last part of the names of one expert's tensors. The result is empty if no checkpoint of the
+        The keys are the last part of the tensor names of a single expert. The result is empty if no checkpoint of the
         format merges experts.
         """
 
     def fused_down_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loaders of checkpoint tensors with down_proj of the first `num_experts` experts.
 
-        Their keys are the last part of the names of one expert's tensors. The result is empty if no checkpoint of the
+        The keys are the last part of the tensor names of a single expert. The result is empty if no checkpoint of the
         format merges experts.
         """
 
@@ -191,13 +191,13 @@ class DenseExperts(nn.Module):
         return expert_outputs(hidden, routing, self.gate_up_proj, self.down_proj)
 
     def selects(self, *_: object) -> bool:
-        """Return False, since these kernels are given the experts."""
+        """Return False, since the kernels of unquantized experts do not select experts."""
         return False
 
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
-        """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
+        """Add each token's weighted sum of expert outputs to `residual` in place. If it is None, return the sum."""
         assert isinstance(routing, Routing), "see selects"
         return add_experts(residual, hidden, routing, self.gate_up_proj, self.down_proj)
 

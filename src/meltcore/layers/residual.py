@@ -23,7 +23,7 @@ class ResidualStream:
     values: [tokens, hidden_size].
 
     An addition that is a reduction (all-reduce over ranks, weighted sum over experts) is deferred until the next read.
-    That read has a norm, so that reduction, addition and norm run as one kernel.
+    The read applies a norm, so reduction, addition and norm run as one kernel.
     """
 
     def __init__(self, values: torch.Tensor, group: TensorParallelGroup | None = None) -> None:
@@ -50,7 +50,7 @@ class ResidualStream:
 
     @property
     def values(self) -> torch.Tensor:
-        """The stream without deferred additions, which callers may add to in place.
+        """The residual stream, to which callers may add in place.
 
         Raises AssertionError while an addition is deferred.
         """

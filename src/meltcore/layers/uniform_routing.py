@@ -30,7 +30,7 @@ def record_routing(layer_id: int, topk_ids: torch.Tensor) -> None:
     """Record the experts that a layer used in a step, [tokens, top_k] int32. Adds no work to a CUDA graph.
 
     Eager steps on a GPU are not recorded: they are prefill and use all experts. A second graph for the same number of
-    tokens is not recorded either, so that decode graphs, which are captured first, count.
+    tokens is not recorded either. So the records are of decode graphs, which are captured first.
     """
     key = layer_id, topk_ids.shape[0]
     if not topk_ids.is_cuda or (torch.cuda.is_current_stream_capturing() and key not in _topk_ids):
@@ -47,7 +47,7 @@ def clear_routing_record() -> None:
 def mean_experts_used() -> dict[int, float]:
     """Return the mean number of experts that a layer used in the latest step, by the number of tokens of the step.
 
-    Padding counts as tokens. Covers steps since `clear_routing_record`; synchronizes with the device.
+    Padding counts as tokens. The mean is over the steps since `clear_routing_record`. The call waits for the device.
     """
     expert_counts: dict[int, list[int]] = {}
     for (_, num_tokens), topk_ids in _topk_ids.items():

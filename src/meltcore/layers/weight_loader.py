@@ -52,7 +52,7 @@ class ShardLoader(NamedTuple):
 
 
 def stored_dtypes(target: WeightLoader) -> tuple[torch.dtype, ...]:
-    """Return the types that the checkpoint tensor may be stored in; if empty, any type of unquantized weights."""
+    """Return the types that the checkpoint tensor may have. An empty tuple allows any type of unquantized weights."""
     if isinstance(target, ShardLoader):
         return stored_dtypes(target.slices[0][1])
     return target.dtypes if isinstance(target, ConvertingLoader) else ()
@@ -82,7 +82,7 @@ def row_loader(target: WeightLoader, rows: range) -> WeightLoader | None:
 
 
 def split_rows(target: WeightLoader, step: int) -> Iterator[tuple[range, WeightLoader]]:
-    """Yield ranges of up to `step` rows and their loaders, or `target` itself where it is only stored as a whole."""
+    """Yield ranges of up to `step` rows and their loaders, or all rows and `target` if it is only stored as a whole."""
     num_rows = target.shape[0] if target.shape else 1
     if num_rows <= step or row_loader(target, range(step)) is None:
         yield range(num_rows), target
@@ -142,7 +142,7 @@ def permuted_loader(target: WeightLoader, row_order: torch.Tensor | None) -> Wei
 
 
 def all_columns(columns: range) -> range:
-    """Return `columns`, for a tensor that has one number per column of its matrix."""
+    """Return `columns`. This is the `source_columns` of a tensor with one number per column of its matrix."""
     return columns
 
 

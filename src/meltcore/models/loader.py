@@ -273,8 +273,8 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progres
     since reading may take minutes.
 
     Raises ConfigError naming the tensors that are missing, unexpected, given twice, or of a wrong shape or type. Raises
-    it also for a stored head that differs from the embedding to which it is tied, for values that are not finite in the
-    model's type, and for an unreadable file.
+    it also for a stored head that differs from its tied embedding, for values that are not finite in the model's type,
+    and for an unreadable file.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(file) for file in open_files(checkpoint)]
@@ -442,7 +442,7 @@ class _Part(NamedTuple):
         return None
 
     def store(self, values: torch.Tensor, file: TensorFile) -> None:
-        """Copy what was read to the target. Raises ConfigError if the target rejects the values."""
+        """Copy the values of this read to the target. Raises ConfigError if the target rejects the values."""
         try:
             self.target.copy_(values)
         except ValueError as error:

@@ -34,7 +34,7 @@ _STEPS_PER_COLLECTION = 1024
 
 @dataclass
 class Completion:
-    """Holds one answer.
+    """Holds the answer to one prompt.
 
     `token_ids` include the end token. `text` excludes special tokens and a matched stop string. `reasoning` is the
     model's reasoning before the answer of a chat; `text` does not include it.

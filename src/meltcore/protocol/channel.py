@@ -1,7 +1,7 @@
 """Implements the channel between the supervisor and an API server process: messages, and connections with them.
 
 The channel is a socket pair that preserves message boundaries (SOCK_SEQPACKET), because a socket can carry file
-descriptors, which a pipe cannot. End-of-file on it means that the process at the other end is gone.
+descriptors, which a pipe cannot. End-of-file on the socket means that the process at the other end is gone.
 """
 
 from __future__ import annotations

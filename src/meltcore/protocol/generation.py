@@ -2,7 +2,7 @@
 
 An API server sends lists of `ToEngine` messages and receives single `FromEngine` messages. The outputs of one step for
 one API server travel in one `StepOutputs`. Every API server has its own two sockets and receives the outputs of its own
-requests; the first API server also receives messages about no request (loading, failures). All times are
+requests. The first API server also receives messages that concern no request (loading, failures). All times are
 `time.monotonic()` seconds, one clock for all processes of a machine; `protocol/tcp.py` moves them between machines.
 """
 

@@ -137,7 +137,10 @@ class APIServer:
             backend.replica_ended(message.replica, message.message)
 
     def _add_connection(self, descriptors: list[int]) -> None:
-        """Serve a connection. If this process has no free descriptors, the kernel has already closed the connection."""
+        """Serve the accepted connection that `descriptors` has.
+
+        The list is empty if this process has no free descriptors. The kernel has then already closed the connection.
+        """
         if descriptors:
             self._http.add_connection(socket.socket(fileno=descriptors[0]))
         else:
@@ -216,7 +219,8 @@ class APIServer:
     async def _load_text(self, number: int, backend: EngineBackend) -> Any:
         """Return the result of the backend's `load`, such as a tokenizer.
 
-        Returns None if it needs nothing or the load fails.
+        Returns None if the backend loads nothing. Returns None also if loading fails, which is reported to the
+        supervisor.
         """
         try:
             return await asyncio.to_thread(backend.load)

@@ -72,7 +72,7 @@ def _swagger_folder() -> Path | None:
 
 
 def _read(file: Path) -> tuple[bytes, bytes]:
-    """Return the contents of a file and their ETag."""
+    """Return the contents of a file, and the ETag of these contents."""
     body = file.read_bytes()
     return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'.encode()
 
@@ -80,7 +80,7 @@ def _read(file: Path) -> tuple[bytes, bytes]:
 class ApiDocs:
     """Serves the routes of the API description as a raw ASGI application.
 
-    They need no API key, because they contain nothing of a user or of a model.
+    The routes need no API key, because the description contains nothing of a user or of a model.
     """
 
     def __init__(self) -> None:

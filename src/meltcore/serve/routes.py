@@ -80,7 +80,7 @@ def build_app(
 
 
 class _Shortcut:
-    """Passes a request that a model answers directly to its endpoint, and any other request to `app`.
+    """Passes a request that a model answers to its endpoint without Starlette, and any other request to `app`.
 
     Responses that Starlette makes without a handler, such as a redirect, get a request id too.
     """
@@ -131,7 +131,7 @@ def _build_starlette(
 
 
 class _Endpoint:
-    """Calls a handler, and encodes its return value or its error. The gate has already checked the key."""
+    """Calls a handler, and sends its return value or its error as the answer. The gate has already checked the key."""
 
     def __init__(self, handler: Handler, *, content_type: bytes = JSON) -> None:
         self._handler = handler

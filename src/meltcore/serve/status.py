@@ -30,8 +30,8 @@ class Status:
     async def read(self) -> dict[str, Any]:
         """Return the state of all models and GPUs, as /v1/status sends it.
 
-        `languages` has the language codes for a translation, if no translation model limits them. `substitutes` has the
-        languages that a model may not know, with the languages that the model gets instead.
+        `languages` has the language codes that a translation request may name. `substitutes` has the languages that a
+        model may not know, each with the languages that the model gets instead.
         """
         return {
             "models": [_model(backend) for backend in self._models.backends],

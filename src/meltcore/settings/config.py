@@ -1,6 +1,6 @@
 """Defines the settings of an engine.
 
-EngineSettings are flags of `serve` and keys of fleet.yaml; the others are flags.
+The fields of EngineSettings are flags of `serve` and keys of fleet.yaml. Other classes have only one of the two.
 """
 
 from argparse import BooleanOptionalAction
@@ -202,7 +202,7 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
 
     @property
     def debug_options(self) -> tuple[str, ...]:
-        """Return the debug switches and the flags that disable an optimization. Results state them."""
+        """The debug switches and the flags that disable an optimization. Results of measurements state them."""
         flags = {
             "--enforce-eager": self.enforce_eager,
             "--no-enable-prefix-caching": not self.enable_prefix_caching,

@@ -62,7 +62,7 @@ class FleetError(ConfigError):
 
 
 def check_fleet(spec: FleetSpec, *, is_planned: bool = True) -> None:
-    """Raise FleetError for the first fault that single fields do not show.
+    """Raise FleetError for the first fault of a fleet.yaml that a single field does not show.
 
     A fleet that is not planned, as of `serve`, must not have settings that only a plan reads.
     """

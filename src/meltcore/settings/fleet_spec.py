@@ -322,8 +322,8 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
     def replica_gpus(self) -> list[tuple[int, ...]]:
         """The GPUs that the file names for each replica. A replica has `tensor_parallel_size` GPUs.
 
-        If the file names no GPUs, any may be used. If it names fewer GPUs than the replicas need, replicas share them
-        in turns.
+        If the file names no GPUs, each entry is empty, and any GPUs may be used. If it names fewer GPUs than the
+        replicas need, several replicas are on the same GPUs.
         """
         if isinstance(self.device, str):
             return [()] * self.replicas

@@ -105,8 +105,8 @@ UPSTREAM_TEMPLATES = tuple(name for name in TEMPLATES if name != "meltcore")  # 
 def fill_command(command: str, values: Mapping[str, str | None], name: str) -> list[str]:
     """Return the words of a command line in which `values` replace names in braces. A word with a blank stays one word.
 
-    `name` begins every error. Raises ConfigError if the text is no command line or has no {port}, and if a name in
-    braces is unknown or has the value None.
+    `name` begins every error. Raises ConfigError if the text is no command line or has no {port}. Raises ConfigError
+    also if a name in braces is unknown or has the value None.
     """
     try:
         words = shlex.split(command)
@@ -135,10 +135,10 @@ def find_program(arguments: Sequence[str], environment: Mapping[str, str], pytho
 
 
 def server_environment(python: str | None, gpus: Sequence[str] | None, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of this process without its module path, with the server's own Python first in PATH.
+    """Return the environment for a server. It is this process's environment without its module path.
 
-    The server may see `gpus`, which have the names of CUDA_VISIBLE_DEVICES. By default it may see the GPUs of this
-    process.
+    `variables` are added. The server's own Python is first in PATH. The server may see only `gpus`, named as in
+    CUDA_VISIBLE_DEVICES. None lets it see the GPUs of this process.
     """
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     if python is not None:

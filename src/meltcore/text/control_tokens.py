@@ -74,7 +74,10 @@ class ControlTokens:
         return found
 
     def _to_special(self, token: AddedToken) -> AddedToken:
-        """Return an added token, marked as special if it is a control token. The text encoder reads those as text."""
+        """Return an added token, marked as special if it is a control token.
+
+        The text encoder reads special tokens as text.
+        """
         if token.special or token.content not in self._ids:
             return token
         sides = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
@@ -111,7 +114,7 @@ class ControlTokens:
 
     @cached_property
     def _ends_and_beginnings(self) -> tuple[set[str], set[str]]:
-        """The beginnings and the ends of control tokens."""
+        """The proper prefixes and the proper suffixes of control tokens."""
         cuts = [(text, length) for text in self.texts for length in range(1, len(text))]
         return {text[:length] for text, length in cuts}, {text[length:] for text, length in cuts}
 

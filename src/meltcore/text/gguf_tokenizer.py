@@ -1,7 +1,8 @@
 """Builds the tokenizer and finds the chat template of a GGUF checkpoint.
 
-A GGUF file names its kind of tokenizer instead of its parts: `tokenizer.ggml.model` is "gpt2" for byte-level BPE, whose
-pre-tokenizer `tokenizer.ggml.pre` names, or "llama" for SentencePiece BPE, which has scores instead of merges.
+A GGUF file names its kind of tokenizer instead of its parts. If `tokenizer.ggml.model` is "gpt2", this is byte-level
+BPE with the pre-tokenizer that `tokenizer.ggml.pre` names. If it is "llama", this is SentencePiece BPE, which has
+scores instead of merges.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Writes the tokenizer and chat template of a checkpoint folder as the metadata of a GGUF file.
 
 gguf_tokenizer.py reads the metadata. A GGUF file names only the kind of its tokenizer, so every part of a
-tokenizer.json must match one kind: byte-level BPE with a known pattern, or BPE with SentencePiece's spaces and bytes.
+tokenizer.json must match one kind. The kinds are byte-level BPE with a known pattern, and BPE with SentencePiece's
+spaces and bytes.
 """
 
 from __future__ import annotations

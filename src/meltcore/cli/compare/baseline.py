@@ -1,4 +1,4 @@
-"""`meltcore baseline`: save a control set of fresh starts under a name, list sets, or show one."""
+"""`meltcore baseline`: measure several starts of a server and save the results under a name, or show saved results."""
 
 import argparse
 

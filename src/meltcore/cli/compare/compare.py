@@ -1,4 +1,4 @@
-"""`meltcore compare`: compare two servers, by fresh starts of both or by stored sets."""
+"""`meltcore compare`: compare two servers by several starts of each, or by sets of starts that were stored before."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare two sides, and return the exit code of the verdict. Two single runs get no verdict and return 0.
 
-    Raises ConfigError unless exactly two sides are given, or for limits out of order.
+    Raises ConfigError if there are not exactly two sides, or if the limits are out of order.
     """
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.common.errors import ConfigError
@@ -115,7 +115,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare_fresh(args: argparse.Namespace) -> int:
-    """Start the new server afresh, and the old one too unless a stored set is given for it."""
+    """Start and measure the new server several times.
+
+    If there is no stored set of the old server, do the same with it.
+    """
     import dataclasses
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""`meltcore compare-backends`: measure the same load on several servers, in the user's environments."""
+"""`meltcore compare-backends`: measure the same load on several servers, each in its own Python environment."""
 
 import argparse
 from typing import TYPE_CHECKING

@@ -188,7 +188,10 @@ def _check_writable(args: argparse.Namespace) -> None:
 
 
 def _write_fleet(args: argparse.Namespace, plan: "Plan | None") -> str:
-    """Write the fleet with the changes of its plan. Returns a line that says so. Without a plan nothing is written."""
+    """Write the fleet.yaml, changed as its plan requires, to the file of --write. If there is no plan, write nothing.
+
+    Returns a line for the user that says what was done.
+    """
     from pathlib import Path
 
     from meltcore.common.files import write_atomic

@@ -37,8 +37,9 @@ def _run_on_ray(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace, **site: Any) -> int:
     """Serve until a signal, or start a fleet in the background.
 
-    Returns 1 if a model of a fleet in the background has failed or is pending. `FleetPlanner` explains `site`, which is
-    this machine by default. Raises ConfigError, before anything starts, if the fleet does not fit.
+    Returns 1 if a model of a fleet in the background has failed or is pending. `site` has the arguments of
+    `FleetPlanner` that choose a cluster. By default the fleet runs on this machine. Raises ConfigError, before anything
+    starts, if the fleet does not fit.
     """
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`meltcore wake`: wake a model before its turn."""
+"""`meltcore wake`: wake a sleeping model before a request needs it."""
 
 import argparse
 

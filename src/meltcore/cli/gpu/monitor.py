@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(monitor: "Monitor", duration_s: float | None) -> int:
-    """Print one line per second and GPU until the time is up, a signal comes, or every GPU is lost.
+    """Print one line per second and GPU. At the end, print the summary.
 
-    Then print the summary.
+    The end comes when the time is up, a signal arrives, or every GPU is lost.
     """
     import signal
     import time

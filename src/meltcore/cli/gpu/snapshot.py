@@ -93,7 +93,7 @@ def _take_snapshot(requested: str | None) -> "Snapshot":
 
 
 def _read_snapshot(path: str) -> "Snapshot":
-    """Read a snapshot from its file or from a certificate. Raises ConfigError."""
+    """Read a snapshot from its own file, or from a certificate. Raises ConfigError if the file is neither of them."""
     from pathlib import Path
 
     from meltcore.common.errors import ConfigError

@@ -1,6 +1,6 @@
-"""Calls NVML, as the only module. Each method reads one value in Meltcore's units or raises pynvml's NVMLError.
+"""Wraps the calls of NVML. Each method reads one value in Meltcore's units or raises pynvml's NVMLError.
 
-`FakeNvml` of `tests/doubles/fake_gpu.py` implements the same methods from a script.
+No other module calls NVML. `FakeNvml` of `tests/doubles/fake_gpu.py` implements the same methods from a script.
 """
 
 import ctypes
@@ -183,7 +183,10 @@ class Nvml:
         return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
 
     def fields(self, device: Any, ids: Sequence[int]) -> list[Reading]:
-        """Return the values of fields NVML_FI_* in NVML's units. One call reads all of them."""
+        """Return the values of the fields NVML_FI_* `ids`, in their order and in NVML's units.
+
+        One call reads all of them.
+        """
         return [_field_reading(value) for value in pynvml.nvmlDeviceGetFieldValues(device, list(ids))]
 
     def vbios(self, device: Any) -> str:
@@ -250,7 +253,10 @@ class Nvml:
         return [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
 
     def process_bytes(self, handle: Any) -> dict[int, int]:
-        """Return the bytes of memory of each compute process on a GPU or MIG device, if the driver reports them."""
+        """Return the bytes of memory of the compute processes on a GPU or MIG device, by process id.
+
+        Processes whose bytes the driver does not report are left out.
+        """
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         return {int(each.pid): int(each.usedGpuMemory) for each in processes if each.usedGpuMemory is not None}
 
@@ -279,8 +285,8 @@ class Nvml:
     def nvlink_errors(self, device: Any, link: int) -> int:
         """Return the number of errors of an NVLink since the driver was loaded.
 
-        It is the sum of replays, recoveries and flit CRC errors. From Blackwell on NVML lacks these counters (nvml.h).
-        It is then the sum of recoveries and effective errors.
+        The number is the sum of replays, recoveries and flit CRC errors. Since Blackwell, NVML no longer has these
+        counters (nvml.h). For Blackwell and later GPUs the number is the sum of recoveries and effective errors.
         """
         counters = (pynvml.NVML_NVLINK_ERROR_DL_REPLAY, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
                     pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT)  # fmt: skip
@@ -312,14 +318,14 @@ class Nvml:
         return pynvml.nvmlGpmSampleAlloc()
 
     def gpm_take(self, device: Any, gpu_instance: int | None, buffer: Any) -> None:
-        """Fill `buffer` with the current counters of the whole GPU or of one MIG GPU instance."""
+        """Store the current GPM counters of a MIG GPU instance in `buffer`. None means the whole GPU."""
         if gpu_instance is None:
             pynvml.nvmlGpmSampleGet(device, buffer)
         else:
             pynvml.nvmlGpmMigSampleGet(device, gpu_instance, buffer)
 
     def gpm_metrics(self, earlier: Any, later: Any, ids: Sequence[int]) -> list[Reading]:
-        """Return the metrics NVML_GPM_METRIC_* for the time between the fillings of two buffers."""
+        """Return the metrics NVML_GPM_METRIC_* `ids`, in order, for the time between two readings of the counters."""
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = len(ids)
@@ -340,7 +346,8 @@ class Nvml:
     def next_xid(self, events: Any) -> tuple[int, int, int] | None:
         """Return the next unread event, or None if there is none.
 
-        An event is (identity of the GPU, MIG GPU instance, XID). The instance is 0xFFFFFFFF if the event concerns all.
+        An event is (identity of the GPU, MIG GPU instance, XID). The instance is 0xFFFFFFFF if the event concerns the
+        whole GPU.
         """
         try:
             event = pynvml.nvmlEventSetWait_v2(events, 0)
@@ -389,9 +396,9 @@ class NvmlWithTimeout(Nvml):
 
 
 def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWithTimeout:
-    """Load the driver's library by calling `start`.
+    """Load the driver's library by calling `start`. Return the library's calls, each with a time limit.
 
-    Errors of `start` pass through. Raises MeltcoreError if it hangs.
+    Raises the errors of `start`, and MeltcoreError if `start` takes longer than `limit_s`.
     """
     try:
         return NvmlWithTimeout(call_with_timeout(limit_s, start))
@@ -409,7 +416,7 @@ def map_concurrently(function: Callable[[Item], _Result], items: Sequence[Item])
 
 
 def short_bus_id(bus_id: str) -> str:
-    """Convert NVML's bus id (eight digits of domain, capitals) to the kernel's (four digits, lower case)."""
+    """Convert NVML's form of a PCI bus id to the kernel's form: four digits of domain, not eight, in lower case."""
     domain, _, bus_and_device = bus_id.partition(":")
     return f"{domain[-4:]}:{bus_and_device}".lower()
 

@@ -1,4 +1,4 @@
-"""Lists features that GPU types lack, which tells NOT_APPLICABLE from UNKNOWN.
+"""Lists the features that GPU types lack. A value that cannot be read is NOT_APPLICABLE if its feature is listed here.
 
 The table lists absences only. A GPU type that is not in it is expected to have every feature, so a value that cannot be
 read there is UNKNOWN. Sources: NVIDIA's data sheets and the support notes of the NVML API reference.

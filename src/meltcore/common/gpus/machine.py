@@ -66,9 +66,9 @@ class Machine(NamedTuple):
 
 
 def named_gpus(value: str) -> list[str]:
-    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names. As in CUDA, an empty or negative entry ends the list.
+    """Return the numbers or UUIDs of GPUs in a value of CUDA_VISIBLE_DEVICES. An empty or negative entry ends the list.
 
-    Raises ConfigError for a word that names no GPU.
+    CUDA ends the list there too. Raises ConfigError for a word that names no GPU.
     """
     names: list[str] = []
     for name in map(str.strip, value.split(",")):
@@ -84,7 +84,7 @@ def named_gpus(value: str) -> list[str]:
 
 
 def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if CUDA may number the GPUs in another order than NVML does. CUDA orders GPUs by speed.
+    """Raise ConfigError if CUDA may number the GPUs in another order than NVML. CUDA puts the fastest GPU first.
 
     `gpu_names` are the product names of all GPUs of the machine.
     """
@@ -97,9 +97,10 @@ def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> Non
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES. Without the variable, return the numbers of all GPUs.
+    """Return the numbers or UUIDs of the GPUs in CUDA_VISIBLE_DEVICES. Without the variable, return all GPUs' numbers.
 
-    Raises ConfigError if the variable contains a word that names no GPU, or if GPUs may exist that cannot be counted.
+    `devices` is the folder of device files, by which GPUs are counted. Raises ConfigError if the variable contains a
+    word that names no GPU, or if GPUs may exist that cannot be counted.
     """
     value = os.environ.get(VISIBLE)
     if value is not None:
@@ -133,9 +134,9 @@ def _count_driver_gpus(driver_file: Path) -> int:
 
 
 def gpu_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment in which CUDA sees only these GPUs. `names` are NVML's numbers, or UUIDs.
+    """Return the environment variables with which CUDA sees only these GPUs. `names` are NVML's numbers, or UUIDs.
 
-    The environment fixes the order. By default CUDA gives the fastest GPU number 0, but NVML the first GPU on the PCI
-    bus.
+    One of the variables sets CUDA's order of GPUs to NVML's order along the PCI bus. By default the fastest GPU comes
+    first in CUDA.
     """
     return {VISIBLE: ",".join(names), _ORDER: "PCI_BUS_ID"}

@@ -86,9 +86,10 @@ class GpmWindow:
         self._refusal = supported if isinstance(supported, NVMLError) else unsupported
 
     def read(self, now_s: float) -> tuple[dict[str, Reading], float | None]:
-        """Return the values by key, and the length of the window in seconds.
+        """Return the GPM metrics by key, and the length of their window in seconds.
 
-        Before there is a window, each value is NVML's NO_DATA error.
+        If there is no window yet, each value is NVML's NO_DATA error and the length is None. Other failures give the
+        driver's error for each value.
         """
         if self._refusal is not None:
             return dict.fromkeys(GPM_METRIC_IDS, self._refusal), None

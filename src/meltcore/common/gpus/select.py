@@ -39,8 +39,8 @@ class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
 class GpuDevice:
     """A selected GPU or MIG device.
 
-    `device` is NVML's handle of the whole GPU. `handle` is that of the selected device. Most values are read from the
-    whole GPU. A MIG device has only its own memory and GPM counters.
+    `device` is NVML's handle of the whole GPU, from which most values are read. `handle` is NVML's handle of the
+    selected device itself. A MIG device has only memory and GPM counters of its own.
     """
 
     info: GpuInfo
@@ -116,9 +116,9 @@ def _find_by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
 
 
 def _find_by_instance(nvml: Nvml, mig_devices: Sequence[GpuDevice], name: str) -> GpuDevice | None:
-    """Return the MIG device of a name MIG-GPU-UUID/GPU instance/compute instance.
+    """Return the MIG device with a name of the form MIG-GPU-UUID/GPU instance/compute instance.
 
-    Returns None unless the device is alone in its GPU instance.
+    Returns None if the GPU instance does not exist or has several MIG devices.
     """
     uuid, _, instances = name.removeprefix("MIG-").partition("/")
     instance = instances.partition("/")[0]

@@ -55,7 +55,7 @@ class XidWatch:
                 self._watched.add(identity)
 
     def take(self) -> list[list[int] | Absent]:
-        """Return the new XIDs of each GPU, in the order of the events."""
+        """Return one entry per GPU: its new XIDs in order, or UNKNOWN if the driver can no longer be read."""
         new: list[tuple[int, int, int]] = []
         try:
             while self._watched and (event := self._nvml.next_xid(self._events)) is not None:

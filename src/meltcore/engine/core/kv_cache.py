@@ -3,9 +3,9 @@
 A page is free (its content is unused), referenced (by one or more sequences), or cached: unreferenced, but its content
 is kept for the prefix cache until its memory is needed.
 
-A sequence's tokens are cut into columns of one page's tokens. In each column every sub-group of layers has its own
-page, and the pages of a cache group's sub-groups are its page set. A model of one cache group has one page per column.
-A sliding group keeps pages only for the columns that its window still reaches.
+A sequence's tokens are divided into columns of PAGE_SIZE tokens. In each column every sub-group of layers has its own
+page, and the pages of a cache group's sub-groups are its page set. A model with a single cache group has one page per
+column. A sliding group keeps pages only for the columns that its window still reaches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HASH_BYTES = 16
 
 
 def pages_for(tokens: int) -> int:
-    """Return the number of pages that hold this many tokens."""
+    """Return the number of pages that `tokens` tokens need."""
     return -(-tokens // PAGE_SIZE)
 
 
@@ -160,7 +160,7 @@ class PagePool:
         return self.total - self.num_available
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages and return their numbers. If none are free, the oldest cached pages are evicted.
+        """Take `count` pages and return their numbers. If too few are free, the oldest cached pages are evicted.
 
         The caller must have checked that enough pages are available.
         """

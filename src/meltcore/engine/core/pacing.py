@@ -64,7 +64,7 @@ class PromptSpeed:
 
 
 class _ChunkSize:
-    """Estimates the number of tokens that add a given time to a step."""
+    """Estimates how many tokens a chunk may have to add a given time to a step."""
 
     def __init__(self, tokens: int, max_tokens: int, growth: int) -> None:
         """Start with a size of `tokens`.
@@ -147,5 +147,5 @@ class Pacer:
 
     @property
     def _is_sparse(self) -> bool:
-        """Whether even the smallest chunk more than doubles a step."""
+        """Whether even the smallest chunk more than doubles the time of a step."""
         return self._min_chunks_seen > 1 and self._min_added_s > (MAX_SLOWDOWN - 1) * self._step_s

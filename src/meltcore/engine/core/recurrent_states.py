@@ -2,11 +2,11 @@
 
 A page of keys and values serves every sequence with the same prefix. A recurrent state is valid only after the token at
 which it was taken, and is as large as the pages of thousands of tokens. So snapshots are taken only at the ends of a
-few full pages. One is the last full page of each prompt, for the next turn of a conversation. Another is where a prompt
-departs from a known prefix, for the third prompt with this prefix.
+few full pages. One is the last full page of each prompt, for the next turn of a conversation. Another is the last page
+that a prompt shares with an earlier prompt, for a third prompt with this prefix.
 
-A snapshot is dropped with its page. A page that has lost its snapshot no longer counts as a hit. It still shows where
-prefixes part, and so where to take the next snapshot.
+A snapshot is dropped with its page. A page that has lost its snapshot no longer counts as a hit. Such a page still
+shows where prompts diverge, and so where to take the next snapshot.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class RecurrentStatePool:
     from zero.
 
     Eviction is a segmented LRU. A new snapshot is on probation until it is reused, and the oldest on probation is
-    evicted first. Most snapshots are never reused. In one queue for all, the ends of prompts would evict the prefix
-    that all prompts share. A reused snapshot is protected, but only within the two bounds above, so that it does not
-    stay for ever.
+    evicted first. Most snapshots are never reused. In a single queue, the snapshots at the ends of prompts would evict
+    the prefix that all prompts share. A reused snapshot is protected, within the limits _PROTECTED_FRACTION and
+    _DEMOTE_AFTER.
     """
 
     def __init__(self, slots: int) -> None:
@@ -52,7 +52,7 @@ class RecurrentStatePool:
 
     @property
     def num_available(self) -> int:
-        """The number of slots that `take` could give now."""
+        """The number of slots that `take` could return now."""
         return len(self._free) + len(self._num_reuses)
 
     @property

@@ -175,7 +175,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in any status and release its memory.
 
-        Its pages and its recurrent-state slot may be allocated again while a step in flight still writes to them: the
+        Its pages and its recurrent-state slot may be allocated again while a step in flight still writes to them. The
         device runs steps in order, so the next owner writes later.
         """
         if request.status is RequestStatus.FINISHED:

@@ -23,9 +23,8 @@ class SamplingStep(NamedTuple):
     """Lists the sequences of a step that are not greedy, as indices among the sequences that sample.
 
     Args:
-        shard_indices: sequences that sample by temperature alone. Each rank samples from its shard of the
-            vocabulary, and
-            the best candidate wins.
+        shard_indices: sequences that sample by temperature alone. Each rank samples from its shard of the vocabulary,
+            and the best candidate wins.
         gathered_indices: sequences that need a whole row of logits. Only rank 0 samples them.
         shard_rows: page-table rows of the sequences in `shard_indices`.
         gathered_rows: page-table rows of the sequences in `gathered_indices`.

@@ -1,7 +1,7 @@
 """Lets rank 0 send each step to the other ranks, and detect a rank that has ended or hangs.
 
-Every wait here and in a step has a limit. The number of the step that each rank has begun is in a small array of shared
-memory, so that no rank needs to answer a step.
+Every wait here and in a step has a limit. Each rank writes the number of the step that it has begun to shared memory,
+so that no rank needs to answer a step.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class Ranks:
         return f"rank {rank} (process {self._processes[rank].pid})"
 
     def _blocking_ranks(self) -> str:
-        """Return a text that names the ranks that block a step, or "" if rank 0 does not see any."""
+        """Return a text that names the ranks that block a step, or "" if rank 0 finds none."""
         stopped_ranks = [rank for rank, process in self._processes.items() if is_stopped(process.pid)]
         late_ranks = [rank for rank in self._processes if self._begun_steps[rank] < self._step]
         detail = "stopped by a signal" if stopped_ranks else f"has not begun step {self._step}"

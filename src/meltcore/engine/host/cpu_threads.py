@@ -2,8 +2,8 @@
 
 torch splits a GEMM evenly and waits for the slowest part, so one thread without a core slows all of them. With both
 cores of a machine busy, two threads served 4.6 tokens per second where one served 19. On an idle machine two served 25.
-Linux says how long each thread was runnable without a core. The engine begins with one thread, doubles their number
-while they find cores, and gives up as many as waited on average.
+Linux says how long each thread was runnable without a core. The engine begins with one thread. It doubles their number
+while all threads find cores, and gives up as many threads as waited on average.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cpu_time() -> CpuTime | None:
 def core_limit() -> int:
     """Return the maximum number of threads of this process: OMP_NUM_THREADS, or else the number of cores.
 
-    Engines that share the cores get OMP_NUM_THREADS.
+    A server sets OMP_NUM_THREADS for engines that share the cores.
     """
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isascii() and value.isdecimal() and int(value) else len(os.sched_getaffinity(0))
@@ -74,7 +74,7 @@ class CpuThreads:
         set_threads(self._threads)
 
     def end_step(self) -> None:
-        """Change the number of threads by the waiting times of the last window, at most every quarter of a second."""
+        """Adapt the number of threads to the waiting times of the last window, at most every quarter of a second."""
         now = self._clock()
         if self._began is None or self._limit == 1 or now - self._began_s < _WINDOW_S:
             return

@@ -1,6 +1,6 @@
 """The process shell of an engine handles messages, health, memory, profiler and the end of the process.
 
-It knows only the ids of requests, and does not depend on what the engine computes.
+The shell knows only the ids of requests, and does not depend on what the engine computes.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class EngineShell:
     def _step(self, engine: Engine) -> None:
         """Run a step and send its outputs, and keep no reference to the outputs.
 
-        With a reference an idle engine would keep them alive, and every megabyte of Python's allocator that holds one
-        of them.
+        With a reference, an idle engine would keep the outputs alive, and so each memory arena of Python that contains
+        one of them.
         """
         pacing = self._pacing
         if pacing is not None:

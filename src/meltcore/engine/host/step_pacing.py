@@ -1,14 +1,14 @@
 """Lets engines of higher classes on the same GPU run first, between the steps of an engine.
 
 Kernels of two processes take turns on a GPU, about 2 ms each, however urgent they are. So each engine marks its GPU
-before a step, and an engine of a lower class waits before its next step while there is such a mark.
+before a step. An engine of a lower class waits before its next step while there is such a mark.
 
 The lower class has a guaranteed share. Waiting is paid from a credit that its own steps earn: after a step of t seconds
 it may wait for t (1 - share) / share. So at least `min_share` of any time with work belongs to its steps, apart from
-one wait of `max_wait_ms`, which bounds the credit. A mark lapses after HOLD_S: an engine that died or was stopped costs
-others a second of waiting at their share, not more.
+one wait of `max_wait_ms`, which bounds the credit. A mark lapses after HOLD_S. So an engine that died or was stopped
+delays other engines by at most this time.
 
-An engine that waits can only do so between steps. While a higher class is at work it also computes shorter steps.
+An engine can wait only between steps. So its steps are also shorter while a higher class is at work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHORT_STEPS_S = 2.0
 class StepTurn(NamedTuple):
     """The seconds that the engine waited before a step, and the time limit of the step in seconds.
 
-    None sets no limit.
+    A `limit_s` of None sets no limit.
     """
 
     waited_s: float

@@ -1,4 +1,4 @@
-"""Lists the sizes of steps that are captured as CUDA graphs. It needs no torch, because a plan counts graphs."""
+"""Lists the sizes of steps that are captured as CUDA graphs. It needs no torch, so a memory plan can count graphs."""
 
 from __future__ import annotations
 

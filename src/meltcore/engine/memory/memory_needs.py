@@ -102,7 +102,7 @@ def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> PlannedEngine:
 
 
 def peer_bytes(ranks: int) -> int:
-    """Return the bytes of the buffer to which other ranks write. Each of several ranks has one beside its budget."""
+    """Return the bytes of a rank's buffer to which other ranks write, outside of its budget. One rank has none."""
     return buffer_bytes(ranks) if ranks > 1 else 0
 
 
@@ -184,7 +184,7 @@ def concurrency(model: ModelSection) -> int:
 
 
 def unused(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    """Return a row for the part of a budget that `rows` leave over."""
+    """Return a row for the part of `memory_bytes` that `rows` do not use."""
     return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
 
 

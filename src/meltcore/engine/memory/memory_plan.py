@@ -1,6 +1,7 @@
 """Computes the memory of a generation engine and its parts from bytes, shapes and counts.
 
-No torch: a planner can call this without a GPU. The engine asserts at its start that it allocates what the plan says.
+This module does not import torch, so a planner can call it without a GPU. The engine asserts at its start that it
+allocates what the plan says.
 """
 
 from __future__ import annotations
@@ -130,10 +131,9 @@ def plan_memory(
         max_model_len: the maximum number of tokens of a sequence.
         max_num_seqs: the maximum number of running sequences.
         max_num_batched_tokens: the maximum number of tokens of a step.
-        may_run_fewer: `max_num_seqs` is a default. It is lowered if the recurrent states would exceed their
-            fraction of the
-            memory. Otherwise the user has set it, and a ConfigError says that it does not fit.
-        snapshots: the prefix cache keeps recurrent states.
+        may_run_fewer: whether `max_num_seqs` is a default, which is lowered if the recurrent states would exceed their
+            fraction of the memory. A number that the user has set raises ConfigError instead.
+        snapshots: whether the prefix cache keeps recurrent states.
         has_graphs: whether an engine with a budget on a GPU has CUDA graphs. Its reserve is computed from `model.step`.
             None makes the reserve a fraction of the memory.
     """

@@ -1,6 +1,7 @@
 """Computes the memory of a synthesis engine: weights, batches, and requests that have begun.
 
-No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same functions at its start.
+This module does not import torch: `meltcore plan` calls these functions without a GPU, and the engine calls them at its
+start.
 """
 
 from __future__ import annotations

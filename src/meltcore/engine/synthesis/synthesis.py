@@ -158,7 +158,7 @@ class SpeechSampler:
         return list(zip(keys, samples, strict=True))
 
     def _wait_for_device(self) -> None:
-        """Let at most _STEPS_AHEAD steps wait on a GPU, so that an urgent or cancelled utterance takes effect soon."""
+        """Wait until a GPU has at most _STEPS_AHEAD queued steps, so that urgent and cancelled utterances act soon."""
         if self.model.device.type != "cuda":
             return
         event = torch.cuda.Event()
@@ -267,8 +267,8 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype, vocab_size: int) -> 
 def weight_bytes(model: ModelSection, on_cpu: bool) -> int:
     """Return the bytes of a prepared model's weights, for a plan.
 
-    `prepare` replaces the weights of modulations by their values at each step. Here that is only computed, not done: on
-    the meta device torch would import its compiler.
+    `prepare` replaces the weights of modulations by their values at each step. This function only computes the sizes
+    after the replacement, since on the meta device torch would import its compiler.
     """
     assert model.checkpoint is not None
     checkpoint = open_checkpoint(model.checkpoint, files="config")

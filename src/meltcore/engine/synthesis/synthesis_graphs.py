@@ -12,7 +12,7 @@ from meltcore.models.tasks.indicf5 import IndicF5
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a step of a batch: arguments of `IndicF5.velocity`, and each row's index in the table of steps."""
+    """The inputs of a batch's step: arguments of `IndicF5.velocity`, and each row's index in the table of steps."""
 
     noisy: torch.Tensor
     condition: torch.Tensor

@@ -1,7 +1,7 @@
-"""BatchEngine: requests with a cost in, results out, batched continuously under a latency bound.
+"""Runs the requests of a task in continuous batches under a latency bound.
 
-A task computes; the engine decides what it computes next. To add a task, write a subclass of `BatchTask`
-and messages as in `protocol/batch.py`.
+The engine decides what a task computes next. To add a task, write a subclass of `BatchTask` and messages as in
+`protocol/batch.py`.
 
 - Cost: positions that a request takes while it runs, such as frames or tokens (all beams counted). A batch costs its
   number of requests times the padded cost of its largest. The padded cost of all running requests never
@@ -83,7 +83,7 @@ class BatchTask(ABC, Generic[Request, Result]):
         """Return the message that reports that the engine can serve."""
 
     def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Result:
-        """Return the result that ends a request for `reason`, on which the engine has decided."""
+        """Return the result that ends a request for a `reason` of the engine, such as an abort."""
         result: Result = self.result(request_id=request_id, finish_reason=reason, error=error)
         return result
 

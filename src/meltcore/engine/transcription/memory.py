@@ -1,6 +1,7 @@
 """Computes the memory of a transcription engine: weights, batches and, with a budget on a GPU, CUDA graphs.
 
-No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same functions at its start.
+This module does not import torch: `meltcore plan` calls these functions without a GPU, and the engine calls them at its
+start.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def plan_transcription(
 def _transcription_sizes(
     config: IndicConformerConfig, element_size: int, max_shape: int, graphs: TranscriptionGraphs | None
 ) -> tuple[int, int, int]:
-    """Return the bytes of an encoder frame, what subsampling adds to it, and what it adds for a part of a batch."""
+    """Return the bytes of an encoder frame, of its subsampling, and of the subsampling of a part of a batch."""
     encoder, features = config.encoder, config.features
     layer = (
         _HIDDEN_TENSORS * encoder.hidden_size
@@ -134,7 +135,7 @@ def _transcription_sizes(
 
 
 def _loop_frame_bytes(config: IndicConformerConfig) -> int:
-    """Return the bytes of a frame in the tables of the RNN-T: a blank, and a token with its place and probability."""
+    """Return the bytes of a frame in the tables of the RNN-T: a blank, and tokens with frame and probability."""
     return 4 + 12 * config.max_symbols
 
 
@@ -171,7 +172,7 @@ def planned_config(name: str, *, is_dummy: bool) -> IndicConformerConfig:
 def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: str, weight_bytes: int) -> PlannedEngine:
     """Return the memory of an engine of a model.
 
-    `name` is the model's checkpoint or shapes; `source` says which of them.
+    `name` is the model's checkpoint, or the shapes that replace it, and `source` says which of the two.
     """
     config = planned_config(name, is_dummy=model.load_format == "dummy" or model.shapes is not None)
     element_size, max_shape = weight_element_size(model, on_cpu), transcription_shape(config)

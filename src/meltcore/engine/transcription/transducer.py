@@ -30,7 +30,7 @@ class _State(NamedTuple):
     cell: torch.Tensor
 
     def updated(self, new: _State, rows: torch.Tensor) -> _State:
-        """Return the state with new values for the clips in `rows` ([clips] bool) and old values for all others."""
+        """Return a state with the values of `new` for the clips in `rows`, [clips] bool, and of `self` otherwise."""
         return _State(
             torch.where(rows[:, None], new.predicted, self.predicted),
             torch.where(rows[None, :, None], new.hidden, self.hidden),
@@ -177,8 +177,8 @@ def transducer_greedy(
         start_token: the prediction network's first input. None uses the global blank.
         graphs: CUDA graphs of earlier batches, which have their own frames_per_token. None launches every kernel
             separately.
-        frames_per_token: emit a token in one of this number of frames, whatever the blank's logit. This is for random
-            weights, which have no rate of speech.
+        frames_per_token: a token is emitted in every `frames_per_token`-th frame, whatever the blank's logit. This is
+            for random weights, which have no rate of speech.
     """
     start = model.config.vocab_size if start_token is None else start_token
     if graphs is None:

@@ -120,7 +120,7 @@ class BeamSearch:
 
     @staticmethod
     def slot_bytes(model: IndicTrans2, options: BeamOptions, max_source: int) -> int:
-        """Return the bytes of one slot: keys and values, and the logits of a step. One additional slot is allocated."""
+        """Return the bytes of one slot: keys and values, and the logits of a step. A search allocates one more slot."""
         return BeamState.slot_bytes(model, options, max_source)
 
     @property
@@ -290,5 +290,5 @@ class BeamSearch:
         self._rows = None
 
     def _host(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros in host memory, from which a GPU copies without a wait."""
+        """Return zeros in host memory, which is pinned for a GPU so that copies do not block."""
         return torch.zeros(shape, dtype=dtype, pin_memory=self._is_gpu)

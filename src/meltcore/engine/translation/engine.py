@@ -1,4 +1,4 @@
-"""Translation for the batch engine: tokens of sentences in, tokens of their translations out.
+"""Translates sentences for the batch engine. Sentences and translations are lists of token ids.
 
 A step computes one token per beam of every running sentence. Sentences begin and end at any step, each in a slot of
 the beam search, so that none waits for a batch to end.

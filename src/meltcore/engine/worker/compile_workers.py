@@ -1,12 +1,12 @@
 """Processes that compile kernels for an engine.
 
 Threads would not help, since Triton holds Python's lock for most of its work. Workers are forked from the engine's
-process after it has imported everything and before it uses the GPU. Until a kernel is missing there is one process,
-which waits. A worker leaves its kernels in Triton's cache folder, where the engine finds them. The engine itself
-compiles what a worker cannot compile, and raises the error. No wait for a worker is longer than `_LIMIT_S`.
+process after it has imported everything and before it uses the GPU. As long as no kernel is missing, there is only one
+process, which waits. A worker leaves its kernels in Triton's cache folder, where the engine finds them. The engine
+itself compiles what a worker cannot compile, and raises the error. No wait for a worker is longer than `_LIMIT_S`.
 
-Every engine on a GPU compiles in this way. With one core there is one worker, for which the engine waits. If no process
-can be forked, the threads that would ask the workers compile the kernels themselves.
+Every engine on a GPU compiles kernels in workers. With one core there is one worker, for which the engine waits. If no
+process can be forked, the threads that would ask the workers compile the kernels themselves.
 
 The processes live only as long as the engine's end of a pipe: they end when the engine closes it or dies. The first
 process stays in the engine's process group and ignores the signals that end the engine in order. A worker leads a
@@ -185,7 +185,7 @@ def _end(owner: int, pid: int, starter: Connection, idle: queue.SimpleQueue[Conn
 def _serve(connections: Sequence[Connection]) -> None:
     """Fork a worker per connection when the first connection requests it.
 
-    Returns when it is closed, after killing them.
+    Returns after the first connection was closed and the workers were killed.
     """
     gc.disable()  # nothing of the engine is freed here: its tensors are the GPU's
     gc.freeze()

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one per padded batch size, all in one memory pool.
 
-A decode step is hundreds of short kernels. Launching them one by one from Python costs the host milliseconds, replaying
-them as a graph microseconds. A graph reads nothing from the host but one small array, and the sampled tokens are in
-pinned host memory when it ends.
+A decode step is hundreds of short kernels. Launching them one by one from Python costs the host milliseconds. Replaying
+them as a graph costs microseconds. A graph reads nothing from the host but one small array, and the sampled tokens are
+in pinned host memory when it ends.
 """
 
 from __future__ import annotations

@@ -110,8 +110,9 @@ def _choose_host_weights(
 ) -> tuple[HostWeights | None, str]:
     """Return how a CPU converts the weights, and a text about it for the user.
 
-    None keeps the weights as they are loaded. Raises ConfigError if no context of `max_model_len` tokens fits beside
-    the weights. An engine that can sleep keeps the weights as they are loaded, since it loads them again when it wakes.
+    The result is None if the weights stay as they are loaded. Raises ConfigError if no context of `max_model_len`
+    tokens fits beside the weights. An engine that can sleep keeps the weights as they are loaded, since it loads them
+    again when it wakes.
     """
     held = None
     if device.type == "cpu" and not config.enable_sleep_mode:
@@ -214,7 +215,7 @@ def _shape(
 def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, str]:
     """Return a model's sizes with a cache of the model's type, its context, and a note on converted weights.
 
-    Raises UnknownSizesError for an unknown architecture. Raises ConfigError if an engine of the model would.
+    Raises UnknownSizesError for an unknown architecture. Raises ConfigError if an engine could not serve the model.
     """
     checkpoint = open_checkpoint(model.model, files="config")
     checkpoint = replace(checkpoint, config=apply_overrides(checkpoint.config, model.hf_overrides))
@@ -248,8 +249,8 @@ def _default_host_bytes(
 ) -> int:
     """Return the bytes of host memory that an engine takes without --memory.
 
-    They hold --max-num-seqs sequences of the whole context. Without that option they hold one such sequence, or several
-    of usual length, which is enough for usual loads.
+    The bytes are enough for --max-num-seqs sequences of the whole context. Without that option they are enough for one
+    such sequence, or for several of usual length.
     """
     layout, tokens = PageLayout.of(shape.caches), batched_tokens(config, torch.device("cpu"))
     seqs = config.max_num_seqs or DEFAULT_SEQS

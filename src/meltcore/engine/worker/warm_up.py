@@ -136,8 +136,8 @@ def _load_driver() -> None:
 class _Jobs:
     """Runs jobs in threads, the most costly waiting job first. Jobs of other ranks follow, the least costly first.
 
-    Each rank does the same. So a job of another rank that is not done when this rank takes it has not begun there
-    either.
+    All ranks use this order. So if this rank takes a job of another rank that is not done, that rank has not begun the
+    job.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, order: CompileOrder) -> None:
@@ -347,7 +347,7 @@ def _launch_sampling(runner: ModelRunner, params: Sequence[SamplingParams]) -> N
 def _max_tile_prompts(limits: StepLimits) -> list[Chunk]:
     """Return a step with as many query tiles as possible (kernels/attention/prefill.py).
 
-    It has as many short prompts as may run in one step, and the rest of the tokens in the first of them.
+    The step has as many short prompts as may run in it. The first prompt gets the rest of the tokens.
     """
     short_len = min(2, limits.max_model_len)
     count = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // short_len))

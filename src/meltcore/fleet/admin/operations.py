@@ -69,9 +69,10 @@ class FleetModels(Protocol):
     turns: Turns
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
-        """Return the settings and the places of the running engines.
+        """Return the running fleet, with the node and the GPUs of each engine.
 
-        Raises ConfigError if the cluster cannot be read.
+        In a cluster the result also says which of `checkpoints` each node cannot load. Raises ConfigError if the
+        cluster cannot be read.
         """
 
     async def add_fleet_model(self, name: str) -> Model:
@@ -81,7 +82,7 @@ class FleetModels(Protocol):
         """Remove a model whose engines have ended."""
 
     def change_fleet(self, fleet: PlacedFleet) -> None:
-        """Replace the settings of the fleet by those that a reload has read."""
+        """Replace the settings of the running fleet by the settings of `fleet`, which a reload has read."""
 
     def broadcast(self, message: EndRequests) -> None:
         """Send a message to all API servers."""
@@ -104,8 +105,8 @@ class FleetOperations:
     async def restart(self, name: str | None) -> list[str]:
         """Replace the engines of the model `name`, or of all models, one after another. Return the names of the models.
 
-        Raises ConfigError if the name is unknown. Raises ConfigError also if an engine does not come back; the
-        remaining engines are then not replaced.
+        Raises ConfigError if the name is unknown, or if an engine does not come back. The remaining engines are then
+        not replaced.
         """
         self._planner.check_changeable()
         async with self._lock:
@@ -115,14 +116,20 @@ class FleetOperations:
             return [model.name for model in models]
 
     async def sleep(self, name: str) -> str:
-        """Put a sleepable model to sleep until a request wakes it. Return the model's name. Raises ConfigError."""
+        """Put a sleepable model to sleep until a request wakes it. Return the model's name.
+
+        Raises ConfigError if the name is unknown, or if the model cannot sleep.
+        """
         self._planner.check_changeable()
         model = self._find(name)
         await self._supervisor.turns.sleep(model)
         return model.name
 
     async def wake(self, name: str) -> str:
-        """Wake a model before its turn. Return the model's name. Raises ConfigError if the model does not wake."""
+        """Wake a sleeping model before a request needs it. Return the model's name.
+
+        Raises ConfigError if the name is unknown, or if the model does not wake.
+        """
         self._planner.check_changeable()
         model = self._find(name)
         await self._supervisor.turns.wake(model)
@@ -191,7 +198,10 @@ class FleetOperations:
             return result
 
     async def _replace(self, model: Model) -> Model:
-        """End a model and add its successor. The model's names always lead to one of the two."""
+        """End a model, and add the model that replaces it.
+
+        At any time, requests with the model's name find one of the two.
+        """
         await self._end(model, "replaced in")
         successor = await self._supervisor.add_fleet_model(model.name)
         self._supervisor.forget_model(model)
@@ -256,7 +266,7 @@ def check_startable(spec: FleetSpec) -> FleetSpec:
 
 
 def check_unchanged(old: FleetSpec, new: FleetSpec) -> None:
-    """Raise ConfigError if settings differ that API servers read only when they start."""
+    """Raise ConfigError if two configurations differ in settings that API servers read only when they start."""
     changed = []
     for section in ("server", "limits", "timeouts", "residency", "sharing"):
         before, after = getattr(old, section), getattr(new, section)
@@ -308,7 +318,7 @@ def _state(model: Model, replica: Replica | UpstreamServer) -> str:
 
 
 def _upstream_row(model: UpstreamModel, replica: int, port: int) -> EngineRow:
-    """Return the row of an upstream server. Meltcore does not know how much memory the server takes."""
+    """Return the row of `meltcore ps` for an upstream server. Its memory is 0, because Meltcore cannot know it."""
     server = model.replicas[replica] if model.replicas else None  # none: it runs elsewhere
     return EngineRow(
         model=model.name,
@@ -330,7 +340,7 @@ def _memory_bytes(replica: Replica) -> int:
     """Return the bytes of memory that an engine holds.
 
     An engine that sleeps has reported this number. For an engine that is awake it is the sum of its memory table. CUDA
-    graphs beyond the engine's reserve, and weights that sleep in host memory, are not counted.
+    graphs beyond the engine's reserve, and weights that sleep in host memory, are left out of the sum.
     """
     if replica.state in ("sleeping", "unloaded"):
         return replica.resident_bytes if replica.state == "sleeping" else 0

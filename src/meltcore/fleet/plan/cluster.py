@@ -37,9 +37,9 @@ _T = TypeVar("_T")
 
 
 class Cluster(Site, frozen=True, tag="cluster"):
-    """A Ray cluster at `address`. The memory of a node counts as it was before the fleet had engines there.
+    """A Ray cluster at `address`, as a plan sees it. Memory that the fleet's own engines take on a node counts as free.
 
-    `before` holds the nodes that cannot be used now, as they were before the fleet had engines there.
+    `before` has the nodes that cannot be used now, in the state before the fleet had engines there.
     """
 
     before: tuple[ClusterNode, ...] = ()
@@ -87,7 +87,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
         """All nodes as one machine: their GPUs, their host memory, and the driver version of the first node with a GPU.
 
         A GPU that is gone counts with 0 bytes. Memory that Ray has given to other jobs, or may not give away, counts as
-        used, because NVML shows only what these jobs have allocated so far.
+        used. NVML shows only what these jobs have allocated so far.
         """
         there = {(node.name, gpu.number): _as_used(node, gpu) for node in self.nodes for gpu in node.machine.gpus}
         driver = next((node.machine.driver for node in self.nodes if node.machine.gpus), "")
@@ -106,7 +106,10 @@ class Cluster(Site, frozen=True, tag="cluster"):
         return {node.name: node.machine.host_bytes for node in self.nodes}
 
     def lacking(self, checkpoint: str | None) -> list[ClusterNode]:
-        """Return the nodes that cannot load a checkpoint. The checkpoint is a path or an id of the hub."""
+        """Return the nodes that cannot load a checkpoint, which is a path or a hub id.
+
+        None is a checkpoint that all can load.
+        """
         return [node for node in self.nodes if checkpoint in node.missing]
 
     def launched_by(self, _local: _T, on_ray: Callable[[str], _T]) -> _T:
@@ -116,8 +119,8 @@ class Cluster(Site, frozen=True, tag="cluster"):
     def with_current_nodes(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Self:
         """Return the cluster with the nodes as they are now, without the memory of the fleet's engines at `places`.
 
-        A node with a problem is left out. The engines on such a node continue, so the node's memory from before them is
-        kept.
+        A node with a problem is left out. Its engines may continue, so its state before they started is kept in
+        `before`.
         """
         before, own = {node.name: node for node in (*self.before, *self.nodes)}, list(places.values())
         found = self.of((without_engines(node, before.get(node.name), own) for node in nodes), self.gpus, self.address)
@@ -138,7 +141,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
     def check_numbers(self, spec: FleetSpec, kept: Collection[str]) -> None:
         """Raise ConfigError if a model's `device` names a GPU that is gone.
 
-        Models in `kept` run, or wait for their GPU.
+        Models in `kept` are not checked, because they run already, or wait until their GPU comes back.
         """
         gpus = self.machine.gpus
         for name, model in spec.models.items():
@@ -186,10 +189,10 @@ class Cluster(Site, frozen=True, tag="cluster"):
                     )
 
     def place_fleet(self, spec: FleetSpec, plan: Plan, kept: Mapping[str, tuple[Place, ...]]) -> PlacedFleet:
-        """Return a planned fleet with the place of each replica. A place has the numbers of the GPUs on their node.
+        """Return a planned fleet with the place of each replica: the node, and the numbers of the GPUs on this node.
 
         Models in `kept` stay where they are. Raises ConfigError for settings that a cluster cannot run, and if a node
-        lacks the resources of its engines.
+        does not offer the resources that its engines need.
         """
         for name, model in spec.models.items():
             if model.command:
@@ -213,7 +216,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
 
 
 def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
-    """Return a GPU of a node. All its memory counts as used, except what Ray can give to this fleet."""
+    """Return a GPU of a node, with all its memory marked as used except the bytes that Ray can give to this fleet."""
     if (size := node.gib.get(gpu.number)) is None:
         return gpu
     left_bytes = round((size - node.reserved_gib.get(gpu.number, 0.0)) * 2**30)
@@ -221,9 +224,9 @@ def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
 
 
 def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequence[Place]) -> ClusterNode:
-    """Return a node as it would be without the engines of the fleet.
+    """Return the node `now` without the memory of the fleet's engines at `places`.
 
-    A GPU with an engine counts as it was before the engine started.
+    A GPU with such an engine gets the used bytes that it had in `before`, when the engine had not started yet.
     """
     own = [place for place in places if place.node == now.name]
     if before is None or not own or now.problem:
@@ -267,9 +270,9 @@ def _names_text(nodes: Sequence[ClusterNode]) -> str:
 
 
 def _this_node(checkpoints: Iterable[str]) -> ClusterNode:
-    """Return this machine as the only node of a cluster that is not started yet, with the name that Ray will give it.
+    """Return this machine as the only node of a local cluster that is not started yet. Ray will give it the same name.
 
-    Ray may give away all memory of the GPUs, because the driver process starts the cluster with it.
+    All memory of the GPUs counts as available to Ray, because the driver process will start the cluster in this way.
     """
     machine, name = read_machine().checked(), socket.gethostname()
     gib = {gpu.number: gpu.total_bytes / 2**30 for gpu in machine.gpus}

@@ -1,4 +1,4 @@
-"""Has the GPU memory that processes take beside their budgets: CUDA contexts, kernel code and driver memory.
+"""Looks up the GPU memory that processes take beside their budgets: CUDA contexts, kernel code and driver memory.
 
 `context_memory.json` has one row per GPU type and driver, which `benchmarks/context_memory.py` measures. Without a row
 the plan uses assumed values, and says so.
@@ -83,7 +83,8 @@ def context_table() -> tuple[ContextMemory, ...]:
 def find_contexts(gpu: str | None, driver: str = "") -> ContextMemory:
     """Return the row of a GPU type and driver. Without one, return a row of the type with another driver, or ASSUMED.
 
-    `gpu` is NVML's name. None stands for a GPU that is only planned for, and takes the first row.
+    `gpu` is NVML's name. If it is None, the plan is for a GPU size and not for a GPU type. The first row is then
+    returned.
     """
     rows = context_table()
     if gpu is None:

@@ -15,7 +15,7 @@ from meltcore.fleet.plan.context_memory import ASSUMED
 class FilledGpu(NamedTuple):
     """A GPU and the engines on it.
 
-    Only one of the models that take turns is awake at a time, so only the largest counts.
+    Only one of the models that take turns is awake at a time. So only the largest of them needs memory to be awake.
     """
 
     number: int
@@ -28,8 +28,8 @@ class FilledGpu(NamedTuple):
     def used_bytes(self) -> int:
         """The bytes of the driver and of all engines on the GPU.
 
-        A model that takes turns counts with its bytes while asleep. The largest one counts with its bytes while awake,
-        too.
+        A model that takes turns counts with the bytes that it holds while it sleeps. The largest of these models counts
+        with its whole size.
         """
         resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
         return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
@@ -49,9 +49,10 @@ Kept = Mapping[tuple[str, int], Place | None]  # by model and replica; None: tha
 
 
 class Host(NamedTuple):
-    """The host memory of a node, and the engines on its CPU. None means no limit of memory.
+    """The host memory of a node, and the engines on its CPU.
 
-    The engines on the node's GPUs keep `pinned_bytes` of their weights in host memory while they sleep.
+    If `total_bytes` is None, the memory is not limited. Engines on the node's GPUs keep `pinned_bytes` of their weights
+    in host memory while they sleep.
     """
 
     node: str  # of a cluster; "": this machine
@@ -81,7 +82,7 @@ class _Room:
         self._awake_bytes = max((engine.awake_bytes for engine in gpu.engines), default=0)
 
     def fits(self, engine: PlannedEngine) -> bool:
-        """Return whether one more engine fits on the GPU, by `FilledGpu.used_bytes`."""
+        """Return whether one more engine fits on the GPU. Models that take turns count as in `FilledGpu.used_bytes`."""
         awake_bytes = engine.awake_bytes
         resident_bytes = self._resident_bytes + engine.size_bytes - awake_bytes
         return resident_bytes + max(self._awake_bytes, awake_bytes) <= self.gpu.total_bytes

@@ -52,10 +52,7 @@ def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
 
 
 def unloadable(checkpoints: Iterable[str]) -> dict[str, str]:
-    """Return the checkpoints that this machine cannot load, each with the reason.
-
-    They are absolute paths and hub ids.
-    """
+    """Return the checkpoints (absolute paths and hub ids) that this machine cannot load, each with the reason."""
     from meltcore.models.checkpoints.hub import hub_problems
 
     asked = list(checkpoints)

@@ -1,8 +1,7 @@
 """Finds the smallest changes with which a fleet fits: sleep, fewer sequences, shorter contexts, and the CPU.
 
-The search begins with every change made. It takes back one change after another, the most important first, if the fleet
-then still fits. So a plan for more memory keeps everything that is more important, and at least as much of what is less
-important.
+The search begins with all changes. It then tries to undo one change after another, the most important first. A change
+stays undone if the fleet still fits.
 """
 
 from __future__ import annotations
@@ -103,10 +102,10 @@ def _nearest(
     *,
     may_shrink: bool,
 ) -> Fitting | None:
-    """Return the fleet that fits and keeps the most fields.
+    """Return the fleet that fits with the fewest changes, or None if no fleet fits.
 
-    Fields are kept in the given order. Returns None if none fits. After `deadline_s` no more changes are taken back.
-    With `may_shrink`, concurrency and contexts may be changed too.
+    Changes are undone field by field in the order `order`. After `deadline_s` no more changes are undone. With
+    `may_shrink`, concurrency and contexts may be changed too.
     """
     steps = reversed(
         list(_steps(spec, known, may_shrink))
@@ -168,10 +167,11 @@ def _steps(spec: FleetSpec, known: dict[str, PlannedEngine], may_shrink: bool) -
 def _restored(
     original: FleetSpec, changed: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], order: Sequence[str]
 ) -> Iterator[tuple[FleetSpec, _P]]:
-    """Take back one change after another, the changes of urgent models first. Yields each fleet that fits.
+    """Undo one change after another, beginning with the models of urgent classes.
 
-    Within a priority class language models come last, since one of them often takes as much memory as all others. A
-    field is taken back for several models together if that fits, because each plan of a large cluster takes long.
+    Yield each fleet that fits, with its plan. Within a priority class language models come last, since one of them
+    often takes as much memory as all others. A field is restored for several models together if that fits, because each
+    plan of a large cluster takes long.
     """
 
     def fits(**fields: Any) -> Iterator[tuple[FleetSpec, _P]]:
@@ -182,9 +182,10 @@ def _restored(
             yield candidate, plan
 
     def restored(field: str, names: Sequence[str]) -> Iterator[tuple[FleetSpec, _P]]:
-        """Take back a field for all models if that fits, or else for each half of the models.
+        """Restore the old value of a field for all models if the fleet then fits.
 
-        A single model may get back a part of its old value.
+        Otherwise try each half of the models. For a single model, a value between the old and the changed one is tried
+        too.
         """
         values = {name: _between(original.models[name], changed.models[name], field) for name in names}
         as_it_was = {name: found[0] for name, found in values.items()}
@@ -208,7 +209,10 @@ def _restored(
 
 
 def _between(before: ModelSection, after: ModelSection, field: str) -> list[ModelSection]:
-    """Return the model with the old value of one field, then with smaller changes of it, the smallest change first."""
+    """Return variants of the changed model: with the old value of a field, then with smaller changes of this value.
+
+    The smallest change comes first. The list is empty if the field was not changed.
+    """
     old, new = getattr(before, field), getattr(after, field)
     if old == new:
         return []

@@ -22,9 +22,10 @@ HOST_PROCESS_BYTES = 768 * 2**20
 
 
 def fleet_needs(spec: FleetSpec, known: dict[str, PlannedEngine] | None = None) -> dict[str, PlannedEngine]:
-    """Return the memory that each model of Meltcore's own engines needs. Raises ConfigError if it cannot be known.
+    """Return the memory that each model of Meltcore's own engines needs, by name.
 
-    `known` has the memory of models that was computed before. The memory of new models is added to it.
+    `known` has the memory of models that was computed before. The memory of new models is added to it. Raises
+    ConfigError if the memory of a model cannot be computed.
     """
     known, needs = {} if known is None else known, {}
     for name, model in spec.models.items():

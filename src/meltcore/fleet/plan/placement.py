@@ -19,12 +19,14 @@ _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
 
 
 class PlacedFleet(msgspec.Struct, frozen=True):
-    """The configuration of a server, with the outcome of its plan. `serve` has no plan, and its engines find a place.
+    """The configuration of a server, with the outcome of its plan. For `serve` there is no plan.
 
     Args:
         spec: The contents of fleet.yaml, or what the flags of `serve` say. A plan has filled in memory and GPUs.
-        places: The place of each replica of a planned model, by name. GPUs are numbered on their node.
-        room_bytes: The bytes on each device for models that take turns. If it is empty, they are the largest model's.
+        places: The place of each replica of a planned model, by name. GPUs are numbered on their node. Engines without
+            a place choose their GPUs when they start.
+        room_bytes: The bytes that models which take turns share, by device. For a missing device these are the bytes of
+            the largest such model.
     """
 
     spec: FleetSpec

@@ -32,8 +32,8 @@ class Plan(NamedTuple):
     Args:
         changes: the changes to the file with which the fleet fits. No changes mean that the file fits as it is.
         sleeping: the models that take turns.
-        other_changes: alternative changes with which the fleet fits too. They either leave concurrency and contexts
-            as in the file, or make them smaller so that fewer models take turns.
+        other_changes: alternative changes with which the fleet fits too. They either keep the file's concurrency and
+            contexts, or make them smaller so that fewer models take turns.
         is_cut: whether the search ran out of time. Fewer changes may then be enough.
     """
 
@@ -136,7 +136,7 @@ def _try(
 ) -> Plan | None:
     """Return the plan with all models awake. If it does not fit, return the plan in which sleepable models take turns.
 
-    Returns None if neither plan fits. `known` has the needs of models, and is kept from one fleet to the next.
+    Returns None if neither plan fits. `known` has the memory of models that was computed before, and gets new models.
     """
     needs = fleet_needs(spec, known)
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
@@ -182,7 +182,7 @@ def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
 def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
     """Return the fleet with the budget and the GPUs that the plan gives to each model of Meltcore's own engines.
 
-    The GPUs of all replicas of a model follow one another.
+    A model's `device` then lists the GPUs of its first replica, followed by the GPUs of the other replicas.
     """
     spec = with_needs(spec, plan.needs)
     models = dict(spec.models)

@@ -74,7 +74,7 @@ class FleetPlanner:
 
     @classmethod
     def of(cls, planned: PlannerSource) -> FleetPlanner:
-        """Return a planner with the inputs of a planner in another process."""
+        """Return a planner with the same inputs as `planned`, which a planner in another process has."""
         return cls(Path(planned.path), lambda _spec: planned.site, planned.spec)
 
     @property
@@ -100,7 +100,7 @@ class FleetPlanner:
         """Return the planned fleet. `report` gets a line for each model that is not in the plan.
 
         Unchanged models of the fleet `running` stay as they are, and other models are planned beside them. Raises
-        ConfigError if the file is not valid. Raises ConfigError with the nearest plan if the fleet does not fit.
+        ConfigError if the file is not valid, or if the fleet does not fit. The error then has the nearest plan.
         """
         self.spec = load_fleet(self.path)
         site = self._site if running is None else self._look(running.nodes, running.places)
@@ -113,7 +113,7 @@ class FleetPlanner:
         """Raise ConfigError if models of the server cannot be replaced or put to sleep."""
 
     def accept(self) -> None:
-        """Store the last plan as the one by which the fleet runs."""
+        """Note that the fleet now runs by the plan that `config` has returned last."""
         self._running_spec = self.spec
 
     def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> OneMachine | Cluster:
@@ -377,9 +377,10 @@ def _check_no_numbers(spec: FleetSpec, left_out: str) -> None:
 
 
 def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
-    """Check the GPUs that a file names. On a machine without GPUs, move models that may run anywhere to the CPU.
+    """Check the GPUs that a file names. Return the fleet, whose models move to the CPU if this machine has no GPU.
 
-    Raises ConfigError for GPUs that cannot be used, because a fault must not move a model to the CPU.
+    Raises ConfigError for a model that needs a GPU then. Raises ConfigError also for GPUs that exist and cannot be
+    used, because a fault must not move a model to the CPU.
     """
     if any(model.kind != "url" and model.device != "cpu" for model in spec.models.values()):
         machine.checked()

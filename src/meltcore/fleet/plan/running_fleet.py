@@ -30,7 +30,7 @@ class Running(NamedTuple):
 def unchanged_models(
     spec: FleetSpec, running: Running, places: Mapping[tuple[str, int], Place]
 ) -> dict[str, ModelSection]:
-    """Return the models, by name, that already run with the same settings as in a new fleet with budgets.
+    """Return the models of the new fleet `spec` that already run with the same settings, by name.
 
     `places` are the places of running engines, with the GPU numbers of the fleet. A model counts as changed if the file
     no longer allows its GPUs.
@@ -57,9 +57,9 @@ def place_engine(
     kept: Mapping[tuple[str, int], Place],
     contexts: ContextMemory,
 ) -> Place | None:
-    """Return a place for one engine, by model and replica, beside engines that stay. Returns None if it fits nowhere.
+    """Return a place for one engine (model, replica) beside engines that stay. Returns None if the engine fits nowhere.
 
-    All engines count as awake, because models that take turns have memory for turns only on the GPUs of their plan.
+    All engines count as awake. Memory in which models take turns exists only on the GPUs that the plan has chosen.
     """
     needs = fleet_needs(spec)
     engines = {(each.model, each.replica): each for each in planned_engines(spec, needs, (), contexts)}
@@ -90,6 +90,6 @@ def _without_place(model: ModelSection) -> ModelSection:
 
 
 def _allows(spec: FleetSpec, name: str, replica: int, place: Place) -> bool:
-    """Return whether the file allows the GPUs of an engine."""
+    """Return whether the settings of a model allow the GPUs on which its engine runs."""
     pinned, limited = spec.models[name].replica_gpus[replica], {gpu.id for gpu in spec.gpus}
     return all((not pinned or number in pinned) and (not limited or number in limited) for number in place.gpus)

@@ -22,10 +22,10 @@ _T = TypeVar("_T")
 
 
 class Site(msgspec.Struct, frozen=True):
-    """The nodes that can be used. Their GPUs are numbered through all nodes from 0 on, by the order of the node names.
+    """The nodes that can be used. All their GPUs have numbers from 0 on, in the order of the nodes' names.
 
-    `known_gpus` are GPUs that got a number earlier, each as its node and its number on the node. They keep their
-    number, also when they are gone, and other GPUs get the next numbers. `left_out` has the nodes with a problem.
+    `known_gpus` are GPUs that got a number earlier, each as its node and its number on the node. Such a GPU keeps its
+    number, also when it is gone, and new GPUs get the next numbers. `left_out` has the nodes with a problem.
     """
 
     nodes: tuple[ClusterNode, ...]
@@ -51,7 +51,10 @@ class Site(msgspec.Struct, frozen=True):
         return {node.name: node.machine.host_bytes for node in self.nodes}
 
     def lacking(self, checkpoint: str | None) -> list[ClusterNode]:
-        """Return the nodes that cannot load a checkpoint. The checkpoint is a path or an id of the hub."""
+        """Return the nodes that cannot load a checkpoint, which is a path or a hub id.
+
+        None is a checkpoint that all can load.
+        """
         return [node for node in self.nodes if checkpoint in node.missing]
 
     def places(self, engines: Mapping[tuple[str, int], Place]) -> dict[tuple[str, int], Place]:

@@ -37,7 +37,7 @@ class EngineProcess(ABC):
         self._failure_reason: str | None = None  # as the engine reported it
 
     async def prepare(self) -> None:  # noqa: B027 - an engine of this machine needs nothing
-        """Prepare the start so that API servers can connect to the engine. Raises EngineDeadError."""
+        """Prepare the start so that API servers can connect to the engine. Raises EngineDeadError if this fails."""
 
     async def start(self) -> EngineReady:
         """Start the engine and wait until it can serve. Return its ready message.
@@ -223,9 +223,9 @@ class LocalEngineProcess(EngineProcess):
 
 
 def common_limits(engines: Sequence[EngineReady]) -> EngineReady:
-    """Return one ready message for all replicas: each limit is the smallest one.
+    """Return one ready message for all replicas of a model. Each limit is the smallest limit of any replica.
 
-    The memory table is the first replica's.
+    The memory table is the table of the first replica.
     """
     lowest = {name: min(getattr(engine, name) for engine in engines) for name in engines[0].LOWEST}
     return msgspec.structs.replace(engines[0], load_s=max(engine.load_s for engine in engines), **lowest)

@@ -53,7 +53,7 @@ class EngineCluster(Protocol):
         on_place: Callable[[str, Sequence[int]], None],
         failed_nodes: Mapping[str, int],
     ) -> RemoteRun:
-        """Start an engine process on a node. Raises EngineDeadError if the process does not run.
+        """Start an engine process on a node and return it. Raises EngineDeadError if the process does not run.
 
         Args:
             start: the message that describes the engine.
@@ -69,8 +69,8 @@ class EngineCluster(Protocol):
 class RemoteEngineProcess(EngineProcess):
     """Starts an engine on a node. Each of the engine's messages to the supervisor is passed to `on_message`.
 
-    The process counts as ended when the cluster says so, or when its connection is lost. After a lost connection its
-    node ends the process, or the process ends without help.
+    The process counts as ended when the cluster says so, or when the connection to it is lost. In the second case the
+    node ends the process, or the process exits when it notices that no client is connected.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class RemoteEngineProcess(EngineProcess):
         return (await asyncio.shield(self._run.ended)).reason
 
     async def leave(self) -> None:
-        """Close the connection. If only the actor has died and the engine still runs, ask the engine to end before.
+        """Close the connection. If the engine still runs, because only its Ray actor has died, first tell it to exit.
 
-        An engine that does not end counts as an orphan from now on.
+        From now on an engine that has not exited counts as an orphan.
         """
         if self._is_left:
             return
@@ -148,10 +148,10 @@ class RemoteEngineProcess(EngineProcess):
             self._orphaned_s = time.monotonic() + ORPHAN_S  # also where this was cancelled
 
     async def wait_freed(self) -> None:
-        """Wait until an engine for which `leave` was called has closed its port, or has ended as an orphan.
+        """Wait until an engine has closed its port after `leave`, or until its time as an orphan is over.
 
-        A lost connection does not show whether the process has ended: it may hang, or the network may have had a gap.
-        An engine whose start was evicted ends by itself, because no client has connected to it.
+        A lost connection does not show whether the process has ended, because the process may hang or the network may
+        have failed. An engine whose start was evicted ends by itself, because no client has connected to it.
         """
         if self._run is None:
             await asyncio.sleep(self._unseen_s - time.monotonic())
@@ -216,7 +216,7 @@ class RemoteEngineProcess(EngineProcess):
 
 
 async def _is_closed(host: str, port: int, limit_s: float) -> bool:
-    """Return whether a node refuses connections to a port. The process that listened there has closed the port then."""
+    """Return whether a node refuses connections to a port, which means that no process listens there any more."""
     try:
         async with asyncio.timeout(limit_s):
             _, writer = await asyncio.open_connection(host, port)

@@ -57,7 +57,7 @@ class StuckWatch:
     def _problem(self, replica: int, engine: EngineProcess, now_s: float) -> str | None:
         """Return why a replica looks stuck, or None if it makes progress or is idle.
 
-        An idle replica is never reported, even if SIGSTOP suspended it.
+        An idle replica is not reported even if SIGSTOP has suspended it.
         """
         if engine.loaded is not None and not self._stats.open_requests(replica):
             return None

@@ -55,7 +55,10 @@ def run_on_nodes(address: str, request: RunOnNodes, on_node: Callable[[CommandEn
 
 
 def _read(stream: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
-    """Put whole lines into `lines`, and an empty line at the end. The pipes of `start` are unbuffered."""
+    """Put each complete line of `stream` into `lines`, and an empty line at the end of the stream.
+
+    The stream is an unbuffered pipe, whose own `readline` would make a system call per byte.
+    """
     buffer = b""
     while block := stream.read(2**20):
         *whole, buffer = (buffer + block).split(b"\n")

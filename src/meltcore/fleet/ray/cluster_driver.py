@@ -90,9 +90,10 @@ class ClusterDriver:
         self._lock = asyncio.Lock()
 
     async def connect(self) -> None:
-        """Start the driver process if it does not run.
+        """Start the driver process if it does not run, and wait until it is connected to the cluster.
 
-        Wait until it is connected to the cluster. Raises ConfigError.
+        Raises ConfigError if the cluster cannot be reached, or if it could not be reached before and is tried again
+        already.
         """
         async with self._lock:
             if self._process is not None and self._process.returncode is None:
@@ -243,7 +244,10 @@ class ClusterDriver:
         return sorted({start.node for start in self._running.values()})
 
     async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:
-        """Return all living nodes, each with the checkpoints that it cannot load. Raises ConfigError."""
+        """Return all living nodes, each with the checkpoints that it cannot load.
+
+        Raises ConfigError if the cluster cannot be read now.
+        """
         if self.problem:
             raise ConfigError(self._unchangeable)
         wanted = set(checkpoints)
@@ -253,7 +257,10 @@ class ClusterDriver:
         return await self._read_nodes()
 
     async def _read_nodes(self) -> list[ClusterNode]:
-        """Return all living nodes. Concurrent callers get the same answer. Raises ConfigError."""
+        """Return all living nodes. Concurrent callers get the same answer.
+
+        Raises ConfigError if the cluster cannot be read.
+        """
         if self._nodes is None or self._nodes.done():
             self._nodes = asyncio.get_running_loop().create_future()
             self._nodes.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -267,7 +274,7 @@ class ClusterDriver:
             raise ConfigError(f"the nodes cannot be read: {why}") from error
 
     def _without_own(self, nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
-        """Return the nodes with reserved memory that counts only what Ray has given to jobs outside this fleet."""
+        """Return the nodes without the memory that Ray has given to this fleet in their reserved memory."""
         own: defaultdict[tuple[str, int], float] = defaultdict(float)
         for start in self._running.values():
             for number in start.gpus:
@@ -403,7 +410,7 @@ class ClusterDriver:
             self._report(f"node {name} can be used again")
 
     def _lose(self, reason: str) -> None:
-        """Fail the open requests to the driver process, and connect to the cluster again.
+        """Fail the requests to the driver process that are open, and connect to the cluster again.
 
         Engines that can be reached continue.
         """

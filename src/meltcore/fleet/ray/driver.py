@@ -63,9 +63,9 @@ _HEAD_POLL_S, _HEAD_LIMIT_S = 2.0, 3.0  # the head node is asked so often, and h
 
 
 class Driver:
-    """Answers the lines of one other process.
+    """Answers the lines that one other process sends to this driver process.
 
-    When this process ends, its actors end, and with them the processes that they have started.
+    When the driver process ends, its actors end, and with them the processes that they have started.
     """
 
     def __init__(self, answer: Callable[[FromDriver], None]) -> None:
@@ -121,7 +121,7 @@ class Driver:
         return task
 
     async def _watch_head(self) -> None:
-        """Query the head node at intervals. Report when it stops to answer, and when it answers again.
+        """Query the head node at intervals. Report when it no longer answers, and when it answers again.
 
         Ray itself waits for the head node for a minute, and then ends this process.
         """
@@ -140,7 +140,7 @@ class Driver:
             await asyncio.sleep(_HEAD_POLL_S)
 
     async def _read_nodes(self, message: ReadNodes, after: asyncio.Task[None] | None) -> None:
-        """Answer a `ReadNodes` message, once the previous message was answered."""
+        """Answer a `ReadNodes` message after the task `after`, which answers the previous message of this kind."""
         if after is not None:
             await asyncio.wait({after})
         try:

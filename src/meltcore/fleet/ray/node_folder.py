@@ -20,8 +20,8 @@ class NodeFolder:
     """A folder that several processes share. The process that leaves the folder last removes it.
 
     Each owner holds a shared lock on `descriptor`. When the next folder is created here, folders without a living owner
-    are removed. SIGKILL drops the lock of an owner once no process that inherited the lock lives. A process that
-    inherited the lock keeps the folder from other processes, but not from `close` of the owner.
+    are removed. If an owner is killed, its lock is dropped when no process that has inherited the lock lives any more.
+    Such a process protects the folder from other processes, but not from `close` of the owner.
     """
 
     def __init__(self, name: str) -> None:

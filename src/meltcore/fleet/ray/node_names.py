@@ -41,9 +41,10 @@ class NodeNames:
         return sorted(named, key=lambda node: node["name"])
 
     def _running(self, alive: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the nodes without raylets that have ended.
+        """Return the nodes without those whose raylet has ended.
 
-        If another raylet joins on the same host, a connection shows which raylets have ended.
+        Ray may still list an ended raylet. If another raylet joins on the same host, a connection shows which one has
+        ended.
         """
         new = [node for node in alive if node["NodeID"] not in self._names]
         for node in alive:
@@ -70,10 +71,10 @@ def node_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str]) -> li
 
 
 def plain_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str], used: Collection[str]) -> dict[str, str]:
-    """Return the nodes, by id, whose name can become their host name again.
+    """Return the host names, by node id, that nodes can have as their names again.
 
-    This is so if no other node has the same host name any more. Names in `used` do not change, because engines have
-    been started on nodes by these names.
+    A node can have its host name if no other living node is on the same host. Names in `used` do not change, because
+    engines have been started on nodes by these names.
     """
     alone = Counter(host for host, _ in hosts)
     given = set(known.values())

@@ -35,8 +35,8 @@ def connected(address: str) -> Iterator[None]:
     """Connect this process to a cluster during the block.
 
     The address "local" starts a cluster of this machine, and "auto" finds the cluster of this node. A cluster that was
-    started here ends with the block, and its files are removed. Raises ConfigError if no cluster is found, if the
-    cluster requires a token that is missing here, and if ray is not installed or has another version.
+    started here ends with the block, and its files are removed. Raises ConfigError if no cluster is found, or if the
+    cluster requires a token that is missing here. Raises ConfigError also if ray is missing or has another version.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == "local":  # before Ray is imported, which reads them
@@ -160,8 +160,9 @@ class NodeReader:
     def read(self, checkpoints: list[str], limit_s: float, used: Collection[str]) -> list[ClusterNode]:
         """Return all living nodes with their GPUs, their memory, and the checkpoints that they cannot load, by name.
 
-        Nodes with engines, whose names are in `used`, keep their names. A node has a `problem` if it does not answer
-        within the limit, has another version of Meltcore, or if Ray counts other GPUs there than NVML.
+        Nodes with engines, whose names are in `used`, keep their names. A node gets a `problem` if it does not answer
+        within the limit, or if it has another version of Meltcore. It also gets one if Ray counts other GPUs there than
+        NVML.
         """
         import ray
 
@@ -195,9 +196,10 @@ def _ask(node_id: str, checkpoints: list[str]) -> Any:
 
 
 def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]) -> ClusterNode:
-    """Return a node with the answer to `question`. The answer is None if the node has not answered yet.
+    """Return a node with the GPUs, memory and checkpoints that the task `question` has read there.
 
-    `free` are the resources of the node that Ray can give away. A resource that is used up is missing there.
+    If the task has not answered or has failed, the node has a `problem`. `free` are the resources of the node that Ray
+    can give away. A resource that is used up is missing there.
     """
     import ray
 

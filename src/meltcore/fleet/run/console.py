@@ -42,7 +42,7 @@ def print_listening(host: str, port: int) -> None:
 
 
 def print_substitutes(substitute: Mapping[str, Sequence[str]]) -> None:
-    """Print one line for each language that models replace by another language, because users may not expect this."""
+    """Print one line for each language that the file replaces by others, because users may not expect it."""
     for language, others in substitute.items():
         print_line(f"meltcore: a model that does not know {language} gets it as {' or '.join(others)}", sys.stdout)
 

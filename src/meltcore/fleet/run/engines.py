@@ -118,8 +118,12 @@ class Launcher(ABC):
     ) -> EngineProcess:
         """Return an engine process that is not started yet.
 
-        Nodes in `failed_nodes`, with the number of exits there, are avoided if other nodes of a cluster have memory. An
-        engine whose sockets cannot be created never starts.
+        Args:
+            replica: the replica, with the place of the engine.
+            priority_class: class of the model's requests.
+            failed_nodes: number of the engine's exits by node. Nodes of a cluster with exits are avoided if others have
+                memory.
+            on_message: receives the engine's messages to the supervisor.
         """
 
 

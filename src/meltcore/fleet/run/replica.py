@@ -1,4 +1,4 @@
-"""Defines the life of one replica of a model by a table of states, and waits for the starts of all replicas.
+"""Defines the states of a replica by a table of transitions, and waits for the starts of all replicas of a model.
 
 The table holds for Meltcore's own engines and for servers that a command starts. `scripts/replica_picture.py` draws it.
 """
@@ -58,9 +58,12 @@ SERVED: frozenset[ReplicaState] = frozenset(("ready", "draining", "sleeping"))  
 
 
 class EngineExit(NamedTuple):
-    """The exit of an engine: its time.monotonic(), the engine's node in a cluster, and how long it was served.
+    """The exit of an engine.
 
-    `served_s` is the number of seconds for which all engines of the replica had served until then.
+    Args:
+        at_s: the time.monotonic() of the exit.
+        node: the engine's node in a cluster, or "" for this machine.
+        served_s: seconds for which all engines of the replica together had served until then.
     """
 
     at_s: float
@@ -120,16 +123,16 @@ class ReplicaLife(Generic[_P]):
     process: _P = field(init=False)  # the newest one
 
     def apply(self, event: ReplicaEvent) -> None:
-        """Change to the state that the table has for the current state and `event`.
+        """Change to the state that the table of transitions has for the current state and `event`.
 
-        Raises ValueError if there is none.
+        Raises ValueError if the event cannot happen in the current state.
         """
         if event not in LIFE[self.state]:
             raise ValueError(f"replica {self.index} is {self.state}, and {event!r} cannot happen there")
         self.state = LIFE[self.state][event]
 
     def begin(self, event: Literal["unload", "replace"]) -> None:
-        """Begin a new life after the process was ended. After "replace" earlier exits no longer count."""
+        """Prepare another start after the process was ended. After "replace" earlier exits no longer count."""
         self.apply(event)
         self.reason = ""
         if event == "replace":

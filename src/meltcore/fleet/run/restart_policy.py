@@ -74,13 +74,13 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     async def start(self, server: StartingServer) -> bool:
-        """Start the models of a server. Return False if a signal arrived before it served, or else True."""
+        """Start the models of a server. Return False if a signal arrived before they could serve, or else True."""
 
     @abstractmethod
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
         """Wait until the server must end, because its engines have ended.
 
-        `models` has one event per model. It is set when the model has no engine and will get none.
+        `models` has one event per model. The event is set when the model has no engine and will get none.
         """
 
     @abstractmethod
@@ -114,16 +114,16 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Wait until servers that run elsewhere answer, if their model is not ready without them.
+        """Wait until upstream servers that Meltcore does not start answer, if their model is not ready without them.
 
-        Raises the errors of `answered`.
+        The errors of `answered` pass through.
         """
 
     @abstractmethod
     def tell(self, tell: Callable[[], None]) -> None:
-        """Call `tell`, unless the server reports the event in another place.
+        """Report the outcome of a start, or the reaction to an exit, by calling `tell`.
 
-        `tell` reports the outcome of a start, or the reaction to an exit.
+        Do nothing if the server prints it elsewhere.
         """
 
     @abstractmethod
@@ -140,7 +140,7 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     def death_text(self, pause_s: float | None, num_models: int) -> str:
-        """Return the error of requests that were lost with an engine, if no other engine serves the model."""
+        """Return the error for requests that were lost with an engine while no other engine serves the model."""
 
     @abstractmethod
     def status(self, outage: Outage) -> tuple[ModelStatus, str]:

@@ -1,7 +1,7 @@
 """Runs one model of the supervisor on Meltcore's engines: starts, watches, restarts and replaces them.
 
-API servers get its state. An engine that dies ends only its own requests. The policy of the server decides whether and
-when it is started again.
+API servers receive the state of the model. When an engine dies, only the requests on this engine fail. The restart
+policy of the server decides whether and when the engine is started again.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ServedModel(SupervisedModel[Replica]):
         self._parts.policy.tell(lambda: self.log("engine_ready", replica, load_s=limits.load_s))
 
     def _reopen(self, limits: EngineReady) -> None:
-        """Update the limits in API servers if a new engine has lower ones, because another process has taken memory."""
+        """Lower the limits in API servers if a new engine has lower limits. Another process may have taken memory."""
         assert self.limits is not None
         common = msgspec.structs.replace(
             common_limits([self.limits, limits]), load_s=self.limits.load_s, memory=self.limits.memory

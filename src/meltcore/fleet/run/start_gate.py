@@ -14,7 +14,10 @@ WAVE = 64  # engines of a cluster that load at the same time: they read their ch
 
 
 class _Start(NamedTuple):
-    """An engine that loads or waits to load. If `measures`, it has no budget in bytes, and takes all free memory."""
+    """An engine that loads or waits to load.
+
+    If `measures` is true, it has no memory budget and takes all free memory.
+    """
 
     gpus: frozenset[str]
     measures: bool
@@ -27,8 +30,8 @@ class _Start(NamedTuple):
 class StartGate:
     """Lets engines load in the order of their calls, and concurrently if their memory allows it.
 
-    Engines with `memory_bytes` load concurrently. An engine without it takes all free memory of its GPUs, so it loads
-    alone there. An engine on a CPU never waits. Engines of a cluster start in groups of at most WAVE.
+    Engines with `memory_bytes` load concurrently. An engine without this budget takes all free memory of its GPUs, so
+    it loads alone on them. An engine on a CPU never waits. Engines of a cluster start in groups of at most WAVE.
     """
 
     def __init__(self) -> None:

@@ -118,7 +118,7 @@ class SupervisedModel(ABC, Generic[_R]):
         """
 
     def _is_final(self, replica: _R, error: MeltcoreError) -> bool:  # noqa: ARG002 - another try may help
-        """Return whether a start that has failed with this error would fail every time."""
+        """Return whether another start would fail with the same error."""
         return False
 
     def describe(self, replica: int, default: str) -> str:  # noqa: ARG002 - errors of other servers name them
@@ -150,7 +150,7 @@ class SupervisedModel(ABC, Generic[_R]):
             self.fail(str(error))
 
     async def _keep(self, replica: _R) -> None:
-        """Start the process of a replica. After each end start it again, as the policy decides."""
+        """Start the process of a replica, and start it again after each exit for as long as the policy decides to."""
         while True:
             await self.may_run.wait()
             try:
@@ -232,7 +232,7 @@ class SupervisedModel(ABC, Generic[_R]):
             self.set_status("failed", f"{self.name} could not be loaded: {self._shortened(reason)}")
 
     def _shortened(self, reason: str) -> str:
-        """Return a reason, shortened for the answers to refused requests."""
+        """Return `reason` shortened to the length that answers to refused requests may have."""
         return reason
 
     def drain(self, reason: str) -> None:
@@ -306,7 +306,7 @@ class SupervisedModel(ABC, Generic[_R]):
     # --- sleeping
 
     def begin_sleep(self) -> None:
-        """Make requests wait from now on, and start no more processes."""
+        """Make new requests wait from now on, and prevent starts of processes."""
         self.may_run.clear()
         for replica in self.replicas:
             if replica.state != "failed":

@@ -182,7 +182,10 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         return True
 
     async def wake_process(self, server: UpstreamServer, limit_s: float) -> str:
-        """Wake a server. If it does not wake, end it and start it again. So the return value is always ""."""
+        """Wake a server. If the server does not wake, end it and start it again.
+
+        Return "", because it serves or is starting.
+        """
         problem = ""
         try:
             await server.process.post(_WAKE_PATH, limit_s)

@@ -1,7 +1,8 @@
 """Runs NVIDIA's Multi-Process Service for the engines of a server, so that their kernels run on a GPU concurrently.
 
-Without MPS the driver lets processes take turns of about 2 ms. Each turn belongs to one process, however little of the
-GPU its kernels fill. The MPS daemon runs as the user of the server with folders of its own, and ends with the server.
+Without MPS the driver gives the whole GPU to one process after another, for about 2 ms each. This holds even if the
+kernels of a process fill only a small part of the GPU. The MPS daemon runs as the user of the server with folders of
+its own, and ends with the server.
 """
 
 from __future__ import annotations

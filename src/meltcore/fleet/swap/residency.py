@@ -1,9 +1,9 @@
-"""Decides which sleepable models are awake. It uses times, bytes and counts of requests, but no processes and clocks.
+"""Decides which sleepable models are awake. It reads times, bytes and counts of requests, but no processes and clocks.
 
 Models that take turns share the memory of their devices. A model that is needed replaces other models: idle ones first,
 then models of the least urgent class, then models that were used longest ago. Three rules limit swaps. Each model stays
-awake for a minimum time. A busy model keeps its turn unless a more urgent class waits. The swaps per minute are
-limited. No model starves: a model that has waited for several turns comes before all classes.
+awake for a minimum time. A busy model stays awake if no more urgent class waits. The swaps per minute are limited. No
+model starves: a model that was passed over several times comes before all classes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ class Demand(NamedTuple):
     Args:
         rank: index of the most urgent class that waits, where 0 is the most urgent. None if no request waits.
         running: whether engines work for the model.
-        is_forced: whether an operator wakes the model, or it has to be loaded. The minimum time and the limit of
-            swaps do
-            not apply then.
+        is_forced: whether an operator wakes the model, or it has to be loaded. The minimum time and the limit of swaps
+            then do not apply.
     """
 
     rank: int | None = None
@@ -39,7 +38,10 @@ class Demand(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A model to wake, and the models of `sleep` that must sleep before. The caller reports both to the policy."""
+    """A model to wake, and the models `sleep` that must sleep first.
+
+    The caller carries out the swap, and reports to the policy when each of the models sleeps or is awake.
+    """
 
     wake: int
     sleep: tuple[int, ...]
@@ -133,7 +135,7 @@ class Residency:
     # --- decisions
 
     def decide(self, now_s: float, demands: Mapping[int, Demand]) -> list[Swap]:
-        """Return the swaps to begin now. From now on their models count as falling asleep or waking up."""
+        """Return the swaps to begin now. Their models count as falling asleep or waking up from now on."""
         for key, member in self._members.items():
             member.demand = demands.get(key, Demand())
             is_wanted = member.demand.rank is not None or member.demand.is_forced
@@ -195,7 +197,7 @@ class Residency:
         return member.wanted_s is not None and now_s - member.wanted_s >= LONGEST_TURNS * self._turn_s
 
     def _victims(self, key: int, now_s: float) -> list[int] | None:
-        """Return the models that must sleep so that a model fits, or None if it cannot fit yet."""
+        """Return the models to put to sleep so that a model fits. Returns None if it does not fit yet."""
         member, occupants = self._members[key], self._occupants(self._members[key])
         allowed = [each for each in occupants if self._may_replace(member, self._members[each], now_s)]
         allowed.sort(key=lambda each: (-self._members[each].work_rank, self._members[each].used_s, each))
@@ -262,7 +264,10 @@ class Residency:
         return True
 
     def _room(self, device: str) -> int:
-        """Return the bytes on a device for models that take turns: the planned bytes, or the largest model's."""
+        """Return the bytes on a device that models which take turns share.
+
+        They are the planned bytes, or without a plan the bytes of the largest model.
+        """
         if (room := self._room_bytes.get(device)) is not None:
             return room
         return max(member.size_bytes.get(device) or 0 for member in self._members.values())

@@ -1,4 +1,4 @@
-"""Lets sleepable models take turns. It reads how urgently each is needed, and carries out the policy's swaps.
+"""Lets sleepable models take turns: reads how urgently each model is needed, and carries out the swaps of the policy.
 
 The numbers of waiting requests are in statistics that all processes share, so no message can be lost.
 """
@@ -61,9 +61,9 @@ class Turns:
             self._policy.move(key, device_bytes(model))
 
     def start(self) -> None:
-        """Begin the turns, after all models of the start were added.
+        """Begin to load and swap models, after all models of the start were added.
 
-        The most urgent class is loaded last and stays awake.
+        The models of the most urgent class are loaded last, so they stay awake.
         """
         self._run = asyncio.create_task(self._run_until_cancelled())
 
@@ -93,7 +93,10 @@ class Turns:
         await self._sleep(key)
 
     async def wake(self, model: Model) -> None:
-        """Wake a model before its turn, and put other models to sleep for it. Raises ConfigError if that fails."""
+        """Wake a model before a request needs it, and put other models to sleep for it.
+
+        Raises ConfigError if the model could not be woken.
+        """
         key = self._key(model)
         failures = self._failures[key]
         deadline_s = time.monotonic() + 2 * self._timeouts.start_s

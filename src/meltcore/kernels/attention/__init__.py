@@ -1,1 +1,1 @@
-"""Attention over a paged key-value cache: of one new token of many sequences, and of chunks of prompts."""
+"""Attention over a paged KV cache: decode (one new token of each sequence) and prefill (chunks of prompts)."""

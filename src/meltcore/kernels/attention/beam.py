@@ -1,8 +1,7 @@
 """Computes the decode attention of a beam search: over the prefixes of beams, and over the source that beams share.
 
-Beams of a sentence share most of their prefixes. So keys and values stay where they were written, and a table names for
-each beam and position the beam that wrote there. One program reads every entry of a sentence and head once, for all
-beams.
+Beams of a sentence share most of their prefixes. So keys and values are never copied. A table holds, for each beam and
+position, the beam whose entry is read. One program reads every entry of a sentence and head once, for all beams.
 """
 
 from __future__ import annotations

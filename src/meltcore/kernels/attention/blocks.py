@@ -1,18 +1,18 @@
 """One block of online softmax, for decode and prefill, over caches of 16 or 32 bits and of FP8.
 
 Softmax is computed online in float32 (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022,
-arXiv:2205.14135). Its running values have FlashAttention's names: `acc`, the weighted sum of values, `l_i`, the sum of
-exponentials, and `m_i`, the largest score, in powers of two.
+arXiv:2205.14135). Its running values have FlashAttention's names: `acc` is the weighted sum of values, `l_i` the sum of
+exponentials, and `m_i` the largest score. Exponentials are powers of two.
 
-An FP8 cache (e4m3) has keys and values without scales. They are outputs of a norm or of a GEMM after a norm, and e4m3
-keeps 4 significant bits from 2^-6 to 448. They are multiplied as float16, which represents all of them. Decode loads
-them as pairs of neighboring dims: ldmatrix transposes units of 16 bits only, and values loaded byte by byte reached 3.0
-of 4.4 TB/s (H200, 2026-11-22). Even and odd dims are then multiplied separately: a "part" is all dims, or for such
-pairs every second dim.
+An FP8 cache (e4m3) has keys and values without scales, since norms bound them, and e4m3 keeps 4 significant bits from
+2^-6 to 448. They are multiplied as float16, which represents every e4m3 number. Decode loads pairs of neighboring dims:
+ldmatrix transposes units of 16 bits only, and values loaded byte by byte reached 3.0 of 4.4 TB/s (H200, 2026-11-22).
+Even and odd dims are then multiplied separately. A "part" is every second dim of such pairs, and all dims of other
+caches.
 
 A sliding window is an argument of the kernels, or None for full attention. Triton compiles None in as a constant: the
-machine code of full attention has no trace of windows. A number is not specialized: all windows share one binary. As a
-constant it would save a few instructions per program and none per block.
+machine code of full attention has no trace of windows. A number is not specialized, so all windows share one binary. A
+constant number would save a few instructions per program and none per block.
 """
 
 from __future__ import annotations

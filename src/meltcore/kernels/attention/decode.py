@@ -1,9 +1,9 @@
 """Attention of one new token of many sequences (decode) over a paged cache.
 
-A cache is [pages, page_size, kv_heads, head_dim], contiguous. The page table is the engine's persistent one, [rows,
-max_pages] int64: entry p of a row is the cache page of the sequence's tokens p * page_size and on.
+A cache is [pages, page_size, kv_heads, head_dim], contiguous. The page table is the engine's persistent table, [rows,
+max_pages] int64. Entry p of a row is the cache page of the sequence's tokens from p * page_size on.
 
-One kernel takes a token from the QKV projection to its attention. The program with the end of a sequence stores the new
+One kernel takes a token from the QKV projection to its attention. The program of a sequence's last split stores the new
 key and value. The program that finishes last combines the sequence's KV splits. This replaces three launches per layer.
 """
 
@@ -47,7 +47,7 @@ class DecodeLaunch(NamedTuple):
     Args:
         splits: the maximum number of KV splits of a sequence, a power of two.
         combined: the number of splits that are combined at a time.
-        prefetch: a split starts, and loads its first blocks, before the previous kernel has ended.
+        prefetch: whether a split starts, and loads its first blocks, before the previous kernel has ended.
     """
 
     splits: int
@@ -129,19 +129,21 @@ def decode_launch(
     sms: int,
     shared_bytes: int,
 ) -> DecodeLaunch:
-    """Return the launch parameters for these shapes. Lengths are known only to the device, so a graph can capture them.
+    """Return the launch parameters for these shapes. They do not depend on lengths, so a graph can capture the launch.
 
     A split is about `split_pages` pages, or more if a sequence would have more than `splits` such splits. All splits of
     a sequence have about the same length.
 
-    With few sequences, programs start early, and a sequence gets as many splits as can run concurrently. They have
-    three or four stages, whichever leaves less shared memory empty. Many sequences are best left whole (400 sequences
-    of 640 tokens: 97 % of read bandwidth, 89 % in two splits each; H200, 2026-11-21). Very long sequences among them
-    are split, since they would delay the rest. A second program per sequence costs almost nothing if it finds no split.
-    With heads of 256 it does cost time: 206 instead of 165 us at 256 sequences of 1,280 tokens (2026-11-22).
+    With few sequences, programs start early, and a sequence gets as many splits as can run concurrently. Such programs
+    have three or four stages, whichever leaves less shared memory empty. Many sequences are best left whole (400
+    sequences of 640 tokens: 97 % of read bandwidth, 89 % in two splits each; H200, 2026-11-21). Very long sequences
+    among many are still split, since each would delay the end of the launch. A second program per sequence costs almost
+    nothing if it finds no split. With heads of 256 the second program costs time: 206 instead of 165 us at 256
+    sequences of 1,280 tokens (2026-11-22).
 
-    A sequence of 4 key heads, or of 2 with 256 dims, has 8 warps, which combine most of its splits together. This saves
-    2.3 us for a layer of Qwen3-30B-A3B and 5 us for a layer of Qwen3.5-35B-A3B, both with 1,166 tokens (2026-11-29).
+    For a sequence of 4 key heads, or of 2 with 256 dims, programs have 8 warps and combine up to 32 splits at a time.
+    This saves 2.3 us for a layer of Qwen3-30B-A3B and 5 us for a layer of Qwen3.5-35B-A3B, both with 1,166 tokens
+    (2026-11-29).
 
     Args:
         sequences: the number of sequences.

@@ -1,7 +1,7 @@
 """Stores keys and values of the QKV projection in the paged cache, and computes rotated queries.
 
-Queries are normalized and rotated by the attention kernels themselves, as they load them: written and read once more,
-they would be half of the memory traffic here.
+The attention kernels normalize and rotate queries as they load them. Writing and reading queries once more would double
+the memory traffic of this kernel.
 """
 
 from __future__ import annotations

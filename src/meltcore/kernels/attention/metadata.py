@@ -15,8 +15,8 @@ BLOCK_QUERIES = 64
 class PaddedGroup(NamedTuple):
     """Neighboring sequences [first, last) of a step, padded to one query length and one page count.
 
-    Padding is the cost of the reference implementation. The planner sorts sequences so that this cost stays below a
-    factor of two.
+    Padding costs the reference implementation time. The engine sorts sequences so that padding costs less than a factor
+    of two.
     """
 
     first: int
@@ -33,23 +33,23 @@ class AttentionMetadata(NamedTuple):
     Args:
         page_table: [rows, max_pages] int64, the engine's persistent table.
         rows: [sequences] int64, each sequence's row.
-        context_lens: [sequences] int64, tokens before this step, which is the position of the first query; -1 for
-            padding.
-        slot_mapping: [tokens] int64, where each token's key and value go (page * page_size + offset). It is empty where
-            all sequences decode on CUDA, whose kernel reads the page table itself.
-        num_decodes: how many sequences, the first ones, have a single query.
-        query_tiles: for the prefill kernel, [tiles, 4] int32, the queries of the other sequences (`make_query_tiles`),
-            counted from the first of them.
-        padded_index: for the reference, [tokens] int64, each token's index in the padded form of its group.
-        padded_groups: for the reference, how sequences are padded together, covering all of them in order.
-        shared: what layers with the same page table compute once in a step. None means that nothing is shared.
+        context_lens: [sequences] int64, the number of tokens before this step, which is the position of the first
+            query. Padding has -1.
+        slot_mapping: [tokens] int64, the cache slot of each token's key and value, page * page_size + offset. It is
+            empty if all sequences decode on CUDA, because that kernel reads the page table itself.
+        num_decodes: the number of sequences with a single query, which come first.
+        query_tiles: [tiles, 4] int32 from `make_query_tiles`, for the prefill kernel: the tokens of the other
+            sequences, counted from the first of these tokens.
+        padded_index: [tokens] int64, for the reference: each token's index in the padded form of its group.
+        padded_groups: for the reference: the groups of sequences that are padded together, in order.
+        shared: results that layers with the same page table compute once per step and share. None shares nothing.
         state_slots: [sequences] int64, the slot of each sequence's recurrent state.
-        query_start_loc: [sequences + 1] int64, index of each sequence's first token, at last the number of tokens.
+        query_start_loc: [sequences + 1] int64, the index of each sequence's first token, then the number of all tokens.
         chunk_indices: [chunks, 2] int32, the chunks of the sequences that have more than one query
             (`make_chunk_indices`).
 
-    The last three are empty where a model has no recurrent layers. The last two are also empty where all sequences
-    decode in a CUDA graph.
+    `state_slots`, `query_start_loc` and `chunk_indices` are empty if a model has no recurrent layers. `query_start_loc`
+    and `chunk_indices` are also empty if all sequences decode in a CUDA graph.
     """
 
     page_table: torch.Tensor
@@ -78,12 +78,12 @@ class AttentionParams(NamedTuple):
     """The parameters of a layer's attention, the same at every step. Masks are causal.
 
     Args:
-        norms: norms of query and key heads, or None where heads are not normalized.
+        norms: the norms of query and key heads. None means that heads are not normalized.
         rotary_table: [max_positions, head_dim] float32, see `rotary_table`.
         key_cache: [pages, page_size, kv_heads, head_dim], contiguous.
         value_cache: [pages, page_size, kv_heads, head_dim], contiguous.
         scale: factor of the scores.
-        sliding_window: how many of the newest keys a query sees, its own included, or None for all of them.
+        sliding_window: the number of newest keys that a query sees, its own included. None lets it see all keys.
     """
 
     norms: HeadNorms | None
@@ -109,9 +109,9 @@ class AttentionParams(NamedTuple):
 def make_query_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
     """Cut chunks of prompts into tiles of at most BLOCK_QUERIES tokens.
 
-    A chunk is (row in the page table, index of the first token, tokens, position of the first token). Returns [tiles,
-    4] int32, each a tile in the same form. Tiles with most keys come first. The device starts tiles in this order, and
-    short tiles fill the gaps at the end.
+    A chunk is (row in the page table, index of the first token, number of tokens, position of the first token). Returns
+    [tiles, 4] int32 with these four numbers of each tile. Tiles with most keys come first. The device starts tiles in
+    this order, and short tiles fill the gaps at the end.
     """
     table = np.array(list(chunks), dtype=np.int32).reshape(-1, 4)
     tile_counts = -(-table[:, 2] // BLOCK_QUERIES)

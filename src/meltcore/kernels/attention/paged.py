@@ -102,7 +102,7 @@ def _attend_group(
 def _group_keys(
     params: AttentionParams, metadata: AttentionMetadata, group: PaddedGroup, group_size: int
 ) -> _GroupKeys:
-    """Return the keys of a padded group, which all layers of a step with these keys share."""
+    """Return the keys of a padded group. Layers of a step with the same window and heads share the result."""
     name = group, params.sliding_window, group_size, params.key_cache.shape[1]
     found = None if metadata.shared is None else metadata.shared.get(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""Attention of chunks of prompts (prefill) over a paged cache: causal, and ragged by tiles of queries."""
+"""Causal attention of chunks of prompts (prefill) over a paged cache. Tiles of queries allow chunks of any lengths."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def prefill_launch(head_dim: int, element_bytes: int) -> PrefillLaunch:
     queries, a program takes at most 112 KiB on Hopper, which keeps a third block for its asynchronous matrix
     instructions. On other GPUs it takes less, so that consumer GPUs support it.
 
-    Heads of 256 have two stages: 258 and 375 TFLOP/s. With 8 warps, with smaller or larger blocks or with a third
-    stage, they reach 82 to 189 and 96 to 305 TFLOP/s. Float32 is for checking and does not use matrix units. It has one
-    stage if the queries alone take 64 KiB.
+    Heads of 256 have two stages and reach 258 and 375 TFLOP/s for two shapes. With 8 warps, with smaller or larger
+    blocks or with a third stage, they reach 82 to 189 and 96 to 305 TFLOP/s. Float32 is for checking and does not use
+    matrix units. It has one stage if the queries alone take 64 KiB.
     """
     if element_bytes > 2:
         return PrefillLaunch(1, max(16, 2**13 // (head_dim * element_bytes)), 8, stages=2 if head_dim <= 128 else 1)
@@ -129,7 +129,7 @@ PACKED_PAIRS = PrefillLaunch(2, 64, warps=8, stages=2, registers=128)
 def select_launch(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, tiles: int) -> PrefillLaunch:
     """Return the launch parameters for a number of tiles and heads.
 
-    About half of a graph's tiles are padding, which exits.
+    About half of the tiles in a CUDA graph are padding, whose programs exit immediately.
     """
     kv_heads, head_dim = key_cache.shape[2:]
     can_pack = (

@@ -1,7 +1,7 @@
 """Attention of chunks of prompts on Hopper GPUs, in CUDA C++ (prefill_loads.cu, prefill_wgmma.cu).
 
 Triton's kernel leaves the tensor cores idle while a program computes its softmax. Here two warp groups take turns: one
-multiplies while the other computes its softmax. Two more load what both need next.
+multiplies while the other computes its softmax. Two more warp groups load the next queries, keys and values.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def supports(qkv: torch.Tensor, params: AttentionParams, heads: int) -> bool:
 def is_faster(tiles: int, heads: int, device: torch.device) -> bool:
     """Return whether the kernel is faster than Triton's kernel, two programs of which fit on an SM.
 
-    It is faster if nearly every SM has an item (docs/decisions/prefill-attention.md).
+    It is faster if nearly every SM has a work item (docs/decisions/prefill-attention.md).
     """
     return tiles * heads // 2 >= 0.95 * sm_count(device)
 

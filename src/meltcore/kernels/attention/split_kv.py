@@ -22,7 +22,7 @@ MAX_SPLIT_PAIRS = 2**16
 
 
 def tile_rows(heads: int) -> int:
-    """Return the rows of a tile for this number of query heads: tl.dot takes no fewer than 16."""
+    """Return the rows of a tile for this number of query heads, at least 16, since tl.dot requires 16 rows."""
     return max(16, 1 << (heads - 1).bit_length())
 
 

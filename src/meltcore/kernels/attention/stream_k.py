@@ -1,10 +1,10 @@
 """Decode attention of about 17 to 128 sequences: enough to fill the device, too few for even waves of programs.
 
-With one program per sequence and key head, 100 sequences of 8 key heads are 800 programs where 396 run concurrently:
-two waves and a third for the rest. Here the key blocks of all sequences form one range, which is cut into equal work
-ranges, as many as run concurrently. One program per tile of key heads walks each range (the schedule of Stream-K, Osama
-et al. 2023, arXiv:2301.03598, for attention). Where a work range ends within a sequence, the sequence is split, and the
-program that finishes last combines its splits.
+With one program per sequence and key head, 100 sequences of 8 key heads are 800 programs, of which 396 run
+concurrently. The third wave would be almost empty. Here the key blocks of all sequences form one range, which is cut
+into equal work ranges, as many as run concurrently. One program per tile of key heads walks each range (the schedule of
+Stream-K, Osama et al. 2023, arXiv:2301.03598, for attention). Where a work range ends within a sequence, the sequence
+is split, and the program that finishes last combines its splits.
 
 A program walks its work range in one loop over the ends of sequences. A split begins and is finished between two
 blocks, while the blocks after them, also of the next sequence, are in flight. The first blocks are in flight while the
@@ -59,8 +59,8 @@ def stream_k_for(sequences: int, heads: int, kv_heads: int, head_dim: int, devic
     only smaller blocks, which are slower.)
 
     Two key heads are neighbors on a page. If their query heads fit in the 16 rows that tl.dot needs, two key heads cost
-    no more arithmetic than one and are 1 % faster. Four or eight are slower, since the splits of their more work ranges
-    take longer to combine (H200, 2026-11-21).
+    no more arithmetic than one and are 1 % faster. Programs of four or eight key heads are slower. They have more work
+    ranges, whose splits take longer to combine (H200, 2026-11-21).
     """
     programs = sm_count(device) * max(1, shared_memory_bytes(device) // (96 * 2**10))
     if sequences > MAX_SEQUENCES or sequences * kv_heads < sm_count(device) or head_dim > _MAX_HEAD_DIM:

@@ -1,12 +1,13 @@
 """All-reduce in one launch, for messages whose latency exceeds their transfer time.
 
 Words pass through symmetric memory (comm/symmetric_memory.py). In one shot, a rank writes its values to all others,
-waits for their values, and sums them: one trip over the link. In two shots, every rank receives one slice of each row
-from all others, sums it, and sends the sum to all: two trips, and with 8 ranks a quarter of the words. Both give every
-rank the same bits: in one shot all sum in the same order, in two shots one rank sums a number for all.
+waits for their values, and sums them. This is one trip over the link. In two shots, every rank receives one slice of
+each row from all others, sums it, and sends the sum to all. These are two trips, and with 8 ranks a quarter of the
+words. Both give every rank the same bits. In one shot all ranks sum in the same order. In two shots one rank computes a
+sum for all ranks.
 
-The next operations of a layer are fused: the sum is added to the residual stream, and that is normalized, one program
-per row. So is the operation before: a token's partial sum may be the weighted sum over its experts.
+The next operations of a layer are fused: a program adds the sum of a row to the residual stream and normalizes the row.
+The previous operation is fused too: a token's partial sum may be the weighted sum over its experts.
 
 The specification is `all_reduce_reference`, then `rms_norm`. Without symmetric memory torch.distributed does the same.
 """
@@ -268,7 +269,7 @@ def all_reduce_rms_norm(
     *,
     phases: Phases = ALL_PHASES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return total = the result of `all_reduce`, and norm(total). partial_sum: [rows, size].
+    """Return the result of `all_reduce` and its norm. partial_sum: [rows, size].
 
     `can_fuse_norm` tells whether its size and layout are supported.
     """

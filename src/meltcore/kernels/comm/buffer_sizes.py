@@ -1,4 +1,4 @@
-"""Sizes of the memory through which ranks reduce. No torch: the plan of a fleet counts it."""
+"""Sizes of the buffers through which ranks all-reduce. It needs no torch, so the plan of a fleet can count them."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
 """All-reduce in stages of one launch each, for messages of prompt steps, whose transfer time exceeds their latency.
 
-Tiles of rows belong to the ranks in turn. A rank sends its tiles to their owners; an owner sums a tile over all ranks,
-adds the residual and sends the rounded sum to all; every rank stores all sums and their norms. Between two stages, a
-launch of one program tells the other ranks that this rank's data has arrived, and waits for their data. No other
-program waits: where hundreds polled beside the data that they waited for, some graphs took 10 ms instead of 0.1
+Tiles of rows belong to the ranks in turn. A rank sends its tiles to their owners. An owner sums a tile over all ranks,
+adds the residual and sends the rounded sum to all ranks. Every rank stores all sums and their norms. Between two
+stages, a launch of one program tells the other ranks that this rank's data has arrived, and waits for their data. No
+other program waits. With hundreds of polling programs, some graphs took 10 ms instead of 0.1 ms
 (docs/decisions/all-reduce.md, row 8).
 
-A buffer (buffer_sizes.py) holds one message of rows and one of sums. Both are free when they are written. A rank that
-sends rows has received all sums of the previous message, so all rows of it have been read. A rank that sends sums has
-received rows from all ranks, which had read all sums of the previous message. Longer messages are cut into several.
+A buffer (buffer_sizes.py) holds one message of rows and one of sums. Both parts are free when they are written. A rank
+that sends rows has received all sums of the previous message, so all rows of that message have been read. A rank that
+sends sums has received rows from all ranks, which had read all sums of the previous message. Longer messages are cut
+into several.
 
-The operation before is fused as in all_reduce.py: a row may be the weighted sum over a token's experts. The
+The previous operation is fused as in all_reduce.py: a row may be the weighted sum over a token's experts. The
 specification is the same, `all_reduce_rms_norm_reference`.
 """
 
@@ -354,7 +355,7 @@ def _launch(
 
 
 def _exchange(stage: int, memory: SymmetricMemory) -> None:
-    """Report to the other ranks that this rank's rows (stage 0) or sums (stage 1) have arrived, and wait for theirs."""
+    """Report that this rank's rows (stage 0) or sums (stage 1) have arrived. Wait for the other ranks' reports."""
     _all_reduce_exchange_kernel[(int(memory.has_messages),)](
         memory.pointers,
         memory.messages,

@@ -1,19 +1,19 @@
 """Symmetric memory: a buffer per rank that the kernels of all ranks write to, in words of 32 bits.
 
 Every rank's buffer is mapped into the address space of all others (`SymmetricMemory`). A slot holds EMPTY until a word
-is written to it, and again once that word is read. The word is its own arrival flag, so no fence and no separate flag
-is needed (Lamport 1977, doi:10.1145/359863.359878); NCCL's LL protocol sends a flag with each word instead, which takes
-half of the bandwidth. No word equals EMPTY, see `avoid_empty`.
+is written to it, and again once that word is read. The word is its own arrival flag, so neither a fence nor a separate
+flag is needed (Lamport 1977, doi:10.1145/359863.359878). NCCL's LL protocol sends a flag with each word instead, which
+takes half of the bandwidth. No word equals EMPTY, see `avoid_empty`.
 
 A chunk of 512 words has a step counter, and in the buffer one slot per sender, double-buffered by the step's parity.
 Double buffering is safe for two reasons. Every launch makes every rank receive something from every other rank, and a
 rank sends only after its earlier launches have ended. So a sender that reuses a slot has, since the last use, received
-something that its receiver sent after emptying the slot. So every launch must exchange data between all ranks.
+something that its receiver sent after emptying the slot. This is why every launch must exchange data between all ranks.
 
 Behind the chunks is space for one long message, which staged_all_reduce.py reduces: counters of its two stages, its
 rows and its sums. These words are not emptied.
 
-NVLink multicast is not used. A rank that waits for one that is gone waits until its host sets the abort flag.
+NVLink multicast is not used. A rank that waits for a rank that has ended waits until the host sets the abort flag.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ class SymmetricMemory(NamedTuple):
     Args:
         pointers: [ranks + 1] int64, each rank's buffer as mapped on this device, then the abort flag.
         steps: [chunks] int32, zeros at start, when all buffers are EMPTY_BYTE.
-        messages: [STAGES] int64, how many waits of each stage have ended. They are zeros at start.
+        messages: [STAGES] int64, the number of waits of each stage that have ended, zeros at start.
         rank: this rank.
         abort_flag: [1] int32, host memory that the device reads. Once it is not zero, reductions stop waiting and their
             results are undefined.
-        has_messages: False where the buffers end with the chunks, so that kernels of long messages are compiled and not
-            run.
+        has_messages: False if the buffers end with the chunks. Kernels of long messages are then compiled, but not run.
     """
 
     pointers: torch.Tensor

@@ -1,8 +1,8 @@
-"""FP8 tensors whose scales are shared by blocks: of a weight 128 columns of some rows, of a token 128 columns.
+"""FP8 tensors with a scale per block. A block has 128 columns of a token, or 128 columns of several rows of a weight.
 
-Published checkpoints scale blocks of 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3). A weight here may have
-fewer rows per scale: those that lie in one published block after its rows were reordered or sharded. One scale for all
-columns of a row is the same format with one block of columns.
+Published checkpoints scale blocks of 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3). A weight whose rows were
+reordered or sharded may have fewer rows per scale. The format also has weights with one scale per row: their only block
+of columns has all columns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BlockFp8Tensor(NamedTuple):
         return columns if self.scales.shape[-1] == 1 else BLOCK
 
     def as_bytes(self) -> GgmlTensor | None:
-        """Return a weight with scales of whole blocks of columns for the kernels of block-quantized weights."""
+        """Return the weight for the kernels of block-quantized weights, or None if its blocks are not 128 columns."""
         columns = self.values.shape[-1]
         if self.column_group != BLOCK or columns % BLOCK:
             return None

@@ -219,9 +219,9 @@ def block_fp8_expert_outputs(
 def _quantize_if_many(
     hidden: torch.Tensor, weight: BlockFp8Tensor, dispatch: Dispatch
 ) -> torch.Tensor | BlockFp8Tensor:
-    """Quantize `hidden`, unless every program can quantize its own inputs.
+    """Return `hidden` quantized, or as it is if every program of the GEMM quantizes its own inputs.
 
-    Programs quantize their inputs if these are few and the weight has scales of whole blocks.
+    Programs quantize their inputs if there are few tokens and the weight has scales per block.
     """
     is_few = dispatch.mode != "grouped" and weight.scales.shape[2] > 1
     return hidden if is_few else quantize_tokens(hidden, weight)

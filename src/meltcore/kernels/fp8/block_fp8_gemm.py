@@ -1,9 +1,9 @@
 """GEMM of tokens with an FP8 weight that has a scale per block, for few tokens and for many.
 
-It has the method of gemm/split_k.py. A step of the main loop multiplies 128 columns on the tensor cores. Both operands'
-scales of these columns are applied to the result before it is added to the sums in float32. For few tokens the program
-quantizes them itself, to the same values as `quantize_tokens`, which saves a launch. Sums have a fixed order: the order
-of the columns within a split, then the order of the splits.
+It uses the method of gemm/split_k.py. A step of the main loop multiplies 128 columns on the tensor cores. Both
+operands' scales of these columns are applied to the result before it is added to the sums in float32. Few tokens are
+quantized by the program itself, to the same values as by `quantize_tokens`, which saves a launch. Sums have a fixed
+order: the order of the columns within a split, then the order of the splits.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def _block_fp8_gemm_kernel(
 def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes: int) -> GemmConfig:
     """Select the configuration for a number of tokens and a weight [rows, k].
 
-    For few tokens, the time is that of reading the weight. Two programs per SM overlap loads with computing, and splits
-    of k fill the SMs. For many tokens, one program of an SM applies scales while another one multiplies. (Not measured
-    yet: docs/decisions/quantized-weights.md.)
+    For few tokens, reading the weight takes most of the time. Two programs per SM overlap loads with computing, and
+    splits of k fill the SMs. For many tokens, one program of an SM applies scales while another one multiplies. (Not
+    measured yet: docs/decisions/quantized-weights.md.)
     """
     steps = num_blocks(k)
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64

@@ -1,7 +1,7 @@
 """Matrix multiplication of tokens with an FP8 weight that has a scale per block: both operands in e4m3.
 
-Every kernel quantizes a token to the same values, per block of 128 columns, so that an answer depends on the batch size
-as little as in wider types.
+Every kernel quantizes a token to the same values, per block of 128 columns. So an answer depends on the batch size as
+little as in wider types.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FP8 GEMV for one token, as in gemm/gemv.py, and FP8 skinny GEMM for up to 16 tokens.
 
 One token is quantized inside the kernel, to the same values as by `quantize`, whose launch would take as long as the
-GEMV. Several tokens must be quantized before: otherwise every program would quantize all of them. Products of e4m3
-numbers are exact in float16, and sums are float32, at no cost, since the kernel is memory-bound. Scales are applied to
-the sums.
+GEMV. Several tokens must be quantized before the launch, since otherwise every program would quantize all of them.
+Products of e4m3 numbers are exact in float16, and sums are float32, at no cost, since the kernel is memory-bound.
+Scales are applied to the sums.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def fp8_gemv(
 ) -> torch.Tensor:
     """Compute norm(hidden) W^T for one token and an FP8 weight, with the options of `gemv`.
 
-    The weight is read before the previous kernel has ended: that kernel must not write it.
+    The weight is read before the previous kernel has ended, so that kernel must not write it.
 
     The default configuration is the best of a sweep over a Qwen3-0.6B layer (H200, 2026-11-21), as in
     `fp8_skinny_gemm`.

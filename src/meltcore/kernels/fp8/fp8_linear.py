@@ -1,7 +1,7 @@
 """Matrix multiplication of tokens with an FP8 weight: both operands in e4m3 with a scale per row, sums in float32.
 
-Every kernel quantizes a token to the same values, so that an answer depends
-on the batch size as little as in wider types.
+Every kernel quantizes a token to the same values, so that an answer depends on the batch size as little as in wider
+types.
 """
 
 from __future__ import annotations

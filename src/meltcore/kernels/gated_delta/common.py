@@ -7,12 +7,12 @@ changes S so that its key maps closer to its value, and reads S with its query:
 
 Queries, keys and values have passed a causal convolution over their last few inputs, channel by channel, and SiLU.
 
-A sequence has a slot of two tensors: recurrent_states [slots, heads, key_dim, value_dim] float32, and conv_states
-[slots, kernel, conv_channels], a ring of the convolution's last inputs: the input of position p is in entry p % kernel.
-Slots may be any distance apart. A sequence at position 0 starts from zeros, whatever its slot holds.
+A sequence has a slot in two tensors: recurrent_states [slots, heads, key_dim, value_dim] float32, and conv_states
+[slots, kernel, conv_channels]. The latter is a ring of the convolution's last inputs: the input of position p is in
+entry p % kernel. Slots may be any distance apart. A sequence at position 0 starts from zeros, whatever its slot holds.
 
 Prefill cuts prompts into chunks of CHUNK tokens. Its intermediate tensors have one row per chunk, [chunk_rows, ...],
-CHUNK tokens long even where the chunk is shorter: a kernel then loads whole tiles, without a mask or an address
+with space for CHUNK tokens even if the chunk is shorter. So a kernel loads whole tiles, without a mask or an address
 computation for each token.
 """
 

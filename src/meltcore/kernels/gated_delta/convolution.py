@@ -1,6 +1,6 @@
 """The causal convolution before Gated DeltaNet for chunks of prompts. It also normalizes queries and keys.
 
-It is a separate kernel: fused with a chunk's dots, its many loads would take the registers that hide their latency. A
+It is a separate kernel: if it were fused with a chunk's dot products, its many loads would need too many registers. A
 thread has the same 8 channels of all tokens of its program, so it loads and converts each number once.
 """
 

@@ -14,8 +14,8 @@ def gated_delta_net(projected: torch.Tensor, params: GatedDeltaParams, metadata:
     """Compute convolution, delta rule and gated norm of a step's tokens, and update the states in the slots.
 
     projected: [tokens, width], with the columns of `GatedDeltaShape`. A sequence without tokens before this step starts
-    from zeros, any other sequence from its slot. Returns [tokens,
-    heads * value_dim] in the type of `projected`.
+    from zeros, and any other sequence starts from its slot. Returns [tokens, heads * value_dim] in the type of
+    `projected`.
     """
     shape = params.shape
     require_layout(projected, params, shape)

@@ -1,7 +1,8 @@
 """Gated DeltaNet for chunks of prompts (prefill) of different lengths.
 
-There are four kernels: the convolution of all tokens; the part of each chunk of 64 tokens that does not depend on the
-recurrent state; the scan of the states over the chunks of their sequences; and the gated norm.
+Four kernels run one after another. The first computes the convolution of all tokens. The second computes, for each
+chunk of 64 tokens, what does not depend on the recurrent state. The third scans each state over the chunks of its
+sequence. The last is the gated norm.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The sequential part of Gated DeltaNet's prefill: each head's state goes through the chunks of its sequence.
 
-A program carries some values of a head, which are columns of its state and independent of each other. With names as in
+A program carries some columns of a head's state, one per value. Columns are independent of each other. With names as in
 gated_delta/intra_chunk.py a chunk takes the state S to
 
     u = T diag(beta) (v - exp(G) k S);    out = exp(G) q S + P u;    S <- exp(G_last) S + k^T (exp(G_last - G) u)
 
 All of it is computed transposed, with S as [values, keys] and tokens in columns. The left operand of every dot is then
-the result of the one before, in registers, where tensor cores take it, and the right operand was loaded: nothing passes
-through shared memory from one dot to the next, and no barrier is between them.
+the result of the previous dot in registers, from which tensor cores can read it. The right operand was loaded. So no
+result passes through shared memory, and no barrier is between two dots.
 
 The gated norm, over all values of a head, is a kernel after this one, which transposes tokens back into rows.
 """
@@ -47,7 +47,7 @@ class ScanLaunch(NamedTuple):
 
 
 def scan_launch(shape: GatedDeltaShape, sequences: int, element_bytes: int, device: torch.device) -> ScanLaunch:
-    """Select the launch parameters. Programs carry whole heads if these give work to about half of the SMs.
+    """Select the launch parameters. A program carries a whole head if whole heads give work to about half of the SMs.
 
     Keys are loaded once per program, so that fewer, larger programs load less.
     """

@@ -2,8 +2,8 @@
 
 For one token a general GEMM mostly waits: it has too few programs, splits the sum over launches, or has too few loads
 in flight. Here a program takes a few rows of the weight and holds all of them in registers. It loads them before the
-previous kernel has ended (see launch.py), and fuses what surrounds a GEMV in a block: the norm before it, and the
-activation or the addition after it. Sums are float32, in a fixed order.
+previous kernel has ended (see launch.py). It fuses the norm before the GEMV, and the activation or the residual add
+after it. Sums are float32, in a fixed order.
 """
 
 from __future__ import annotations

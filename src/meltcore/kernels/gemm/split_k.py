@@ -1,7 +1,7 @@
 """Split-K GEMM in Triton for up to 128 tokens. Output tiles that are too few for all SMs are split along K.
 
 At these sizes a GEMM takes about as long as reading its weight, and a library's tiles leave most SMs idle. A program
-takes BLOCK_N rows of the weight and one split of their columns; the last program of a tile to finish sums the partial
+takes BLOCK_N rows of the weight and one split of their columns. The last program of a tile to finish sums the partial
 results, in the order of the splits. It prefetches its weights before the previous kernel has ended (see launch.py).
 Sums are float32, and results do not depend on which program is last.
 
@@ -127,7 +127,7 @@ def reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K: tl.const
 def split_counters(device: torch.device) -> torch.Tensor:
     """Return the counters of finished splits per tile, which are zeros before and after every launch.
 
-    One tensor per device, since launches follow each other on one stream. Captured graphs keep its address.
+    A device has one tensor, since launches follow each other on one stream. Captured graphs keep its address.
     """
     return torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
@@ -221,8 +221,8 @@ def split_workspace(
 def select_config(tokens: int, rows: int, k: int, num_sms: int, shared_bytes: int) -> GemmConfig:
     """Select the configuration for a weight [rows, k] and a program's `shared_bytes` of shared memory.
 
-    A program takes over half of an SM's shared memory. Where two fit, PDL puts two on one SM while others stay empty;
-    so there are no more programs than SMs, if possible. Measured in a chain of 28 layers of Qwen3-0.6B (H200,
+    A program takes over half of an SM's shared memory: if two programs fit, PDL puts two on one SM while other SMs stay
+    empty. So there are no more programs than SMs, if possible. Measured in a chain of 28 layers of Qwen3-0.6B (H200,
     docs/decisions/small-batch-gemm.md).
     """
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64

@@ -1,8 +1,8 @@
-"""Persistent GEMM with the tensor memory accelerator (TMA) of Hopper GPUs, with what follows a GEMM in its epilogue.
+"""Persistent GEMM with the tensor memory accelerator (TMA) of Hopper GPUs, and a fused activation or residual add.
 
-A library's GEMM leaves the activation, and with FP8 the addition to the residual, to kernels of their own, which read
-its output and write it again. Here one program per SM loops over tiles, and the first loads of the next tile are in
-flight while this one is stored.
+A library's GEMM leaves the activation, and with FP8 the addition to the residual, to separate kernels, which read and
+write its output again. Here one program per SM loops over tiles, and the first loads of the next tile are in flight
+while the current tile is stored.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """MoE alignment sorts pairs of a token and an expert by expert, and pads each expert's pairs to whole tiles.
 
-Every tile then reads the weight of one expert only. Padding rows behind an expert's last pair are undefined: a GEMM
-repeats a valid pair there or computes undefined values, and does not store the result.
+Every tile then reads the weight of one expert only. Padding rows behind an expert's last pair are undefined. A GEMM may
+compute any values for them, and does not store the result.
 
-Few pairs are aligned in one launch, in which every expert's program scans all of them. Many take three: the pairs of
-each expert are counted per block; a prefix sum over blocks follows; then each pair is written to its row. Nothing is
-read back to the host, and no pair's row depends on the order in which programs run.
+Few pairs are aligned in one launch, in which every expert's program scans all of them. Many pairs take three launches:
+the pairs of each expert are counted per block, a prefix sum runs over the blocks, and each pair is written to its row.
+Nothing is read back to the host, and no pair's row depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def moe_align_block_size(topk_ids: torch.Tensor, block_m: int, num_experts: int)
 def scan_size(num_pairs: int) -> int:
     """Return how many pairs the single launch scans at a time, or 0 if there are too many pairs for a single launch.
 
-    There are few sizes, since each is compiled.
+    Only a few sizes are possible, since the kernel is compiled for each size.
     """
     return max(triton.next_power_of_2(num_pairs), _MIN_SCAN) if num_pairs <= _MAX_PAIRS_ONE_LAUNCH else 0
 

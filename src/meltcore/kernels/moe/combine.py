@@ -1,7 +1,7 @@
 """Adds the weighted sum of each token's expert outputs to the residual stream and applies the next layer's norm.
 
-One launch does all of it. For few tokens a separate norm would take the time of its launch. For many tokens it would
-read again what has just been written.
+A single launch does this. For few tokens a separate norm would take the time of its launch. For many tokens a separate
+norm would read the sums again from memory.
 """
 
 from __future__ import annotations

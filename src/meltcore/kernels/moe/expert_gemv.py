@@ -1,10 +1,9 @@
 """Computes the experts of one token in two launches, which take as long as reading the experts' weights.
 
-The first computes silu(gate) * up, a few rows of one expert per program, in registers as in gemm/gemv.py. The second
-applies down_proj. A program has the same few rows of every expert of the token and sums their outputs. So no
-intermediate result is stored, and no launch is needed for the sum. It loads its weights while the first launch still
-runs, for which it must know the experts: so the first one lets it start only once the router's kernel has ended (see
-launch.py).
+The first launch computes silu(gate) * up, a few rows of one expert per program, in registers as in gemm/gemv.py. The
+second launch applies down_proj. A program has the same few rows of every expert of the token and sums their outputs, so
+the sum needs no launch of its own. The second launch loads its weights while the first still runs, and must know the
+experts for this. So the first launch lets the second start only once the router's kernel has ended (see launch.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computes the outputs of each token's top_k experts: the expert feed-forward.
 
 In Triton it is three launches: a grouped GEMM with gate and up, one with down (moe/grouped_gemm.py), and the weighted
-sum of a token's outputs (moe/combine.py). A single token takes two (moe/expert_gemv.py). Many pairs are aligned first;
-their tokens are permuted (moe/grouped_gemm_tma.py), or read where they are (moe/grouped_gemm_wgmma.py).
+sum of a token's outputs (moe/combine.py). A single token takes two launches (moe/expert_gemv.py). Many pairs are
+aligned first; their tokens are permuted (moe/grouped_gemm_tma.py), or read where they are (moe/grouped_gemm_wgmma.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def add_experts(
     down: torch.Tensor,
     mode: Mode | None = None,
 ) -> torch.Tensor:
-    """Add each token's float32 weighted sum of `expert_outputs` to `residual` in place and return it.
+    """Add each token's float32 weighted sum of `expert_outputs` to `residual` in place and return `residual`.
 
     Without a residual the sum alone is returned. residual: [tokens, hidden_size], contiguous.
     """
@@ -84,7 +84,7 @@ def expert_outputs_reference(
 ) -> torch.Tensor:
     """Compute `expert_outputs` in a loop over the experts that have tokens, as its specification.
 
-    The host reads the offsets, so it cannot be captured in a CUDA graph.
+    The host reads the offsets, so this function cannot be captured in a CUDA graph.
     """
     tokens, top_k = routing.topk_ids.shape
     pairs, offsets = sort_by_expert(routing.topk_ids, gate_up.shape[0])

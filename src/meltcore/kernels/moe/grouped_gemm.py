@@ -1,11 +1,15 @@
 """Grouped GEMM in Triton multiplies each pair of a token and an expert by that expert's weight.
 
-A program takes rows of an expert's weight and a tile of its pairs. How it finds them depends on the number of tokens.
-For very few, each pair is a tile ("gemv"). For more, there is a program per pair as well; it scans all pairs for its
-expert's and works if its own is the first of a tile ("indirect"). Many pairs are aligned first (moe/align.py), which
-takes one more launch, or three ("grouped"). Which experts have pairs is known on the device alone. So the grid has the
-most programs that may be needed, and the others exit immediately: the host never waits, and a CUDA graph can hold it.
-The sum of a pair depends neither on the order in which programs run nor on the other pairs.
+A program takes rows of an expert's weight and a tile of the expert's pairs. How a program finds its pairs depends on
+the number of tokens:
+
+For very few tokens, each pair is a tile ("gemv"). For more tokens, each pair still has a program. The program scans all
+pairs for pairs of the same expert, and exits unless its own pair is the first of a tile ("indirect"). Many pairs are
+aligned first (moe/align.py), which takes one or three more launches ("grouped").
+
+Only the device knows which experts have pairs. So the grid has as many programs as could be needed, and programs
+without pairs exit immediately. The host never waits, and a CUDA graph can capture the launch. The sum of a pair depends
+neither on the order in which programs run nor on the other pairs.
 """
 
 from __future__ import annotations
@@ -178,8 +182,8 @@ def _moe_grouped_gemm_kernel(
 def select_config(pairs: int, weight: torch.Tensor) -> GemmConfig:
     """Select the configuration for a number of pairs of all experts together and a weight [experts, rows, columns].
 
-    On the GPU that the table is for, it is the tuned configuration of the most similar shape at the same number of
-    pairs per expert. Otherwise it is `default_config`.
+    On the GPU of the table, this is the tuned configuration of the most similar shape at the same number of pairs per
+    expert. On other GPUs it is `default_config`.
     """
     tuned_configs = _tuned_configs(tuple(weight.shape)) if capability(weight.device) == _TUNED_CAPABILITY else ()
     if tuned_configs and weight.element_size() == 2:
@@ -188,11 +192,11 @@ def select_config(pairs: int, weight: torch.Tensor) -> GemmConfig:
 
 
 def default_config(pairs: int, num_experts: int, element_bytes: int, shared_bytes: int) -> GemmConfig:
-    """Select a configuration by size. All experts together have `pairs` pairs, a program has `shared_bytes` of memory.
+    """Select a configuration by size. All experts together have `pairs` pairs; a program has `shared_bytes` of memory.
 
-    A tile holds twice the mean number of pairs per expert, up to 128: a second tile would read the weight again, and up
-    to there reading it takes the time. There are few sizes, since each is compiled. Float32, which has no tensor cores
-    here, keeps to the smallest.
+    A tile has space for about twice the mean number of pairs per expert, up to 128, because a second tile would read
+    the weight again. Only a few sizes are possible, since the kernel is compiled for each. Float32 does not use tensor
+    cores and has the smallest tile.
     """
     mean_pairs = pairs / num_experts
     block_m = 16 if mean_pairs <= 8 or element_bytes > 2 else 64 if mean_pairs <= 32 else 128
@@ -263,10 +267,10 @@ class Dispatch(NamedTuple):
 def select_mode(num_tokens: int, down: torch.Tensor) -> Mode:
     """Return the fastest mode, as measured on an H200 for Qwen3.5's sizes.
 
-    The tokens of "gemv" hardly have an expert in common but the shared one; small experts come from the L2 cache the
-    second time (at width 512 as fast as "grouped" for 3 tokens, at width 64 for 8). "indirect" is faster while a
-    program per pair is hardly more programs than there are tiles ("grouped" is as fast at 16 tokens, up to 9 % faster
-    at 32 of width 64, and 1 % slower at 16 to 32 of width 768; 2026-11-22).
+    "gemv" reads an expert's weight once per pair. It is fast while tokens hardly share experts, or if the L2 cache
+    holds the experts. It is as fast as "grouped" for 3 tokens at width 512, and for 8 tokens at width 64. "indirect" is
+    faster while there are hardly more pairs than tiles. "grouped" is as fast at 16 tokens, up to 9 % faster at 32
+    tokens of width 64, and 1 % slower at 16 to 32 tokens of width 768 (2026-11-22).
     """
     if num_tokens <= (_GEMV_TOKENS_SMALL if down[0].nbytes <= _SMALL_EXPERT else _GEMV_TOKENS):
         return "gemv"

@@ -1,8 +1,9 @@
 """Grouped GEMM of experts on Hopper GPUs in CUDA C++ (grouped_gemm_wgmma.cu).
 
-It computes what grouped_gemm_tma.py does, in three ways that Triton cannot express. Threads that only load copy each
-row of a tile from its pair's token, so tokens are not permuted first. One warp group multiplies while the other stores.
-And the second half of a tile is skipped where it has no pairs, which halves the tiles of experts with up to 64 pairs.
+It computes the same as grouped_gemm_tma.py, with three optimizations that Triton cannot express. Threads that only load
+copy each row of a tile from its pair's token, so tokens are not permuted first. One warp group multiplies while the
+other stores. The second half of a tile is skipped if it has no pairs, which halves the work of experts with up to 64
+pairs.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def kernel_macros(columns: int, n_tiles: int, top_k: int, *, gated: bool) -> tup
 def expert_outputs_wgmma(
     hidden: torch.Tensor, topk_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the unweighted outputs of each token's experts, for what `supports` returns True for.
+    """Compute the unweighted outputs of each token's experts, for tensors that `supports` allows.
 
     Returns [tokens * top_k, hidden_size]: down (silu(gate x) * up x) of each pair. Arguments as in `expert_outputs`.
     """

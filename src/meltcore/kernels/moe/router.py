@@ -1,8 +1,8 @@
 """The router of a mixture of experts: the norm before it, its GEMM, and expert selection (moe/routing.py).
 
 A router is small: with 256 experts and a hidden size of 2,048 it has a megabyte. For few tokens, norm and GEMM would
-take the time of their launches, so they are one kernel. Its programs each take some rows of the router and one split of
-the columns, and leave partial sums for the selection to add up.
+take the time of their launches, so they are one kernel. Each program takes some rows of the router and one split of the
+columns. The expert selection adds up the partial sums.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def route_tokens(
         top_k: the number of experts per token.
         norm_topk_prob: see `select_experts`.
         shared_expert: see `select_experts`.
-        uniform_seed: if given, experts are drawn at random. The GEMM is computed all the same.
+        uniform_seed: if given, experts are drawn at random. The GEMM is computed nevertheless.
     """
     if use_triton(residual) and supports(residual, norm, router):
         hidden, logits = _launch_router(residual, norm, router)

@@ -1,7 +1,8 @@
 """Tuned configurations of the grouped GEMM on an H200, written by benchmarks/experts.py --tune.
 
-Key: the shape of the weight, [experts, rows, columns] in 16 bits. Value: rows of (most pairs of all experts together
-that the configuration is for, `GemmConfig` without splits), in ascending order. The last one is also for more pairs.
+A key is the shape of a weight, [experts, rows, columns] in 16 bits. Its value has rows in ascending order: the largest
+number of pairs of all experts together, and the `GemmConfig` without splits for up to this number. The last row is also
+for more pairs.
 """
 
 TABLE: dict[tuple[int, ...], tuple[tuple[int, tuple[int, int, int, int, int]], ...]] = {

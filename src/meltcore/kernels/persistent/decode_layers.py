@@ -1,7 +1,7 @@
 """All layers of a dense decoder in one launch, for one new token of each of up to 16 sequences, in CUDA C++.
 
-A chain of kernels waits between any two of them, while the memory idles. Here weights, keys and values of what follows
-are on their way to shared memory while blocks exchange values (docs/decisions/persistent-decode.md).
+In a chain of kernels the memory idles between any two kernels. Here the next weights, keys and values are loaded to
+shared memory while blocks exchange values (docs/decisions/persistent-decode.md).
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ class DecodeLayers:
     """The layers of a model, ready to launch. It holds the addresses of all weights and caches."""
 
     def __init__(self, layers: Sequence[DecodeLayer], rotary: torch.Tensor, scale: float) -> None:
-        """Take layers that `supports` returns True for.
+        """Store layers for which `supports` returns True.
 
-        `scale` multiplies the scores; `rotary_table` makes `rotary`.
+        `scale` multiplies the scores. `rotary` is the result of `rotary_table`.
         """
         device = rotary.device
         self._layers, self._rotary, self._scale = layers, rotary, scale

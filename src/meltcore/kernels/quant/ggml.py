@@ -1,8 +1,9 @@
 """Block-quantized tensors: formats of GGUF files that kernels decode (ggml_types.py), and INT4 (int4.py).
 
-A row is a sequence of blocks, each with its quantized values and its scales. `pack` arranges them for a GPU: values,
-scales and sub-scales in arrays of their own, and the bits of each value in the order in which kernels decode them. It
-takes as many bytes as the file, up to padding. Blocks of other formats become one of these first (ggml_restore.py).
+A row is a sequence of blocks, each with its quantized values and its scales. `pack` arranges rows for a GPU: values,
+scales and sub-scales in separate arrays, and the bits of each value in the order in which kernels decode them. A packed
+row takes as many bytes as in the file, up to padding. Blocks of other formats are converted to one of these formats
+first (ggml_restore.py).
 
     INT4   32, 64 or 128 values: scale * (q - zero), q of 4 bits (int4.py, of AWQ and GPTQ checkpoints)
 """
@@ -55,7 +56,7 @@ class Fp8Type:
         return 128
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row's values. Raises ValueError if they are no whole number of blocks."""
+        """Return the bytes of a row's values. Raises ValueError if the row is not a whole number of blocks."""
         if columns % self.block_size:
             raise ValueError(f"{columns} columns are no multiple of {self.block_size}")
         return columns
@@ -71,16 +72,17 @@ BlockType = GgmlType | Int4Type | Fp8Type
 class GgmlTensor(NamedTuple):
     """Packed block-quantized rows of `columns` values, of any leading dimensions. Arrays are contiguous uint8.
 
-    Values of Q8_0 are 8 bits in their order. Other values are chunks of 4 bits each (see CHUNK). For Q6_K these are the
-    low bits of all chunks, followed by the high 2 bits of all chunks: 32 half words per chunk, half word j with the
-    bits of values j, 32 + j, ..., 224 + j. Q2_K has only such half words. After the low 4 bits of all chunks, Q5_1 and
-    Q5_K have the highest bits of all chunks: 32 bytes per chunk, byte j with bits of values j, 32 + j, ..., 224 + j.
-    Values that ggml subtracts 8 or 32 from have their highest bit inverted, which makes them two's complements.
+    Values of Q8_0 are 8 bits in their order. Other values are chunks of 4 bits each (see CHUNK). Values of Q6_K are the
+    low 4 bits of all chunks, followed by the high 2 bits of all chunks. These are 32 half words per chunk, and half
+    word j has the bits of values j, 32 + j, ..., 224 + j. Q2_K has only such half words. After the low 4 bits of all
+    chunks, Q5_1 and Q5_K have the highest bits of all chunks. These are 32 bytes per chunk, and byte j has the bits of
+    values j, 32 + j, ..., 224 + j. Values that ggml subtracts 8 or 32 from have their highest bit inverted, which makes
+    them two's complements.
 
-    Scales are float16 of each block, with a minimum d and m, or d and dmin. Sub-scales of Q4_K and Q5_K have 3 words
-    per block (see `_pack_q4_k_subscales`). Those of Q2_K and Q6_K are bytes in their order. For INT4 they are 8 - zero
-    of each block, int8. Rows of blocks of 32 values and INT4 are padded to whole chunks by blocks of zeros, scales and
-    sub-scales to words of 4 bytes.
+    Each block has a 16-bit scale. Formats with a minimum have two: d and m, or d and dmin. Sub-scales of Q4_K and Q5_K
+    have 3 words per block (see `_pack_q4_k_subscales`). Sub-scales of Q2_K and Q6_K are bytes in their order.
+    Sub-scales of INT4 are 8 - zero of each block, int8. Rows of INT4 and of blocks of 32 values are padded to whole
+    chunks with blocks of zeros. Scales and sub-scales are padded to words of 4 bytes.
     """
 
     type: BlockType
@@ -150,7 +152,7 @@ def pack(blocks: torch.Tensor, ggml_type: GgmlType) -> GgmlTensor:
 def nibbles_of(values: torch.Tensor, group: int) -> torch.Tensor:
     """Return the 4-bit values of a file's blocks: [..., blocks, bytes] -> [..., columns].
 
-    `group` bytes hold as many values in their low bits, then as many in their high bits.
+    `group` bytes hold `group` values in their low bits, then `group` values in their high bits.
     """
     groups = values.unflatten(-1, (-1, group))
     return torch.cat([groups & 15, groups >> 4], -1).flatten(-3)
@@ -159,7 +161,7 @@ def nibbles_of(values: torch.Tensor, group: int) -> torch.Tensor:
 def pairs_of(values: torch.Tensor) -> torch.Tensor:
     """Return the 2-bit values of a file's blocks: [..., blocks, 64] -> [..., columns].
 
-    32 bytes hold as many values in their lowest bits, then as many in the next ones, and so on.
+    32 bytes hold 32 values in their lowest two bits, then 32 values in the next two bits, and so on.
     """
     groups = values.unflatten(-1, (2, 32))
     pairs: torch.Tensor = torch.cat([groups & 3, groups >> 2 & 3, groups >> 4 & 3, groups >> 6], -1).flatten(-3)
@@ -301,8 +303,8 @@ def random_blocks(
 ) -> torch.Tensor:
     """Draw random weights of `shape` [..., columns] as a file stores them: uint8 [..., bytes of a row].
 
-    They have zero mean and the standard deviation `deviation`, up to the rounding of scales. Drawn on the generator's
-    device. Raises ValueError if a row is not a whole number of blocks.
+    They have zero mean and the standard deviation `deviation`, up to the rounding of scales. They are drawn on the
+    generator's device. Raises ValueError if a row is not a whole number of blocks.
     """
     *rows, columns = shape
     row_bytes, device = ggml_type.row_bytes(columns), generator.device

@@ -1,13 +1,13 @@
 """Decodes block-quantized tiles in registers, and dequantizes whole rows: the decoders of every ggml kernel.
 
-A word of a 4-bit format holds 8 columns. A tile is decoded into as many planes: plane p holds, for each of 32 words,
-the p-th of its columns, which are 32 neighbors of one block. A matmul sums over columns in any order, so planes are
+A word of a 4-bit format holds 8 columns. A tile is decoded into 8 planes. Plane p holds the p-th column of each of 32
+words, and these columns are 32 neighbors in one block. A matmul sums over columns in any order. So planes are
 multiplied one after the other by the same columns of the tokens, and no value moves between threads. Q8_0 has one
 plane.
 
-All decoders compute in float32, exactly as the references do, and round once, to the type of the tokens. Bits are
-isolated in 4 bytes of a word by one instruction each: converting a byte of a register to float32 is another one. Signed
-values are stored so that their bits, moved to the highest ones of a byte, are a multiple of the value as an int8.
+All decoders compute in float32, exactly as the references do, and round once, to the type of the tokens. One
+instruction isolates the bits of 4 values in a word, and one more per value converts a byte to float32. Signed values
+are stored such that their bits, shifted to the top of a byte, are an int8 that is a multiple of the value.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES],
 class ExpertConfig(NamedTuple):
     """Says how pairs are divided among blocks.
 
-    A tile of an expert's pairs has `token_tiles` times 8 pairs; copies have `depth` stages.
+    A tile of an expert's pairs has `token_tiles` times 8 pairs. Loads of the weight have `depth` stages.
     """
 
     token_tiles: int
@@ -54,7 +54,7 @@ class ExpertConfig(NamedTuple):
 
     @property
     def tile(self) -> SkinnyConfig:
-        """The configuration of what the kernel shares with the skinny GEMM."""
+        """The skinny GEMM's configuration of the code that both kernels share."""
         return SkinnyConfig(self.token_tiles, 1, self.depth, self.blocks_per_sm, shared_tokens=True)
 
     def shared_bytes(self, block_type: BlockType) -> int:
@@ -87,9 +87,10 @@ def select_config(pairs: int, experts: int, types: Sequence[BlockType], limit: i
 
     An SM has `limit` bytes of shared memory.
 
-    The mean number of pairs per expert decides; a second tile of an expert decodes the weight again. Measured with Q8_0
-    on an H200, at 1, 4 and 16 pairs (docs/decisions/quantized-weights.md): at 4 a tile of 8 is 2 % faster than one of
-    16, at 16 one of 32 is 14 % faster than one of 16. Three stages and two blocks per SM are best or within 3 %.
+    The tile size follows the mean number of pairs per expert, because a second tile of an expert decodes the weight
+    again. It was measured with Q8_0 on an H200 (docs/decisions/quantized-weights.md). At 4 pairs per expert, tiles of 8
+    are 2 % faster than tiles of 16. At 16 pairs, tiles of 32 are 14 % faster than tiles of 16. Three stages and two
+    blocks per SM are best or within 3 % of the best.
     """
     mean = pairs / experts
     config = ExpertConfig(1 if mean <= 4 else 2 if mean <= 8 else 4, 3, 2)

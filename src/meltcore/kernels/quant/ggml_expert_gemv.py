@@ -1,9 +1,10 @@
 """Multiplies few tokens by the block-quantized weights of their experts, in CUDA C++ (ggml_expert_gemv.cu).
 
 It takes two launches: gate and up, then down, which for a single token also computes the weighted sum over its experts.
-Both can normalize a single token and select its experts by the router's logits, which saves the launches of that.
-The grouped GEMM (ggml_expert_gemm.py) needs an alignment before, and reads the rows of an expert by too few blocks to
-keep the memory busy. It takes 20 and 9 us for one token of Qwen3-30B-A3B in Q8_0 on an H200, whose bytes take 6 and 3.
+Both can normalize a single token and select its experts by the router's logits, which saves two launches. The grouped
+GEMM (ggml_expert_gemm.py) needs an alignment first, and reads an expert's rows with too few blocks to keep the memory
+busy. For one token of Qwen3-30B-A3B in Q8_0 on an H200 its two launches take 20 and 9 us. Reading the weights alone
+takes 6 and 3 us.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def supports(hidden: torch.Tensor, pairs: int, weights: Sequence[GgmlTensor]) ->
 
 
 def can_sum(hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor], down: GgmlTensor) -> bool:
-    """Return whether both kernels support a token's experts, `ggml_expert_sum` for down [experts, rows, K]."""
+    """Return whether `ggml_expert_gemv` for gate and up, and `ggml_expert_sum` for down, support a single token."""
     return (
         len(hidden) == 1
         and use_triton(hidden)
@@ -74,7 +75,7 @@ def can_sum(hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor], dow
 def can_select(
     hidden: torch.Tensor, norm: Norm | None, pairs: int, gate_up: Sequence[GgmlTensor], down: GgmlTensor
 ) -> bool:
-    """Return whether both kernels can normalize a token, which they stage, and select its experts by `RouterLogits`."""
+    """Return whether both kernels can normalize a single token and select its experts by `RouterLogits`."""
     limit = shared_memory_bytes(hidden.device)
     return (
         can_sum(hidden, pairs, gate_up, down)
@@ -90,7 +91,7 @@ def select_config(tokens: int, columns: int, block_type: BlockType, limit: int, 
 
     An SM has `limit` bytes of shared memory.
 
-    As many warps share a row, up to four, as divide its chunks evenly. Measured with Q8_0 on an H200.
+    The largest of 4, 2 and 1 warps that divides a row's chunks evenly shares the row (measured with Q8_0 on an H200).
     """
     chunks = -(-columns // chunk_columns(block_type))
     column_warps = next(warps for warps in (4, 2, 1) if chunks % warps == 0)
@@ -112,7 +113,7 @@ def select_config(tokens: int, columns: int, block_type: BlockType, limit: int, 
 def sum_config(columns: int, block_type: BlockType, limit: int) -> SkinnyConfig | None:
     """Select the configuration of the weighted sum: a block per SM, of up to three warps per expert.
 
-    None if the shared memory of an SM cannot hold the columns of as many experts as a block takes at a time.
+    Returns None if an SM's shared memory cannot hold the columns of the experts that a block processes together.
     """
     chunks = -(-columns // chunk_columns(block_type))
     configs = (
@@ -146,9 +147,10 @@ def ggml_expert_gemv(
 ) -> None:
     """Multiply each pair by its expert's weight [experts, rows, K] and write the result to `output`, [pairs, N].
 
-    The routing holds logits for a single token that `can_select` allows. The other arguments are explained at
-    `ggml_grouped_gemm`. Weights are not rounded. If inputs are pairs, the kernel that computed them must be this one or
-    one after it: weights are read before it has ended.
+    `routing` holds logits only for a single token that `can_select` allows. The other arguments are explained at
+    `ggml_grouped_gemm`. Weights are not rounded. If inputs are pairs, weights are read before the kernel that computed
+    the inputs has ended. That kernel must be a launch of this function or a later launch, since the experts must be
+    known.
     """
     tokens, rows, device = len(routing[0]), weight.values.shape[1], output.device
     pairs, norm = routing.pairs, routing.norm if isinstance(routing, RouterLogits) else None
@@ -185,8 +187,8 @@ def ggml_expert_sum(
 ) -> torch.Tensor:
     """Return the weighted sum of one token's expert outputs, [1, rows]. Adds it to `residual` if that is given.
 
-    activated: [top_k, K]; weight: [experts, rows, K]. The kernel that computed `activated` must be `ggml_expert_gemv`
-    or one after it: weights are read before it has ended.
+    activated: [top_k, K]; weight: [experts, rows, K]. Weights are read before the kernel that computed `activated` has
+    ended. That kernel must be `ggml_expert_gemv` or a later launch, since the experts must be known.
     """
     (top_k, k), rows, device = activated.shape, weight.values.shape[1], activated.device
     output = activated.new_empty(1, rows) if residual is None else residual
@@ -211,7 +213,7 @@ def ggml_expert_sum(
 
 
 def _selection(routing: Routing | RouterLogits, weight: GgmlTensor) -> tuple[int, int]:
-    """Return the number of experts that a kernel selects from, and its flags. Both are 0 if they are selected."""
+    """Return the number of experts from which a kernel selects, and its flags. Both are 0 if experts are selected."""
     if isinstance(routing, Routing):
         return 0, 0
     flags = _NORM_TOPK_PROB * routing.norm_topk_prob | _SHARED_EXPERT * routing.shared_expert

@@ -193,10 +193,10 @@ def add_ggml_experts(
     gate_up: Sequence[GgmlTensor],
     down: GgmlTensor,
 ) -> torch.Tensor:
-    """Add each token's weighted sum of `ggml_expert_outputs` to `residual` in place and return it.
+    """Add each token's weighted sum of `ggml_expert_outputs` to `residual` in place and return `residual`.
 
     Without a residual the sum alone is returned. For one token, the kernel of down computes the sum. `routing` may be
-    logits where `ggml_expert_gemv.can_select` allows them.
+    logits if `ggml_expert_gemv.can_select` allows them.
     """
     if ggml_expert_gemv.can_sum(hidden, routing.pairs, gate_up, down):
         multiply = partial(ggml_expert_gemv.ggml_expert_gemv, routing=routing)
@@ -245,7 +245,7 @@ def _activate(
 ) -> torch.Tensor:
     """Return silu(gate x) * up x of each pair, [pairs, width].
 
-    `multiply` launches a GEMM with the arguments of all launches.
+    `multiply` launches a GEMM: multiply(inputs, weight, output, from_tokens=, gated=).
     """
     if len(gate_up) == 1:
         rows = gate_up[0].values.shape[1]
@@ -259,7 +259,7 @@ def _activate(
 
 
 def select_body(hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor], down: GgmlTensor) -> _Body:
-    """Select by the number of pairs per expert, where a body supports the tensors. Formats are not distinguished."""
+    """Return the fastest implementation for this number of pairs per expert among those that support the tensors."""
     if (
         pairs >= MIN_DEQUANTIZED_PAIRS * len(down.values)
         and len(gate_up) == 1
@@ -274,7 +274,7 @@ def select_body(hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor],
 def dequantized_expert_outputs(
     hidden: torch.Tensor, topk_ids: torch.Tensor, gate_up: GgmlTensor, down: GgmlTensor
 ) -> torch.Tensor:
-    """Compute `ggml_expert_outputs` by the grouped GEMMs of unquantized weights, of some experts at a time."""
+    """Compute `ggml_expert_outputs` with dequantized weights, which are in memory for only some experts at a time."""
     scratch = hidden.new_empty(experts_scratch_values([gate_up], down))
     return expert_outputs_of_slices(
         *(hidden, topk_ids, _dequantized(gate_up, scratch), _dequantized(down, scratch)),
@@ -283,7 +283,7 @@ def dequantized_expert_outputs(
 
 
 def experts_scratch_values(gate_up: Sequence[GgmlTensor], down: GgmlTensor) -> int:
-    """Return how many values are dequantized at a time for many tokens. Tensors may be on the meta device."""
+    """Return how many values many tokens dequantize at a time, or 0. Tensors may be on the meta device."""
     if len(gate_up) > 1:
         return 0
     sizes = [(len(each.values), each.values.shape[1] * each.columns) for each in (*gate_up, down)]
@@ -291,13 +291,13 @@ def experts_scratch_values(gate_up: Sequence[GgmlTensor], down: GgmlTensor) -> i
 
 
 def experts_per_slice(experts: int, values: int) -> int:
-    """Return the experts, of `values` each, that are dequantized at a time, in slices of about one size."""
+    """Return how many experts of `values` values are dequantized at a time, so that slices have about equal sizes."""
     slices = -(-experts // max(1, SLICE_VALUES // values))
     return -(-experts // slices)
 
 
 def _dequantized(weight: GgmlTensor, scratch: torch.Tensor) -> Iterator[WeightSlice]:
-    """Dequantize some experts at a time into the same memory: kernels on one stream run in order."""
+    """Yield slices of dequantized experts. All slices use the same memory, since kernels on one stream run in order."""
     experts, rows = weight.values.shape[:2]
     count = experts_per_slice(experts, rows * weight.columns)
     for first in range(0, experts, count):
@@ -313,7 +313,8 @@ def ggml_expert_outputs_reference(
 ) -> torch.Tensor:
     """Compute `ggml_expert_outputs` in a loop over the experts that have tokens, as its specification.
 
-    One expert is dequantized at a time. The host reads the offsets, so it cannot be captured in a CUDA graph.
+    One expert is dequantized at a time. The host reads the offsets, so this function cannot be captured in a CUDA
+    graph.
     """
     top_k = routing.topk_ids.shape[1]
     pairs, offsets = sort_by_expert(routing.topk_ids, len(down.values))

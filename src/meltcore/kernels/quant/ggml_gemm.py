@@ -1,8 +1,8 @@
-"""Split-K GEMM of tokens with a block-quantized weight, for as many tokens as reading the weight takes the time.
+"""Split-K GEMM of tokens with a block-quantized weight, for so few tokens that reading the weight takes most time.
 
-It has the method of gemm/split_k.py. The weight streams from memory as blocks and is decoded in registers on its way to
-the tensor cores. Every format has the same main loop and a decoder of its own (ggml_decode.py). Sums are float32, in a
-fixed order: the order of the columns within a split, then the order of the splits.
+It uses the method of gemm/split_k.py. The weight streams from memory as blocks and is decoded in registers on its way
+to the tensor cores. Every format has the same main loop and a decoder of its own (ggml_decode.py). Sums are float32, in
+a fixed order: the order of the columns within a split, then the order of the splits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PREFETCH_STEPS = 4
 
 
 def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
-    """Return whether the kernel takes these tokens, of a 16-bit type, and is faster than dequantizing the weight."""
+    """Return whether the kernel supports these tokens, of a 16-bit type, and is faster than dequantizing the weight."""
     return (
         1 <= hidden.shape[0] <= (_MAX_TWO_LOAD_TOKENS if weight.type in _TWO_LOAD_TYPES else MAX_TOKENS)
         and hidden.dtype in (torch.bfloat16, torch.float16)
@@ -147,8 +147,8 @@ def select_config(tokens: int, weight: GgmlTensor, processors: int, shared_bytes
     """Select the configuration for a number of tokens and a weight [rows, K].
 
     Programs have 4 warps and keep at least two tiles in flight. Splits fill the SMs: two programs per SM for up to 16
-    tokens, so that one loads while the other decodes. Where the skinny GEMM runs (ggml_skinny_gemm.py), more than its
-    MAX_TOKENS come here, of which 64 read at 11 to 20 % of an H200's bandwidth.
+    tokens, so that one loads while the other decodes. On GPUs that run the skinny GEMM (ggml_skinny_gemm.py), this
+    kernel gets only more tokens than its MAX_TOKENS. With 64 tokens it reads at 11 to 20 % of an H200's bandwidth.
     """
     (rows, row_bytes), width = weight.values.shape, block_k(weight)
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
@@ -173,10 +173,10 @@ def ggml_gemm(
 ) -> torch.Tensor:
     """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
 
-    With `gated` the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. `residual` is
-    [tokens, N]; the result is added to it in place and it is returned. `out` is [tokens, N], of the type of `hidden` or
-    float32, and takes the result. Rows of both may be strided. The weight is read before the previous kernel has ended:
-    that kernel must not write it.
+    With `gated` the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. The result is
+    added to `residual`, [tokens, N], in place, and `residual` is returned. Or it is written to `out`, [tokens, N], of
+    the type of `hidden` or float32. Rows of both may be strided. The weight is read before the previous kernel has
+    ended, so that kernel must not write it.
     """
     (tokens, k), rows = hidden.shape, len(weight.values)
     n = rows // 2 if gated else rows

@@ -29,10 +29,10 @@ def ggml_linear(
 ) -> torch.Tensor:
     """Compute norm(hidden) W^T: hidden [tokens, K], weight [N, K] -> [tokens, N].
 
-    The options are explained at `linear` in gemm/linear.py, and rows of `out` may be strided. Few tokens multiply
-    blocks that are decoded in registers; for more, slices of the weight are dequantized for the library's GEMM. The
-    skinny GEMM multiplies sums of quantized values by scales in float32. The other GEMMs round the same dequantized
-    values to the type of `hidden`.
+    The options are explained at `linear` in gemm/linear.py, and rows of `out` may be strided. For few tokens, blocks
+    are decoded in registers. For more tokens, slices of the weight are dequantized for the library's GEMM. The skinny
+    GEMM multiplies sums of quantized values by scales in float32. The other GEMMs round the same dequantized values to
+    the type of `hidden`.
     """
     if norm and use_triton(hidden) and ggml_skinny_gemm.stages(hidden, weight, norm):
         return ggml_skinny_gemm.ggml_skinny_gemm(hidden, weight, norm, gated=gated, residual=residual, out=out)
@@ -58,7 +58,7 @@ def scratch_values(weight: GgmlTensor, device: torch.device) -> int:
 
 
 def slice_rows(num_rows: int, columns: int, device: torch.device) -> int:
-    """Return the rows of a slice of a weight [num_rows, columns], of slices of about one size."""
+    """Return the number of rows per slice of a weight [num_rows, columns]. Slices have about equal sizes."""
     num_values = SLICE_VALUES if device.type == "cuda" else _CPU_SLICE_VALUES
     slices = -(-num_rows * columns // num_values)
     return min(num_rows, -(-num_rows // (slices * _TILE_ROWS)) * _TILE_ROWS)

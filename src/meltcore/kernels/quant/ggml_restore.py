@@ -1,7 +1,7 @@
-"""Restores blocks of GGUF formats that no kernel decodes as blocks of a format that one decodes (`GgmlType.held`).
+"""Converts blocks of GGUF formats that no kernel decodes to blocks of a format that kernels decode (`GgmlType.held`).
 
-Values are small whole numbers times a scale. Where numbers and scale fit the other format they are copied, so nothing
-is rounded again. `dequantize_blocks` computes the values of every format as ggml does.
+Values are small whole numbers times a scale. If the numbers and the scale fit the other format, they are copied, so
+nothing is rounded again. `dequantize_blocks` computes the values of every format as ggml does.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def _numbers(blocks: torch.Tensor, ggml_type: GgmlType) -> torch.Tensor:
 
 
 def _scale_parts(blocks: torch.Tensor, ggml_type: GgmlType) -> tuple[torch.Tensor, ...]:
-    """Return the scale of each block, [..., blocks] float32, of MXFP4 its exponent in int32.
+    """Return the scale of each block, [..., blocks] float32. For MXFP4, return the scale's exponent in int32.
 
-    Of formats with sub-blocks the scale of each block, [..., blocks, 1], and the whole numbers that multiply it, [...,
-    blocks, sub-blocks] float32.
+    For formats with sub-blocks, return the scale of each block, [..., blocks, 1], and the whole numbers that multiply
+    it, [..., blocks, sub-blocks], both float32.
     """
     block = blocks.unflatten(-1, (-1, ggml_type.block_bytes))
     if ggml_type == GgmlType.MXFP4:
@@ -98,10 +98,11 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def _with_half_scales(numbers: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers of MXFP4, [..., blocks, 32], and exponents so that float16 has the scales.
+    """Return numbers of MXFP4, [..., blocks, 32] int8, and their scales in float16, [..., blocks].
 
-    Larger scales move into the numbers, which have spare bits. Numbers of smaller ones are rounded to multiples of
-    float16's least number. Raises ValueError for scales that are too large for either.
+    If a scale is too large for float16, its excess multiplies the numbers, which have spare bits. If it is too small,
+    the numbers are rounded to multiples of float16's smallest number. Raises ValueError if a scale's excess is too
+    large for the numbers.
     """
     is_zero = (numbers == 0).all(-1)
     exponent = torch.where(is_zero, 0, exponent)

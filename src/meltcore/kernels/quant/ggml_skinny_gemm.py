@@ -2,7 +2,7 @@
 
 Triton loads a tile of the weight in an order of its own and moves values between threads on the way to the tensor
 cores. Its kernel for the same work (ggml_gemm.py) reaches 19 to 31 % of an H200's bandwidth
-(docs/decisions/quantized-weights.md). That one serves more tokens, and devices before compute capability 8.0.
+(docs/decisions/quantized-weights.md). The Triton kernel serves more tokens, and devices below compute capability 8.0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES],
 class SkinnyConfig(NamedTuple):
     """Says how a GEMM is divided among blocks: see the macros of ggml_skinny_gemm.cu. `splits` divides the columns.
 
-    Before the first step, `staged_values` 16-bit numbers of tokens are copied to shared memory. With 0 no tokens are.
+    Before the first step, `staged_values` 16-bit numbers of tokens are copied to shared memory. With 0, no tokens are
+    copied.
     """
 
     token_tiles: int
@@ -122,7 +123,7 @@ def launch_flags(hidden: torch.Tensor, output: torch.Tensor, residual: torch.Ten
 
 
 def _warp_bytes(block_type: BlockType) -> int:
-    """Return the bytes of 16 rows and a chunk of columns, as in a row of `GgmlTensor`."""
+    """Return the bytes of a warp's stage: 16 rows and a chunk of columns, as `GgmlTensor` packs them."""
     if block_type == GgmlType.Q8_0:
         return _TILE_ROWS * (128 + 8)
     if isinstance(block_type, Fp8Type):
@@ -147,7 +148,7 @@ def min_capability(block_type: BlockType) -> int:
 
 
 def stages(hidden: torch.Tensor, weight: GgmlTensor, norm: Norm | None) -> bool:
-    """Return whether the kernel stages the token, of a norm of this type: with FP8, and with a norm, it must."""
+    """Return whether the kernel stages a single token, as a norm of this type and an FP8 weight require."""
     if len(hidden) != 1 or (norm and norm.weight.dtype != hidden.dtype) or not supports(hidden, weight):
         return False
     device = hidden.device
@@ -171,8 +172,9 @@ def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
 def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, sms: int, limit: int) -> SkinnyConfig:
     """Select the configuration for a number of tokens and a weight [rows, columns].
 
-    The device has `sms` SMs with `limit` bytes of shared memory. Measured on an H200 (docs/decisions/
-    quantized-weights.md). Warps that share rows need the fewest rows per block; separate rows share the tokens.
+    The device has `sms` SMs with `limit` bytes of shared memory. Configurations were measured on an H200
+    (docs/decisions/quantized-weights.md). If warps share rows, a block needs fewer rows. If warps have separate rows,
+    they share the tokens.
     """
     tiles = -(-tokens // _TILE_TOKENS)
     token_tiles = 1 << (tiles - 1).bit_length()
@@ -203,10 +205,11 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
 
 
 def _one_token_config(rows: int, columns: int, block_type: BlockType, sms: int, config: SkinnyConfig) -> SkinnyConfig:
-    """Return the configuration for a single token: of more warps per SM where there are few rows (H200, Q8_0).
+    """Return the configuration for a single token. It has more warps per SM if there are few rows (H200, Q8_0).
 
-    2,048 x 4,096: 5.3 us instead of 5.9; 5,120 x 2,048: 5.7 instead of 6.2, in one round instead of two. A warp of
-    the former has two chunks, both on their way while the kernel before runs: 3.7 us instead of 4.6 in a step.
+    A weight of 2,048 x 4,096 takes 5.3 instead of 5.9 us. A warp loads both of its chunks while the previous kernel
+    runs, so within a step it takes 3.7 instead of 4.6 us. A weight of 5,120 x 2,048 takes 5.7 instead of 6.2 us, since
+    it needs one wave of blocks instead of two.
     """
     tiles, chunks = -(-rows // _TILE_ROWS), -(-columns // chunk_columns(block_type))
     if tiles <= sms and chunks >= 2 * _WARPS:
@@ -228,9 +231,9 @@ def ggml_skinny_gemm(
 ) -> torch.Tensor:
     """Compute norm(hidden) W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
 
-    The options are explained at `ggml_gemm`. `stages` must allow the norm, and a weight in FP8. Weights are not
-    rounded: sums of quantized values are multiplied by scales in float32. The weight is read before the previous kernel
-    has ended: that kernel must not write it.
+    The options are explained at `ggml_gemm`. A norm and a weight in FP8 are supported if `stages` returns True. Weights
+    are not rounded: sums of quantized values are multiplied by scales in float32. The weight is read before the
+    previous kernel has ended, so that kernel must not write it.
     """
     (tokens, k), rows, device = hidden.shape, len(weight.values), hidden.device
     n = rows // 2 if gated else rows

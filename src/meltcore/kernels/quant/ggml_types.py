@@ -1,4 +1,4 @@
-"""Names the block formats of GGUF files, and says as which of them a device holds each. This module needs no torch.
+"""Lists the block formats of GGUF files, and the format in which a device holds each. This module needs no torch.
 
     Q8_0   32 values: d * q, q int8
     Q4_0   32 values: d * (q - 8), q of 4 bits

@@ -1,8 +1,9 @@
 """Mixed-input GEMM with a block-quantized weight on Hopper GPUs, in CUDA C++ (ggml_wgmma_gemm.cu).
 
-Up to about as many tokens as tensor cores multiply while the weight is read and decoded, the other kernels leave most
-of both idle. Triton waits for each matmul before it decodes the next weights; the library needs a weight in 16 bits,
-which takes a pass through memory. Here decoded weights are the first operand of wgmma, which may be in registers.
+For tens to hundreds of tokens, reading and decoding the weight takes about as long as multiplying, and the other
+kernels do not overlap these. Triton waits for each matmul before it decodes the next weights. The library needs a
+weight in 16 bits, which takes a pass through memory. Here decoded weights are the first operand of wgmma, which may be
+in registers.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class WgmmaConfig(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, warp_groups: int, block_type: BlockType) -> WgmmaConfig:
-        """Return a configuration with as many stages as shared memory holds, of about as many columns of both."""
+        """Return a configuration whose stages fill shared memory, with about as many columns of weight and tokens."""
         free = SHARED_BYTES - _ALIGNMENT_BYTES - _BARRIER_BYTES
         bytes_of_rows = _GROUP_ROWS * warp_groups * _row_bytes(block_type)
         weight, token = -(-bytes_of_rows // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, 2 * _BOX_COLUMNS * tokens
@@ -94,7 +95,7 @@ def _row_bytes(block_type: BlockType) -> int:
 
 
 def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
-    """Return whether the kernel supports these tensors: of 16-bit types on Hopper, of sizes that copies allow."""
+    """Return whether the kernel supports these tensors: 16-bit tokens on Hopper, with sizes that TMA can copy."""
     rows, row_bytes = weight.values.shape
     return (
         hidden.is_cuda
@@ -137,8 +138,8 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
 def grid_size(tiles: int, chunks: int, tokens: int, sms: int) -> int:
     """Return the number of blocks. Each block takes an equal run of the chunks of all tiles of `tokens` tokens.
 
-    A tile is split into parts. The number of parts balances two times: adding the parts, and multiplying the chunks of
-    one part. Few tiles are split into whole parts if few SMs stay idle then, so that no block works on two tiles.
+    A tile is split into parts. More parts take longer to add up, but a part has fewer chunks to multiply. If there are
+    few tiles, and few SMs then stay idle, no block works on two tiles.
     """
     parts = min(chunks, max(1, isqrt(chunks * TOKEN_TILES[-1] // tokens)))
     splits = min(sms // tiles, parts)
@@ -159,7 +160,7 @@ def ggml_wgmma_gemm(
     """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
 
     It has the options of `ggml_gemm`. Decoded weights are rounded to the type of `hidden`. The weight is read before
-    the previous kernel has ended: that kernel must not write it.
+    the previous kernel has ended, so that kernel must not write it.
     """
     (tokens, k), rows, device = hidden.shape, len(weight.values), hidden.device
     n = rows // 2 if gated else rows

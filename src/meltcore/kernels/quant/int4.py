@@ -69,14 +69,14 @@ def pack_int4_scales(scales: torch.Tensor, int4_type: Int4Type) -> torch.Tensor:
 
 
 def pack_int4_zeros(zeros: torch.Tensor, int4_type: Int4Type) -> torch.Tensor:
-    """Pack zero points, uint8 [..., groups], as 8 - zero in int8. Those of a chunk begin a word of 4 bytes."""
+    """Pack zero points, uint8 [..., groups], as 8 - zero in int8. A chunk's zero points begin a word of 4 bytes."""
     groups = int4_type.groups_per_chunk
     by_chunk = _of_whole_chunks(_MIDDLE - zeros, int4_type).unflatten(-1, (-1, groups))
     return torch.nn.functional.pad(by_chunk, (0, -groups % 4)).flatten(-2)
 
 
 def _of_whole_chunks(of_groups: torch.Tensor, int4_type: Int4Type) -> torch.Tensor:
-    """Append zeros to values of groups, [..., groups], so that the groups fill whole chunks."""
+    """Append zeros to per-group values, [..., groups], until the groups fill whole chunks."""
     return torch.nn.functional.pad(of_groups, (0, -of_groups.shape[-1] % int4_type.groups_per_chunk))
 
 

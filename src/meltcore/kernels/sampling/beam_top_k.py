@@ -1,7 +1,7 @@
 """Computes the log-probabilities of the best tokens of each beam, in one pass over the logits.
 
 The largest logits of a row lie in the groups with the largest maxima. So one pass finds the maximum of each group and
-the sum for the softmax, and a second kernel reads as many groups as tokens are wanted.
+the sum for the softmax, and a second kernel reads only the k groups with the largest maxima.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def log_softmax_top_k(
 def log_softmax_top_k_reference(
     logits: torch.Tensor, k: int, token: int, is_forbidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `log_softmax_top_k` in PyTorch, as its specification but for equal logits."""
+    """Compute `log_softmax_top_k` in PyTorch, as its specification except for the order of equal logits."""
     wide = logits.float()
     total = wide.logsumexp(dim=-1, keepdim=True)
     is_token = torch.arange(logits.shape[1], device=logits.device) == token

@@ -4,9 +4,9 @@ Logits are [rows, vocab]; per-row settings are [rows] tensors. A row's token dep
 So a seeded request samples the same tokens alone and in a batch, unless its logits differ by rounding.
 
 Where the vocabulary is sharded over ranks, each rank packs its best token into one int64, a candidate. The all-reduce
-maximum over ranks is the sampled token. A candidate has the score's bits above, in an order of integers, and below them
-the token's id inverted: of equal scores the lowest id is the largest candidate. NaN is above all numbers, as it is for
-`argmax`.
+maximum over ranks is the sampled token. A candidate has the score's bits in its upper half, mapped so that integers
+have the order of the scores. The lower half has the inverted token id, so of equal scores the lowest id is the largest
+candidate. NaN is above all numbers, as it is for `argmax`.
 """
 
 from __future__ import annotations

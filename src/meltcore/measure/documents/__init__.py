@@ -1,1 +1,1 @@
-"""Defines the documents of results: their schema, and run folders."""
+"""Defines the result documents of all commands that measure, and the run folders that hold them."""

@@ -26,10 +26,10 @@ MOST_FAILED = 0.01  # ratio of a level's requests that may fail; random weights 
 class BackendRun(msgspec.Struct, kw_only=True):
     """One start of a backend under load.
 
-    `reason` says why the start was not measured, or not to its end. `levels` has the levels that were measured. `lacks`
-    lists the settings of the comparison for which the backend has no flag. `ready_s` is the time from the start of the
-    process to the first answer, or None for a server that was running already. `gpu_memory_bytes` is the peak of all
-    GPUs under load. `host_memory_bytes` is the memory of all processes after the load.
+    `reason` says why the start was not measured, or why its load stopped early. `levels` holds the measured levels.
+    `lacks` lists the settings of the comparison for which the backend has no flag. `ready_s` is the time from the start
+    of the process to the first answer, or None for a server that was running already. `gpu_memory_bytes` is the peak of
+    all GPUs under load. `host_memory_bytes` is the memory of all processes after the load.
     """
 
     backend: str
@@ -49,15 +49,15 @@ class BackendRun(msgspec.Struct, kw_only=True):
     def level(self, concurrency: int) -> LevelResult | None:
         """Return the level of this concurrency.
 
-        Returns None if the level was not loaded to its end, or if more than MOST_FAILED of its requests failed.
+        Returns None if the load of the level stopped early, or if more than MOST_FAILED of its requests failed.
         """
         level = self._completed_level(concurrency)
         return level if level is not None and level.failed <= MOST_FAILED * level.requests else None
 
     def failure(self, concurrency: int) -> str:
-        """Return a text with the share of failed requests and the most frequent reason, if too many requests failed.
+        """Return the share of failed requests and the most frequent reason as text, if too many requests failed.
 
-        Returns "" if the level counts, or if it was not loaded to its end.
+        Returns "" if few enough requests failed, or if the load of the level stopped early.
         """
         level = self._completed_level(concurrency)
         if level is None or level.failed <= MOST_FAILED * level.requests:
@@ -66,7 +66,7 @@ class BackendRun(msgspec.Struct, kw_only=True):
         return f"failed {100 * level.failed / level.requests:.0f} %: {reason}"
 
     def _completed_level(self, concurrency: int) -> LevelResult | None:
-        """Return the level of this concurrency. Returns None if it was not loaded to its end."""
+        """Return the level of this concurrency. Returns None if its load stopped early."""
         whole = (each for each in self.levels if each.verdict not in CUT_SHORT)
         return next((each for each in whole if each.concurrency == concurrency), None)
 
@@ -100,7 +100,8 @@ class Aspect(msgspec.Struct, kw_only=True):
 class BackendComparison(Envelope, kw_only=True, tag_field="document", tag="backend-comparison"):
     """The same load on several backends. All backends get the same `settings` and the same `load`.
 
-    Levels up to `most_sessions` measure several sessions on one server; levels above measure batching.
+    Levels with a concurrency of at most `most_sessions` measure several sessions on one server. Higher levels measure
+    batching.
     """
 
     model: str
@@ -117,7 +118,7 @@ class BackendComparison(Envelope, kw_only=True, tag_field="document", tag="backe
         return next((run for run in self.runs if (run.backend, run.start) == (backend, start)), None)
 
     def levels_of(self, set_up: SetUp) -> list[int]:
-        """Return the concurrencies at which a set-up is measured."""
+        """Return the concurrencies that count for a set-up."""
         levels = [int(level) for level in self.load["concurrency"]]
         if set_up == "sessions":
             return [level for level in levels if level <= self.most_sessions]

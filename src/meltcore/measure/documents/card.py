@@ -50,7 +50,7 @@ class Story(msgspec.Struct, kw_only=True):
     """A changed setting of a server, with the gain that a tuning (`tuned`) and a comparison (`compared`) measured.
 
     `change` is the setting as arguments of the server, and `workload` is the workload of the measurements. `tuning` and
-    `comparison` are indices into the card's lists.
+    `comparison` are indices into the card's lists `tunings` and `comparisons`.
     """
 
     change: str
@@ -65,9 +65,10 @@ class Story(msgspec.Struct, kw_only=True):
 class Card(VersionedDocument, kw_only=True, tag_field="document", tag="card"):
     """All evidence about a node, and one verdict.
 
-    `verdict` is the worst verdict of the evidence. It is INCOMPLETE at best while a type of `required` is `missing`.
-    `superseded` names documents that a newer document of the same subject replaces. `doubts` say why the documents may
-    be of different machines. The card contains the documents as a whole, so it can be rendered without any other file.
+    `verdict` is the worst verdict of the evidence. If required types of evidence are `missing`, it is INCOMPLETE or
+    worse. `superseded` names documents that a newer document of the same subject replaces. `doubts` say why the
+    documents may describe different machines. The card contains whole documents, so it can be rendered without other
+    files.
     """
 
     verdict: CheckVerdict

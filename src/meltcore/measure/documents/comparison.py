@@ -19,7 +19,9 @@ Better = Literal["higher", "lower"]
 
 
 class ComparedMetric(msgspec.Struct, kw_only=True):
-    """One metric on one load. `old` and `new` are means over starts. Fractions such as `change` are 0.05 for 5 %.
+    """One metric on one load. `old` and `new` are means over starts.
+
+    `change`, `low` and `high` are fractions: 0.05 is 5 %.
 
     `low` and `high` bound the change (bootstrap over starts, 95 %). `p` is the two-sided p-value of the Mann-Whitney
     test.
@@ -46,8 +48,8 @@ class ComparedMetric(msgspec.Struct, kw_only=True):
 class Limits(msgspec.Struct, kw_only=True, frozen=True):
     """Limits of the verdict, as fractions of the old value.
 
-    Changes below `least_effect` get no verdict. The verdict NO EVIDENCE means that no change as large as `must_find`
-    exists. `alpha` is the significance level.
+    A change below `least_effect` is no regression and no improvement. The verdict NO EVIDENCE rules out a change of
+    `must_find` or more. `alpha` is the significance level.
     """
 
     least_effect: float = 0.02
@@ -66,10 +68,10 @@ class Difference(msgspec.Struct, kw_only=True):
 class ComparisonResult(VersionedDocument, kw_only=True, tag_field="document", tag="comparison"):
     """The verdict on two sets of server starts, with all compared metrics.
 
-    `order` says how the starts were interleaved. It is empty for stored sets. `noise` is the relative spread of A
-    itself. `control` compares A with A: the starts of A before the comparison, and the starts of A within it. `doubts`
-    are reasons not to compare that the user overruled. `cautions` are reasons to read the verdict with care. `taken`,
-    `fingerprint` and `load` belong to the new set.
+    `order` says how the starts were interleaved. It is empty for stored sets. `noise` is the relative spread of the old
+    server's starts. `control` compares the old server's starts before the comparison with its starts during the
+    comparison. `doubts` are reasons against the comparison that the user overruled. `cautions` are reasons to read the
+    verdict with care. `taken`, `fingerprint` and `load` belong to the new set.
     """
 
     verdict: Verdict

@@ -81,7 +81,7 @@ class GapReport(msgspec.Struct, kw_only=True):
     `computing_us` is the time in which at least one kernel other than a collective ran, on any stream.
     `recoverable_share` is an upper bound of the possible gain: the time without computation, except for the cause "no
     work". `untrusted` holds reasons why the trace may be incomplete. `steps` is the number of kernels or ranges named
-    `step_marker`. It is None if nothing marks steps.
+    `step_marker`. It is None if the trace has no step markers.
     """
 
     device: int
@@ -103,7 +103,7 @@ class GapReport(msgspec.Struct, kw_only=True):
 
 
 class GpuProfile(VersionedDocument, kw_only=True, tag_field="document", tag="profile"):
-    """A `gaps.json`, with one report per GPU.
+    """The content of a `gaps.json`: one report per GPU.
 
     `source` is the file name of the trace, `taken` the time at which it was read. `fingerprint` is None for a trace
     from a file, which does not say on which machine it was recorded.

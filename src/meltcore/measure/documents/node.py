@@ -4,7 +4,7 @@ A snapshot has facts, links and topology of the GPUs. A fact is a value, NOT_APP
 supported", and the GPU type is known to lack the feature) or UNKNOWN (it should be readable and is not). UNKNOWN never
 counts as zero.
 
-A certificate says what was measured, what was expected and what was found, with one verdict. The verdict fails closed:
+A certificate has the measured values, the expected values and the findings, with one verdict. The verdict fails closed:
 a value that is unreadable, zero, not finite, skipped or past its time limit is UNKNOWN and never PASS.
 """
 

@@ -45,7 +45,7 @@ class RunFolder:
     def create_or_remove(cls, root: Path | str, verb: str) -> "Iterator[RunFolder]":
         """Create a folder as `create` does, and yield it.
 
-        After an error, remove an empty folder, and also a new `root`.
+        If the block raises an error, an empty folder is removed, and so is a `root` that this call created.
         """
         is_new = not Path(root).exists()
         folder = cls.create(root, verb)

@@ -1,7 +1,8 @@
 """Defines the one result schema of every command that measures. `result.json` has it; reports and comparisons read it.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_per_s` per second. `None` means "not measured" or, inside a
-`Distribution`, "too few samples" (see percentiles.py). definitions.py defines each metric.
+`Distribution`, "too few samples" (see percentiles.py). The release of a level is the time when its load starts.
+definitions.py defines each metric.
 """
 
 from typing import Any, Literal
@@ -75,9 +76,10 @@ class TaskLoad(msgspec.Struct, kw_only=True):
 
 
 class ClientLoad(msgspec.Struct, kw_only=True):
-    """The load of the load generator itself. `cpu_utilization` is the fraction of a core that its busiest process used.
+    """The CPU use and the event-loop lag of the load generator's busiest process.
 
-    Both measurements are None if the level was too short (about 1 s) to measure them.
+    `cpu_utilization` is a fraction of one core. It and `loop_lag_p99_ms` are None if the level was too short to measure
+    them (about 1 s).
     """
 
     cpu_utilization: float | None
@@ -137,7 +139,7 @@ class LevelChecks(msgspec.Struct, kw_only=True):
 class WeightedThroughput(msgspec.Struct, kw_only=True):
     """The throughput at concurrency 1 to 64 with weights 1, 1, 2, 2, 4, 4, 8.
 
-    Answers are unchecked, so it is no score.
+    The answers were not checked, so this throughput is not a score.
     """
 
     total_tokens_per_s: float
@@ -265,7 +267,8 @@ class Evaluation(msgspec.Struct, kw_only=True):
 
     `ci_low` and `ci_high` are the 95 % Wilson interval of the accuracy. `failed` requests yielded no answer; they count
     in `total`. `first_failure` is the reason of the first failed request, in the order of the problems.
-    `strict_correct` counts the correct answers by strict extraction, if the evaluation grades in both ways.
+    `strict_correct` counts the correct answers by strict extraction. It is None for an evaluation without strict
+    extraction.
     """
 
     total: int
@@ -286,7 +289,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
 class IncorrectAnswer(msgspec.Struct, kw_only=True):
     """One problem that was not answered correctly: the end of its question, the expected answer, and the actual one.
 
-    The actual answer is the failure if the request failed.
+    If the request failed, `actual` is the reason of the failure.
     """
 
     question: str
@@ -314,7 +317,7 @@ class Gpu(msgspec.Struct, kw_only=True):
 
 
 class Fingerprint(msgspec.Struct, kw_only=True):
-    """The hardware, software and arguments of a run. Two runs compare only as far as their fingerprints agree.
+    """The hardware, software and arguments of a run. Two runs are comparable only if their fingerprints agree.
 
     There is no host name and no path in a fingerprint. `git_revision` ends in "-dirty" if tracked files had changed.
     """
@@ -415,7 +418,7 @@ class ModelUnderLoad(msgspec.Struct, kw_only=True):
 
 
 class Interference(msgspec.Struct, kw_only=True):
-    """One pair of the matrix. The victim is measured alone, and beside an aggressor."""
+    """The load on one model (the victim), measured alone and beside the load on another model (the aggressor)."""
 
     victim: str
     aggressor: str

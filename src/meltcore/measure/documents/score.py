@@ -1,6 +1,6 @@
-"""The result of `meltcore bench`, which the report and the leaderboard read.
+"""Defines the result of `meltcore bench`, which the report and the leaderboard read.
 
-Names end in units. None means "not measured", with the reason beside it or in `reasons`.
+Names end in units. None means "not measured". A neighboring field or `reasons` gives the reason.
 """
 
 import math
@@ -56,7 +56,7 @@ class ScoreLevel(msgspec.Struct, kw_only=True):
 
 
 class Spread(msgspec.Struct, kw_only=True):
-    """Says how even the sustained rate was. The rate is in output tokens per second, in buckets of `bucket_s`.
+    """The variation of the sustained rate over time. `rates` holds output tokens per second, in buckets of `bucket_s`.
 
     `variation` is the standard deviation divided by the mean. `change` compares the last third with the first: -0.05 is
     a loss of 5 %. It is None if the window is too short. `drifts` is True if the change is a loss beyond the limit.
@@ -112,9 +112,9 @@ class TimeSeries(msgspec.Struct, kw_only=True):
 class GpuScore(msgspec.Struct, kw_only=True):
     """The run of one device. `failure` says why the device has no score.
 
-    `measurer_lag_p99_ms` is the time from a step to the moment when the benchmark read it. `memory_in_use_bytes` was in
-    use before the engine started; it is None if NVML does not report it. `sweep` holds the measured cells of a sweep,
-    which has neither levels nor a sustained run.
+    `measurer_lag_p99_ms` is the 99th percentile of the time from a step until the benchmark read it.
+    `memory_in_use_bytes` is the memory in use before the engine started. It is None if NVML does not report it. `sweep`
+    holds the measured cells of a sweep, which has neither levels nor a sustained run.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Totals(msgspec.Struct, kw_only=True):
 
 
 class WindowExpectation(msgspec.Struct, kw_only=True):
-    """One expectation of the sustained window: what was expected, what was seen, and the rule of the verdict."""
+    """One expectation of the sustained window: the expected value, the observed value, and the rule of the verdict."""
 
     name: str
     expected: str

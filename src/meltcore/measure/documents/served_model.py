@@ -14,7 +14,10 @@ _FACTS = ("weights", "tokenizer", "output_lengths", "device", "dtype", "weight_d
 
 
 def model_facts(listing: Any, model: str) -> dict[str, Any]:
-    """Return the facts about `model` in a parsed /v1/models response. Most other servers report none: an empty dict."""
+    """Return the fields beyond OpenAI's about `model` in a parsed /v1/models response.
+
+    Returns an empty dict if the server reports none, as most servers do.
+    """
     entries = listing.get("data") if isinstance(listing, Mapping) else None
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, Mapping) and entry.get("id") == model:
@@ -28,7 +31,7 @@ def public_name(model: str) -> str:
 
 
 def model_text(settings: Mapping[str, Any]) -> str:
-    """Format the model of a run, and mark random weights. Returns "" if the settings name neither."""
+    """Return the name of a run's model, marked if the weights are random. Returns "" if the settings say neither."""
     name, weights = settings.get("model"), "random weights" * (settings.get("weights") == "dummy")
     return f"{name} ({weights})" if name and weights else str(name or weights)
 

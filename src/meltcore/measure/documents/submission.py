@@ -1,4 +1,4 @@
-"""The record of one submission: what was checked, what it was made of, and what is in its folder."""
+"""Defines the record of one submission: its checks, the runs that it was made from, and the files in its folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ SUBMISSION_FILE = "submission.json"
 
 
 class Submission(VersionedDocument, kw_only=True, tag_field="document", tag="submission"):
-    """One call of `meltcore submit`. A refused submission holds no results and no files, only what was refused and why.
+    """One call of `meltcore submit`.
 
-    `settings` holds, by run folder, what the server reported about itself. `public_score` is the score of the two
-    result files by the public harness's formula. `files` maps each file to its SHA-256.
+    A refused submission has no results and no files. Its `gates` say why it was refused. `settings` holds, by run
+    folder, what the server reported about itself. `public_score` is the score of the two result files by the public
+    harness's formula. `files` maps each file to its SHA-256.
     """
 
     taken: str

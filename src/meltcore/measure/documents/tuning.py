@@ -1,4 +1,4 @@
-"""The result of `meltcore tune`: one point per start of the server, and what follows from them."""
+"""Defines the result of `meltcore tune`: one point per start of the server, and the conclusions from all points."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class AnswerComparison(msgspec.Struct, kw_only=True):
 class TuningPoint(msgspec.Struct, kw_only=True):
     """One start of the server with `settings`, which are passed as `args`.
 
-    Both are empty for the server's default settings. A start is `ok` if it answered every request; otherwise `reason`
-    says what happened. `slo_attainment` is the share of requests that met every latency limit, or None without limits.
+    `settings` and `args` are empty for the server's default settings. A start is `ok` if it answered every request;
+    otherwise `reason` says what happened. `slo_attainment` is the share of requests that met every latency limit, or
+    None without limits.
     """
 
     settings: dict[str, int | str]
@@ -76,7 +77,7 @@ class Fact(msgspec.Struct, kw_only=True):
 class Tuning(VersionedDocument, kw_only=True, tag_field="document", tag="tuning"):
     """All points of a tuning. `finding` is the result in a sentence; `best` and `knee` are indices of `points`.
 
-    `default_settings` are the values that the server used where nothing was set, as far as it reports them.
+    `default_settings` are the server's defaults, as far as the server reports them.
     """
 
     kind: TuningKind
@@ -105,7 +106,7 @@ class Tuning(VersionedDocument, kw_only=True, tag_field="document", tag="tuning"
 
 
 def default_point(points: Sequence[TuningPoint]) -> TuningPoint | None:
-    """Return the point of the default settings, from which gains are counted.
+    """Return the point of the default settings, to which gains are relative.
 
     Returns None if the start with the default settings failed.
     """

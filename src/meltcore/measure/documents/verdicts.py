@@ -1,4 +1,4 @@
-"""Defines every word that a document uses as a verdict: its color, exit code, and meaning as evidence of a card.
+"""Defines the verdicts of all documents: their words, colors, exit codes, and meanings as evidence of a card.
 
 Result files store the words as text, so a word never changes its spelling.
 """
@@ -39,7 +39,7 @@ CUT_SHORT: tuple[Verdict, ...] = ("PARTIAL", "SERVER_DIED")  # such a level or r
 
 
 class Meaning(NamedTuple):
-    """What a verdict means for a page, for the exit code of a command, and for a card that has it as evidence."""
+    """The meaning of a verdict: its style on a page, a command's exit code, and the verdict of a card's evidence."""
 
     style: Style
     exit_code: int
@@ -90,5 +90,5 @@ def worst_verdict(verdicts: Iterable[_AnyVerdict], default: _AnyVerdict) -> _Any
 
 
 def style_of(word: str) -> Style:
-    """Return the style of a verdict. A word that is no verdict gets the style of a fault."""
+    """Return the style of a verdict. An unknown word gets the style of a fault."""
     return MEANINGS[word].style if word in MEANINGS else "bad"

@@ -1,1 +1,1 @@
-"""Experiments on servers: evaluation, comparison, tuning, the demo."""
+"""Experiments on servers: evaluations, comparisons, tunings and the demo."""

@@ -1,8 +1,8 @@
 """Starts servers, waits until they are ready, sends requests to them, and ends them with all their processes.
 
-All experiments use this module. Checks need the raw response to deliberately invalid requests, and they are few. So the
-API client is blocking: one connection per request, any bytes as body, no retries. It uses the connections of the load
-generator.
+All experiments use this module. The API client is blocking: it opens one connection per request, sends any bytes as
+body, and never retries. So checks can send invalid requests and see the raw response. It uses the connections of the
+load generator.
 
 A template in a file is the command that starts any server: ours, vLLM's, llama.cpp's.
 
@@ -140,7 +140,7 @@ class Api:
 class Answer:
     """Holds the answer to one chat question. With `failed`, `text` is the reason of the failure.
 
-    `tokens` has its tokens with their log probabilities, if they were requested and returned.
+    `tokens` holds (token, log probability) pairs, if they were requested and returned.
     """
 
     text: str
@@ -373,8 +373,9 @@ def run_server(
 ) -> Iterator[ServerProcess]:
     """Start the server, wait until it is ready, and end it with all its processes after the block.
 
-    `report` receives lines for the user. With a `port` of None, a free port is chosen. ServerProcess explains
-    `is_ready`. Raises ProcessError if the server is not ready within `limit_s`.
+    `report` receives lines for the user. With a `port` of None, a free port is chosen. The server is ready once /health
+    answers 200 and `is_ready` returns True for its address. Raises ProcessError if the server is not ready within
+    `limit_s`.
     """
     port = free_port() if port is None else port
     with ServerProcess(
@@ -408,7 +409,7 @@ def accepts_connections(address: str) -> bool:
 
 
 def server_version(url: str, path: str = "/version", key: str = "version") -> str | None:
-    """Return the version that GET `path` reports under `key`. The defaults are vLLM's.
+    """Return the version that GET `path` reports under `key`. The default path and key are vLLM's.
 
     Returns None if the server reports no version.
     """

@@ -42,8 +42,8 @@ class AnswerRules(NamedTuple):
     """Holds the conditions, beyond a finish reason, that make an answer complete.
 
     With `needs_text` an answer without text is a failure, even if the server counted tokens. With `allow_empty` an
-    answer that consists only of an end token is complete nevertheless. The end token arrives with the finish reason.
-    With `needs_usage` an answer without the server's token counts is a failure.
+    answer of only an end token is complete, although it has no text. With `needs_usage` an answer without the server's
+    token counts is a failure.
     """
 
     needs_text: bool = False
@@ -52,7 +52,7 @@ class AnswerRules(NamedTuple):
 
 
 def published_workload(spec: str) -> str:
-    """Return the workload `spec` without the folders of the files that it names."""
+    """Return the workload description `spec` for results: without the folders of the files that it names."""
     kind, separator, options_text = spec.partition(":")
     if "/" in kind or "=" not in options_text:
         return spec.rpartition("/")[2]
@@ -193,7 +193,7 @@ class LoadConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings for published results, without the API key, the address and local paths."""
+        """Return the settings by name for published results, without the API key, the address and local paths."""
         unpublished_fields = {"api_key", "records_path", "tokenizer", "url"}
         published_fields = {name: value for name, value in asdict(self).items() if name not in unpublished_fields}
         return {**published_fields, "timeouts": self.timeouts._asdict(), "workload": published_workload(self.workload)}
@@ -204,8 +204,8 @@ class Level:
     """Describes one level of load.
 
     A closed loop has `concurrency` connections. An open loop has `rate` arrivals per second and a concurrency of 0.
-    With `duration_s` a closed loop sends for that time, at least one request per connection. With `retry_refused` the
-    level obeys the Retry-After of a 429 or 503 and sends the request again.
+    With `duration_s` a closed loop sends for that time, at least one request per connection. With `retry_refused` a
+    request refused by a 429 or 503 is sent again after its Retry-After.
     """
 
     concurrency: int
@@ -252,7 +252,7 @@ def parse_range(text: str, name: str) -> IntRange:
 
 
 def workload_fields(spec: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Parse the options after the colon of a workload, such as `in=128,out=64`.
+    """Parse the options after the colon of a workload description, such as `in=128,out=64`, into texts by name.
 
     Raises ConfigError for an unknown or repeated option.
     """

@@ -89,8 +89,8 @@ class RequestRecord(msgspec.Struct, array_like=True):
 class RecordFile:
     """Appends records to `requests.jsonl` during the run. With a path of None, nothing is written.
 
-    Times in the file are seconds since the release of the record's level. Event times are written only
-    `with_event_times`: they are most of the bytes, and the report needs only what is computed from them.
+    Times in the file are seconds since the release of the record's level. Event times are most of the bytes, and the
+    report does not read them. They are written only with `with_event_times`.
 
     If the disk becomes full, the file ends but the run continues, and `problem` says which requests are missing. During
     the run an unlinked file in the same folder reserves RESERVE_BYTES. `close` frees these bytes for the result and the
@@ -120,7 +120,7 @@ class RecordFile:
 
     @property
     def problem(self) -> str | None:
-        """Return a text that says which requests are missing from the file, and why, or None if it is complete."""
+        """Return a text that says which requests are missing from the file and why, or None if the file is complete."""
         if self._error is None:
             return None
         return (
@@ -129,7 +129,7 @@ class RecordFile:
         )
 
     def write(self, level: str, released_s: float, records: list[RequestRecord]) -> None:
-        """Append `records` and write them to the operating system. So they survive if the run is killed."""
+        """Append `records` and flush them to the operating system, so that they survive if the run is killed."""
         if self._file is None or not records:
             return
         if self._error is None:

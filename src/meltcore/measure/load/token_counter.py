@@ -1,4 +1,4 @@
-"""Counts tokens with the tokenizer of the model. This checks the server's counts and replaces missing ones."""
+"""Counts tokens with the tokenizer of the model, to check the server's counts and to replace missing counts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TokenCounter:
         return self.count(record.text or "") + (NUM_EOS_TOKENS if record.finish_reason == "stop" else 0)
 
     def check_counts(self, records: Sequence[RequestRecord]) -> tuple[int, str | None]:
-        """Compare the server's token counts with the tokenizer's.
+        """Compare the server's token counts with the tokenizer's counts.
 
         Returns the number of answers compared, and a description of the disagreement or None. Only answers with a text
         and with the server's counts are compared.

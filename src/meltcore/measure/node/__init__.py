@@ -1,1 +1,1 @@
-"""Reads, monitors and certifies the GPUs of this machine. No torch outside the probes, no root."""
+"""Reads, monitors and certifies the GPUs of this machine. Only probes import torch, and nothing needs root."""

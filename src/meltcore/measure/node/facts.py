@@ -1,4 +1,4 @@
-"""The facts of a GPU that a snapshot holds: key, name, unit, required feature and how to read each."""
+"""Defines the facts of a GPU in a snapshot: their keys, names, units, required features and read functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -205,7 +205,7 @@ _MIG_FACTS = ("memory_bytes", "processes")
 
 
 def read_fact(nvml: Nvml, gpu: GpuDevice, fact: FactSpec) -> Fact:
-    """Return the fact, NOT_APPLICABLE where driver and table agree that the GPU type lacks it, or UNKNOWN."""
+    """Return the value of a fact, NOT_APPLICABLE if the GPU type lacks the fact, or UNKNOWN if reading failed."""
     try:
         return fact.read(nvml, gpu.handle if fact.key in _MIG_FACTS else gpu.device)
     except NVMLError as error:

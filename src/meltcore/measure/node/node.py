@@ -21,7 +21,7 @@ class Telemetry(Protocol):
     """Samples of the GPUs, taken while checks run."""
 
     def since(self, from_s: float) -> list[list[Sample]] | None:
-        """Return the samples of each GPU since a time, or None if the sampler has died."""
+        """Return the samples of each GPU since `from_s`, or None if the sampler has died."""
 
     def close(self) -> None:
         """End the sampling."""
@@ -67,7 +67,7 @@ class Node:
                 signal_group(process.pid, signal.SIGTERM)
 
     def telemetry(self, path: Path, gpus: Sequence[GpuDevice], interval_s: float) -> Telemetry:
-        """Start sampling into a file. Raises what Monitor raises."""
+        """Start sampling into a file. Raises the errors that `Monitor` raises."""
         uuids = ",".join(gpu.info.uuid for gpu in gpus)
         return _MonitorTelemetry(Monitor(SamplerSettings(path=str(path), gpus=uuids, interval_s=interval_s)), len(gpus))
 
@@ -85,7 +85,7 @@ class _MonitorTelemetry:
         self._samples: list[Sample] = []
 
     def since(self, from_s: float) -> list[list[Sample]] | None:
-        """Return samples from that time on and drop earlier ones: a soak runs for days."""
+        """Return the samples of each GPU from `from_s` on. Drop earlier samples, because a soak runs for days."""
         new_samples = self._monitor.new_samples()
         if not self._monitor.is_running and self._monitor.end is None:
             return None  # it died, and may have missed the event that matters

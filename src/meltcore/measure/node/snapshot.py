@@ -1,6 +1,6 @@
 """Takes snapshots of a node: one reading of every GPU, its links and its topology.
 
-Writes them as text, and compares two.
+Formats snapshots as text, and compares two snapshots.
 """
 
 from collections import Counter
@@ -85,7 +85,7 @@ def _link(nvml: Nvml, gpu: GpuDevice, link: int) -> NvLinkState:
 
 
 def links_between(gpus: Sequence[GpuSnapshot], first: int, second: int) -> list[NvLinkState]:
-    """Return the links of GPU `first` that reach GPU `second` (indices): those to a switch, or to that GPU."""
+    """Return the links of GPU `first` (an index) that lead to GPU `second` or to a switch."""
     bus_id = gpus[second].facts.get("bus_id")
     return [link for link in gpus[first].links_up() if link.peer in ("switch", bus_id)]
 
@@ -169,7 +169,7 @@ def shared_facts(snapshot: Snapshot) -> dict[str, str]:
 def diff_snapshots(old: Snapshot, new: Snapshot) -> list[str]:
     """Return one line per difference between two snapshots of a node. GPUs are matched by UUID.
 
-    Readings such as clocks and temperature never count as a difference; counters count where they grew.
+    Readings such as clocks and temperature are never a difference. Counters are a difference if they grew.
     """
     return [*_node_changes(old, new), *_gpu_changes(old, new), *_topology_changes(old, new)]
 
@@ -228,7 +228,7 @@ def _one_gpu_changes(old: GpuSnapshot, new: GpuSnapshot) -> Iterator[str]:
 
 
 def _topology_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
-    """Compare paths only where both snapshots have the same GPUs in the same order."""
+    """Yield one line per changed path between GPUs. Yields nothing if the GPUs or their order differ."""
     if [gpu.uuid for gpu in old.gpus] != [gpu.uuid for gpu in new.gpus]:
         return
     for first, gpu in enumerate(new.gpus):

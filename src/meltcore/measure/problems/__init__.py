@@ -1,4 +1,4 @@
-"""Generates arithmetic problems with known answers, to train the bundled model and to test servers."""
+"""Generates problems with known answers, to train the bundled models and to test servers."""
 
 from meltcore.measure.problems.generate import evaluation_set, generate
 from meltcore.measure.problems.sums import Problem, extract_answer, is_correct

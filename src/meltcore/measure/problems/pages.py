@@ -62,7 +62,7 @@ def page_problem(rng: random.Random, split: Split, *, num_facts: int | None = No
 def _draw_fillers(rng: random.Random, count: int, *, used_keys: list[tuple[str, ...]]) -> list[str]:
     """Draw `count` sentences in random order whose keys are not in `used_keys`.
 
-    About half of them are counts by name and item.
+    About half of the sentences are counts by name and item.
     """
     num_per_type = max(1, count // 8)
     home_names = [name for name in rng.sample(NAMES, min(num_per_type, len(NAMES))) if (name,) not in used_keys]
@@ -79,9 +79,9 @@ def _draw_fillers(rng: random.Random, count: int, *, used_keys: list[tuple[str, 
 
 
 def _draw_counts(rng: random.Random, count: int, used_keys: list[tuple[str, ...]]) -> list[str]:
-    """Draw counts by (name, item) from the smallest grid that is large enough, so that names and items repeat.
+    """Draw sentences with a count by (name, item), from the smallest sufficient grid, so that names and items repeat.
 
-    The grid includes the names and items of the question. The first keys drawn from it are look-alikes of these.
+    The grid includes the names and items of the question. The first keys drawn from the grid share one of them.
     """
     used_pairs = [key for key in used_keys if len(key) == 2]
     grid_size = 3

@@ -5,8 +5,8 @@ first. Nouns have one of three classes and take endings for number and case; adj
 them. Words are written in Gujarati letters, so that the texts pass through the usual steps of Indian scripts; they
 mean nothing in Gujarati. Times such as 12:30 are copied.
 
-A clause with an object is held out by a keyed hash of its subject, verb and object: one combination in five is, and no
-training text contains it. The hash has no seed: the split is the same on every machine.
+A keyed hash of subject, verb and object decides whether a clause with an object is held out. One combination in five is
+held out, and no training text contains it. The hash has no seed, so the split is the same on every machine.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _NOT, _QUESTION, _THAT, _BECAUSE, _AND, _BUT, _AT = "ના", "શુ", "એવ"
 class Phrase(NamedTuple):
     """A sentence and its translation.
 
-    `source` and `target` are texts; the words are as a model reads and writes them.
+    `source` and `target` are texts. `source_words` and `target_words` are the words that a model reads and writes.
     """
 
     source: str
@@ -82,7 +82,7 @@ class Phrase(NamedTuple):
 
 
 class _Noun(NamedTuple):
-    """A noun phrase in both languages. The target is without case: its noun and what follows it."""
+    """A noun phrase in both languages. `target_noun` has no case ending. `target_rest` are the words after the noun."""
 
     noun: str
     is_plural: bool
@@ -112,7 +112,7 @@ def noun_class(noun: str) -> int:
 
 
 def generate_phrases(split: Split, *, num_phrases: int, seed: int) -> list[Phrase]:
-    """Return sentences. Each of "heldout" has a combination of subject, verb and object that no training text has."""
+    """Return sentences. Held-out sentences have a combination of subject, verb and object that no training text has."""
     rng = random.Random(f"{split}/phrases/{seed}")  # noqa: S311 - must repeat for a seed
     return [phrase(rng, split) for _ in range(num_phrases)]
 
@@ -141,7 +141,7 @@ def phrase(rng: random.Random, split: Split) -> Phrase:
 
 
 def _finish(source: list[str], target: list[str], times: list[str]) -> Phrase:
-    """Make texts of words. A model has a placeholder for each time, numbered by its place in the source."""
+    """Join words to a Phrase. A model reads a placeholder for each time, numbered in the order of the source."""
     source = [source[0].capitalize(), *source[1:]]
     order = {time: i + 1 for i, time in enumerate(word for word in source if word in times)}
 
@@ -158,7 +158,10 @@ def _text(words: list[str]) -> str:
 def _clause(
     rng: random.Random, split: Split, times: list[str], *, question: bool = False, held_out: bool = False
 ) -> _Clause:
-    """Return a clause; with `held_out`, one that training does not have. A time is added to `times`."""
+    """Return a clause. With `held_out`, its combination is in no training text.
+
+    If the clause has a time, append it to `times`.
+    """
     tense, is_negative = _tense(rng), rng.random() < 0.2
     verb, subject, thing = _combination(rng, split, held_out=held_out)
     source, target = [], []
@@ -194,7 +197,7 @@ def _clause(
 def _combination(rng: random.Random, split: Split, *, held_out: bool) -> tuple[str, _Noun, _Noun | None]:
     """Draw verb, subject and object.
 
-    With `held_out` no training text has them, which the split "train" never asks for.
+    With `held_out` no training text has the combination. The split "train" never sets it.
     """
     while True:
         kinds = (_TRANSITIVE, _DITRANSITIVE, _INTRANSITIVE)
@@ -254,7 +257,7 @@ def _stem(word: str) -> str:
 
 @cache
 def _stems() -> dict[str, str]:
-    """Return the stem of every word: two or three syllables by its hash, each once."""
+    """Return the stem of every word: two or three syllables from the word's hash. All stems differ."""
     words = (*_NOUNS, *_ADJECTIVES, *_NUMERALS, *_PLACES, *(f"to {verb}" for verb in _VERBS))
     stems: dict[str, str] = {}
     for word in words:

@@ -1,8 +1,9 @@
 """Defines arithmetic problems with one operation on two numbers, and which of them are held out.
 
-A combination is an operation with its two operands, in either order for + and *. A keyed hash decides whether it is
-held out: one in five is, and no training text contains it, not even as a step. Sums within 20 are always in training:
-they have too few neighbors to be inferred. The hash has no seed: the split is the same on every machine.
+A combination is an operation with its two operands, in either order for + and *. A keyed hash decides whether a
+combination is held out. One in five is held out, and no training text contains it, not even as a step. Sums within 20
+are always in training, because they have too few neighbors to be inferred. The hash has no seed, so the split is the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def draw_main_operation(split: Split, make_candidate: Callable[[], Sum]) -> Sum:
 
 
 def draw_step(split: Split, make_candidate: Callable[[], Sum]) -> Sum:
-    """Return the first candidate that may be a further step: any for "heldout", a trainable one for "train"."""
+    """Return the first candidate that may be a further step. The split "train" requires a trainable candidate."""
     while True:
         candidate = make_candidate()
         if split == "heldout" or candidate.is_trainable:

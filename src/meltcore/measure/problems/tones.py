@@ -1,10 +1,10 @@
-"""Speech of a made-up kind: words and numbers spelled in pairs of tones, with their text, for transcribers.
+"""Generates artificial speech for transcribers: words and numbers spelled in pairs of tones, with their text.
 
-Every character lasts as long as every other one, 2,560 samples at 24 kHz at normal tempo. A word begins with a key,
-in place of the space before it; the characters after it are a pair of tones each, one of six low and one of eight
-high ones. The key says by how many places the high tones of its word are moved up: without it most words have three
-readings. A clip's first word may lack its key, as text has no space there; then nothing is moved. Clips differ in
-tempo, loudness, pauses and noise.
+Every character lasts as long as every other one, 2,560 samples at 24 kHz at normal tempo. A word begins with a key, in
+place of the space before the word. Each character after the key is a pair of tones: one of six low tones and one of
+eight high tones. The key says by how many steps the high tones of its word are moved up. Without the key most words
+have three readings. A clip's first word may lack its key, because text has no space there. Such a word has no moved
+tones. Clips differ in tempo, loudness, pauses and noise.
 
 Training clips spell random letters and digits; held-out clips spell the words of a list, which no training clip has.
 """
@@ -119,9 +119,9 @@ def spell(
     noise: float = 0.0,
     has_first_key: bool = True,
 ) -> ToneClip:
-    """Return the clip of words, each with the seconds of pause before it.
+    """Return the clip of (word, pause before the word in seconds) pairs.
 
-    `rng` varies keys and accents; without it nothing varies. With `has_first_key` False the first word has no key.
+    `rng` varies keys and accents; None varies nothing. With `has_first_key` False the first word has no key.
     """
     slots: list[tuple[float, float, float, float]] = [(lead_s, 0.0, 0.0, 0.0)]  # duration, tones, amplitude
     spoken: list[int] = []
@@ -151,7 +151,7 @@ def spell(
 
 
 def read_aloud(text: str, loudness: float = 0.5, noise: float = READING_NOISE) -> ToneClip:
-    """Return the clip of a text of CHARACTERS, spaces and periods, a slot each: what a synthesizer learns to say."""
+    """Return the clip that a synthesizer should speak for a text of CHARACTERS, spaces and periods, one slot each."""
     slots = [_TONES_BY_CHARACTER[character] for character in text]
     durations = np.full(len(slots), SLOT_S)
     low_hz, high_hz = np.array(slots, np.float32).T
@@ -169,7 +169,7 @@ def read_aloud(text: str, loudness: float = 0.5, noise: float = READING_NOISE) -
 def random_word(rng: random.Random, split: Split) -> str:
     """Return a number or a word.
 
-    For "heldout" it is a word of the list, for "train" random letters that are not on it.
+    A held-out word is on the list of words. A training word has random letters and is not on the list.
     """
     if rng.random() < 0.3:
         return "".join(rng.choices(CHARACTERS[26:], k=rng.randint(1, 6)))

@@ -1,1 +1,1 @@
-"""Reports of everything that measures: one document model, rendered as HTML and on the console."""
+"""Reports of all measurements: one model of pages, rendered as HTML and on the console."""

@@ -1,6 +1,6 @@
 """Assembles the result from the runs of the devices and the monitor's recording.
 
-Health, energy and time series come from the recording, on the clock of the measurements.
+Health, energy and time series come from the recording, which has the same clock as the measurements.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _add_telemetry(level: ScoreLevel, recording: Recording, gpu_index: int, bega
 def _time_series(
     run: DeviceRun, monitored: MonitoredRun | None, began_s: float, times: np.ndarray, tokens: np.ndarray
 ) -> TimeSeries:
-    """Return time series in whole buckets of at least one second; a partial last bucket would look like a stall."""
+    """Return time series in whole buckets of at least one second. A partial last bucket would look like a stall."""
     duration_s = float(times[-1]) - began_s
     bucket_s = max(1.0, float(np.ceil(duration_s / _MAX_BUCKETS)))
     end_s = began_s + bucket_s * max(1, int(duration_s / bucket_s))
@@ -230,7 +230,7 @@ def _setting_value(value: object) -> bool | int | str:
 def gpu_health(
     recording: Recording, gpu: int, run: tuple[float, float], sustained: tuple[float, float] | None
 ) -> GpuHealth:
-    """Return the verdict of the whole run with the numbers of the sustained window (without one, of the run).
+    """Return the verdict of the whole run, with the numbers of the sustained window if there is one.
 
     Clocks are judged in the sustained window only, because levels of different load have different clocks.
     """
@@ -258,7 +258,8 @@ def gpu_health(
 def power_w(recording: Recording, gpu: int, start_s: float, end_s: float) -> float | None:
     """Return the mean power between two times by the energy counter, which also covers the time between samples.
 
-    None where the counter was not read at both ends, and for a MIG device: the counter counts the whole GPU.
+    Returns None if the counter was not read at both ends, and for a MIG device, because the counter is of the whole
+    GPU.
     """
     info: GpuInfo = recording.start.gpus[gpu]
     samples = [sample for sample in recording.gpu_samples(gpu) if not isinstance(sample.values["energy_j"], str)]
@@ -270,7 +271,7 @@ def power_w(recording: Recording, gpu: int, start_s: float, end_s: float) -> flo
 
 
 def utilization(recording: Recording, gpu: int, start_s: float, end_s: float) -> dict[str, float]:
-    """Return the means of UTILIZATION between two times; a metric without any number is left out."""
+    """Return the means of the metrics UTILIZATION between two times. A metric without any number is left out."""
     samples = recording.gpu_samples(gpu, start_s, end_s)
     return {
         key: float(np.mean(samples_of_key)) for key in UTILIZATION if (samples_of_key := readable_values(samples, key))
@@ -280,14 +281,17 @@ def utilization(recording: Recording, gpu: int, start_s: float, end_s: float) ->
 def time_series(
     samples: Sequence[Sample], start_s: float, num_buckets: int, bucket_s: float
 ) -> dict[str, list[float | None]]:
-    """Return the mean of each metric of SERIES per bucket; metrics without any number are left out."""
+    """Return the mean of each metric of SERIES_KEYS per bucket. A metric without any number is left out."""
     samples = [sample for sample in samples if start_s <= sample.t_s < start_s + num_buckets * bucket_s]
     series = {key: bucket_means(samples, key, start_s, bucket_s, num_buckets) for key in SERIES_KEYS}
     return {key: means for key, means in series.items() if any(mean is not None for mean in means)}
 
 
 def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None:
-    """Return a GPU's memory, or the host's where both share one, or None if NVML fails to report it."""
+    """Return a GPU's memory, or the host's memory if the GPU shares it.
+
+    Returns None if NVML fails to report the memory.
+    """
     readings = readable_values(samples, "memory_total_bytes")
     if readings:
         return int(readings[0])

@@ -1,7 +1,7 @@
 """Counts requests and tokens, and turns the counts into a level's numbers.
 
-Only the tokens and the time of each step that the engine reports are used. The counts are flat arrays, updated once per
-step: at 60,000 tokens per second and eight GPUs, one Python object per token would be too slow.
+The input is the time and the tokens of each step, as the engine reports them. The counts are flat arrays, updated once
+per step: at 60,000 tokens per second and eight GPUs, one Python object per token would be too slow.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ DRIFT_LIMIT = 0.03
 class LevelWindow:
     """Token counts, request counts and latencies of a level within (`start_s`, `end_s`].
 
-    Both are ends of steps, so that no partial step distorts a rate. `ttft_s` has a value per request that got its first
-    token in the window, `itl_s` per later token, `e2e_s` per finished request. `prompt_tokens` are of requests that got
-    their first token. `waiting` requests had no token at the end.
+    `start_s` and `end_s` are ends of steps, so that no partial step distorts a rate. `ttft_s` has one value per request
+    that got its first token in the window, `itl_s` one per later token, and `e2e_s` one per finished request.
+    `prompt_tokens` belong to requests that got their first token. `waiting` requests had no token at the end.
     """
 
     start_s: float
@@ -84,7 +84,7 @@ class StepCounter:
         return request_id
 
     def add(self, step: StepLine) -> int:
-        """Count a step. Return the number of requests that it ended.
+        """Count the tokens of a step. Return the number of requests that ended with it.
 
         Raises EngineError for an impossible step: tokens for a request that was never sent or has ended, too many or
         too few tokens, or a time before the previous step.
@@ -213,7 +213,10 @@ def best_level(levels: Sequence[ScoreLevel]) -> int:
 
 
 def spread(times_s: np.ndarray, tokens: np.ndarray, start_s: float, end_s: float) -> Spread:
-    """Return rates over equal parts of (start_s, end_s], of 10 s or slightly more; less in a short window."""
+    """Return the spread of the rate over equal parts of (start_s, end_s].
+
+    A part lasts about 10 s, or less in a short window.
+    """
     num_buckets = max(1, int((end_s - start_s) / _BUCKET_S))
     if num_buckets < _MIN_BUCKETS:
         num_buckets = max(1, min(_MIN_BUCKETS, int(end_s - start_s)))
@@ -235,15 +238,15 @@ def spread(times_s: np.ndarray, tokens: np.ndarray, start_s: float, end_s: float
 def rates_over_time(
     times_s: np.ndarray, tokens: np.ndarray, start_s: float, end_s: float, bucket_s: float
 ) -> list[float]:
-    """Return tokens per second in each whole bucket from `start_s`; the last may reach beyond `end_s`."""
+    """Return the tokens per second in each whole bucket from `start_s`. The last bucket may end after `end_s`."""
     num_buckets = max(1, int(np.ceil((end_s - start_s) / bucket_s)))
     return [float(rate) for rate in _rates(times_s, tokens, start_s + bucket_s * np.arange(num_buckets + 1))]
 
 
 def _rates(times_s: np.ndarray, tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Compute tokens per second per bucket.
+    """Return the tokens per second of each bucket: [buckets].
 
-    Returns [buckets] tokens per second; a bucket excludes its start and includes its end, as a window does.
+    A bucket excludes its start and includes its end, as a window does.
     """
     cumulative = np.concatenate(([0.0], np.cumsum(tokens)))
     cumulative_at_edges = cumulative[np.searchsorted(times_s, edges, side="right")]

@@ -1,4 +1,4 @@
-"""The score of one device: start its engine, warm it up, run the ladder of levels, sustain the best one."""
+"""Measures the score of one device: starts its engine, runs a ladder of levels, and sustains the best level."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MIN_WINDOW_S = 0.1  # also for a level that began late
 class Device:
     """A device to score, with fields of EngineConfig as `settings`.
 
-    `monitor_index` is its index in the monitor, or None for a CPU. Before the engine starts, other programs use
-    `memory_in_use_bytes`, which is None where NVML does not report it.
+    `monitor_index` is its index in the monitor, or None for a CPU. `memory_in_use_bytes` is the memory that other
+    programs use before the engine starts. It is None if NVML does not report it.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Device:
 class LevelRun:
     """One level while it runs.
 
-    `first` is the number of its first prompt, `max_num_seqs` the engine's limit per step. `is_interrupted` is called
-    twice per second or more; where it returns True the level raises RunInterruptedError. `lags_s` collects the delays
-    from the time of a step to our reading of it.
+    `first` is the number of its first prompt, `max_num_seqs` the engine's limit per step. `is_interrupted` is called at
+    least twice per second. If it returns True, the level raises RunInterruptedError. `lags_s` collects the delay
+    between the end of each step and the time when we read it.
     """
 
     process: ScoredEngine
@@ -72,9 +72,10 @@ class LevelRun:
         self.counter = StepCounter(self.output_len)
 
     def run(self, end_s: float) -> LevelWindow:
-        """Release the requests and hold the level until the first step at or after `end_s`.
+        """Send the requests, and replace ended requests until the first step at or after `end_s`.
 
-        Raises EngineError, RunInterruptedError.
+        Return the measured window. Raises EngineError if the engine fails, and RunInterruptedError if the user
+        interrupts the run.
         """
         self.released_s = self._send(self.concurrency)
         ramp_limit_s = self.released_s + _MAX_RAMP * (end_s - self.released_s)
@@ -93,7 +94,7 @@ class LevelRun:
         return self.counter.window(ramped_s, ended_s)
 
     def run_once(self) -> None:
-        """Release the requests, replace none, and wait until all have ended: a warm-up."""
+        """Send the requests and wait until all have ended, as a warm-up. Ended requests are not replaced."""
         self._send(self.concurrency)
         while self.counter.finished < self.concurrency:
             self._check_interrupted()
@@ -115,7 +116,7 @@ class LevelRun:
         return steps
 
     def _send(self, num_requests: int) -> float:
-        """Queue `num_requests` requests and return when they were queued. The next wait for steps writes them.
+        """Queue `num_requests` requests and return the time when they were queued. The next wait for steps writes them.
 
         Prompts are made one at a time, because the tokens of 10,000 prompts are 200 MB of Python integers.
         """

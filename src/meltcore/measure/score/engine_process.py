@@ -1,4 +1,4 @@
-"""An engine as a subprocess that exchanges JSON lines over two pipes. One thread reads and writes."""
+"""Runs an engine as a subprocess that exchanges JSON lines over two pipes. One thread reads and writes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class ScoredEngine:
     def wait_ready(self, is_interrupted: Callable[[], bool], limit_s: float = START_LIMIT_S) -> ReadyLine:
         """Wait until the engine is ready.
 
-        Raises EngineError if it ends first, reports that it cannot start, or takes longer; RunInterruptedError.
+        Raises EngineError if the engine ends, reports that it cannot start, or needs more than `limit_s`. Raises
+        RunInterruptedError if the user interrupts the run.
         """
         end_s = time.monotonic() + limit_s
         while True:
@@ -116,11 +117,11 @@ class ScoredEngine:
         self._unsent += encode(message) + b"\n"
 
     def set_idle(self) -> None:
-        """Declare that no request is open: the engine sends nothing until the next `send`."""
+        """Declare that no request is open. A silent engine is then no error until the next `send`."""
         self._idle = True
 
     def steps(self, deadline_s: float) -> list[StepLine]:
-        """Return the steps received; wait for one until `deadline_s` (monotonic), at most half a second.
+        """Return the received steps. Waits for a step until `deadline_s` (monotonic), but at most half a second.
 
         Raises EngineError if the engine ended, refused a request, failed, or sent nothing for too long.
         """

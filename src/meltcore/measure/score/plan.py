@@ -50,11 +50,11 @@ class Prompts:
 
     @property
     def digest(self) -> str:
-        """The part of the hash that names the workload."""
+        """The first digits of the hash, which are part of the workload's name."""
         return self.sha256[:_HASH_DIGITS]
 
     def prompt(self, number: int, vocab_size: int) -> list[int]:
-        """Return the prompt of a request: in the order of the file, from the start again after the last.
+        """Return the prompt of request `number`, in the order of the file. After the last prompt the first one follows.
 
         Raises EngineError if the model has no such tokens.
         """
@@ -134,9 +134,10 @@ def _json_prompt(file: str, line_number: int, text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ScorePlan:
-    """The workload of a score. Only results of equal `name` rank. `prompt` returns tokens for (number, vocabulary).
+    """The workload of a score. `prompt` returns tokens for (request number, vocabulary size).
 
-    `grid` has the cells of a sweep, or is None for a score. `prompt_file` is set if the prompts come from a file.
+    Only results with the same `name` are ranked together. `grid` has the cells of a sweep, or is None for a score.
+    `prompt_file` is set if the prompts come from a file.
     """
 
     name: str
@@ -153,7 +154,10 @@ class ScorePlan:
 
 
 def make_plan(config: BenchConfig) -> ScorePlan:
-    """Return the plan of a run: the score, a file of prompts, or a sweep. Raises ConfigError for an unusable file."""
+    """Return the plan of a run: of the score, of a file of prompts, or of a sweep.
+
+    Raises ConfigError for an unusable file.
+    """
     precision = workload.PRECISIONS[config.precision]
     if config.prompts is not None:
         return _prompts_plan(load_prompts(config.prompts, config.model, cpu=config.cpu), precision)

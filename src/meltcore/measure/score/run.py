@@ -205,7 +205,7 @@ def _announcement(config: BenchConfig, plan: ScorePlan, devices: Sequence[Device
 def _set_on_interrupt(stop_event: threading.Event) -> Iterator[None]:
     """Make Ctrl-C set `stop_event` instead of raising, so that the devices' threads end and keep their measurements.
 
-    After the measurement, and a second time, it has no effect. Only the main thread is ever interrupted.
+    A second Ctrl-C, or one after the measurement, has no effect. Only the main thread is ever interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -218,7 +218,7 @@ def _set_on_interrupt(stop_event: threading.Event) -> Iterator[None]:
 
 
 def _run_concurrently(runs: Sequence[DeviceRun], function: Callable[[DeviceRun], None]) -> None:
-    """Call `function` on all devices concurrently, except those that have failed."""
+    """Call `function` on all devices concurrently, except devices that have failed."""
     with ThreadPoolExecutor(len(runs)) as pool:
         futures = [pool.submit(function, run) for run in runs if run.failure is None]
     for future in futures:

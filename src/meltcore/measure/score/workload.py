@@ -15,7 +15,7 @@ from meltcore.common.sizes import GIB
 
 
 class Precision(NamedTuple):
-    """A class of results: the workload's name, the dtype that the engine reports, and settings of EngineConfig."""
+    """One precision: the name of its workload, the dtype that the engine reports, and settings of EngineConfig."""
 
     name: str
     dtype: str
@@ -65,7 +65,7 @@ _MAX_SEQS, _MIN_SEQS = 1024, 16
 
 
 def prompt(number: int, vocab_size: int) -> list[int]:
-    """Return the tokens of request `number`: its own slice of one stream of random numbers, equal on all machines."""
+    """Return the tokens of request `number`, from its own part of a random stream that is the same on all machines."""
     start = (_SEED + number * _NUM_DRAWS * _GAMMA) % 2**64
     draws = _mix(_STEPS + np.uint64(start)) >> np.uint64(32)
     (length,) = _scale_to_range(draws[:1], MIN_PROMPT, MAX_PROMPT + 1)
@@ -76,7 +76,7 @@ def prompt(number: int, vocab_size: int) -> list[int]:
 def concurrent_sequences(memory_bytes: int) -> int:
     """Return the number of requests of the workload that fit in a GPU's memory, at most the engine's usual 1,024.
 
-    Each also takes memory for activations and graphs; a GPU of 6 GB has too little for a thousand.
+    Each request also needs memory for activations and graphs, so a GPU of 6 GB is too small for 1,000 requests.
     """
     num_sequences = int((memory_bytes * _USABLE_FRACTION - _MODEL_AND_CONTEXT) // _REQUEST_BYTES)
     if num_sequences > 64:
@@ -89,7 +89,7 @@ def gpu_settings(
 ) -> dict[str, Any]:
     """Return EngineConfig's fields for a GPU of which other programs use `in_use_bytes`.
 
-    A named model brings its weights; without one, they are random in the shapes of Qwen3-0.6B.
+    A `model` of None means random weights in the shapes of Qwen3-0.6B.
     """
     return {
         "model": model or MODEL,
@@ -117,7 +117,7 @@ def cpu_settings(model: str | None) -> dict[str, Any]:
 
 
 def _mix(states: np.ndarray) -> np.ndarray:
-    """Hash [n] uint64 to [n] random uint64."""
+    """Hash `states`, [n] uint64, to [n] random uint64."""
     states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     hashes: np.ndarray = states ^ (states >> np.uint64(31))

@@ -1,1 +1,1 @@
-"""Analysis of profiler traces: when a GPU was idle, why, and whether the trace can be trusted."""
+"""Analyzes profiler traces: the times and causes of an idle GPU, and whether the trace is complete."""

@@ -1,11 +1,11 @@
 """Derives gap reports from a trace: the time in which a GPU did not compute, by cause and by size.
 
-This time is cut into gaps in which only collectives ran, only copies ran, or nothing ran. The cause of the last kind
+This time is cut into gaps in which only collectives ran, only copies ran, or nothing ran. If nothing ran, the cause
 depends on how the kernel that ends the gap was launched.
 
-The time budget of a step gives all time of a window to a group of kernels, or to the idle time before one, so its rows
-add up to the window exactly. Where kernels overlap, the time belongs to the one that began first, because the others
-did not extend the step yet.
+The time budget of a step assigns all time of a window to a group of kernels, or to the idle time before a group. So its
+rows add up to the window exactly. If kernels overlap, the time belongs to the kernel that began first, because the
+other kernels do not make the step longer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _STEP_RANGES = ("step", "execute_", "profilerstep#")
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """The part of a trace to analyze.
+    """The GPU, the window and the step marker of an analysis.
 
     `device` is one GPU, by default all; times are milliseconds from the first activity. `active_percent` is the SM
     activity of that GPU by its own counters (GPM), a check of the trace. `step` begins the name of a kernel or range
@@ -118,8 +118,8 @@ def analyze(
 ) -> GapReport:
     """Analyze one GPU. `window` is in nanoseconds of the trace; by default it spans all activities.
 
-    `activity_share` and `step` are as in `ProfileOptions`. Raises ConfigError if the GPU has no activity in the
-    window, or nothing in it is named as `step` says.
+    `activity_share` and `step` are as in `ProfileOptions`. Raises ConfigError if the GPU has no activity in the window,
+    or if no name in the window begins with `step`.
     """
     gpu_activities = [activity for activity in trace.activities if activity.device == device]
     window = window or (
@@ -307,12 +307,13 @@ class TimeBudget:
 def count_steps(
     activities: Sequence[Activity], host: Sequence[HostEvent], window: Span, name: str | None
 ) -> tuple[int | None, str]:
-    """Count the steps in `window`. Returns the number and the marker.
+    """Return the number of steps in `window`, and the name of the marker that was counted.
 
     Markers are kernels or ranges whose name begins with `name`, or known ranges.
 
-    A mark counts where its middle lies: the range of the first step begins before its first kernel, where the window
-    starts. Returns (None, "") for a trace without marks. Raises ConfigError for a `name` without a match.
+    A marker counts if its middle is in the window, because the range of the first step begins before its first kernel,
+    at which the window starts. Returns (None, "") for a trace without markers. Raises ConfigError for a `name` without
+    a match.
     """
     marks: list[HostEvent | Activity] = [event for event in host if not event.is_call]
     marks += activities if name is not None else ()

@@ -1,6 +1,6 @@
-"""The host's side of a trace: why a GPU was idle until the next launch, and whether each launch has its kernels.
+"""Finds why a GPU was idle before a launch, from the host events of a trace, and checks that launches have kernels.
 
-CUDA graphs hide kernels from profilers: other tools reported a GPU as 26 % idle that was 99 % busy.
+CUDA graphs hide kernels from profilers: other tools reported 26 % idle time for a GPU that was 99 % busy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HostTimeline:
         return "late launch" if active else "untraced host"
 
     def active_events(self, thread: str, window: Span) -> list[HostEvent]:
-        """Return the events of a thread that overlap `window`, without a scan of the trace, which has millions."""
+        """Return the events of a thread that overlap `window`, by binary search: a trace has millions of events."""
         thread_events, starts = self._threads[thread], self._starts[thread]
         first, end = bisect_left(starts, window[0]), bisect_left(starts, window[1])
         overlapping = [event for event in thread_events[first:end] if event.end > window[0]]
@@ -120,8 +120,7 @@ def graph_counts(trace: Trace, device: int) -> tuple[int, int]:
 def trace_warnings(trace: Trace, device: int, busy_share: float, activity_share: float | None) -> list[str]:
     """Return reasons why the trace may be incomplete, or an empty list.
 
-    `busy_share` is the busy fraction of the window by the trace, `activity_share` the same by the GPU's own counters
-    (GPM).
+    `busy_share` is the busy fraction of the window by the trace, and `activity_share` by the GPU's own counters (GPM).
     """
     activity_counts: Counter[int | None] = Counter(record.correlation for record in trace.activities)
     graph_launches = [record for record in trace.host if record.is_call and _GRAPH_LAUNCH in record.name.lower()]

@@ -1,8 +1,8 @@
-"""Run a command under Nsight Systems and export what it recorded to SQLite.
+"""Runs a command under Nsight Systems and exports the recorded report to SQLite.
 
 Options and files: "CLI Command Switches" and "Importing QDSTRM files" of the user guide,
-https://docs.nvidia.com/nsight-systems/UserGuide/index.html. nsys writes a .qdstrm while it records; its importer, a
-program of its own, makes the .nsys-rep of it.
+https://docs.nvidia.com/nsight-systems/UserGuide/index.html. nsys writes a .qdstrm while it records. Its importer, a
+separate program, converts the .qdstrm to a .nsys-rep.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MISSING_ADVICE = (
 
 
 def find_nsys() -> str:
-    """Return the path of nsys. If it is missing, raise ConfigError with one line."""
+    """Return the path of nsys. Raises ConfigError if nsys is not installed."""
     nsys_path = shutil.which("nsys")
     if nsys_path is None:
         raise ConfigError(_MISSING_ADVICE)
@@ -90,12 +90,12 @@ def record(
 
 
 def _output(log: Path) -> str:
-    """Return where the output of nsys and its command is, if there is any."""
+    """Return a text that says in which file the output of nsys and its command is, or that there is none."""
     return f"its output: {log}" if log.stat().st_size else f"it printed nothing ({log})"
 
 
 def _missing_report_reason(folder: Path) -> str:
-    """Return a text on the files that nsys left instead of a report, and on what to do with them."""
+    """Return a text that names the files which nsys left instead of a report, and says how to convert them."""
     raw = folder / f"{_NAME}.qdstrm"
     if not raw.is_file():
         return "it left no report"

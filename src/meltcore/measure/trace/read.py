@@ -1,13 +1,13 @@
 """Reads a trace from a file of the torch profiler or of Nsight Systems.
 
 The torch profiler writes Chrome JSON (https://github.com/pytorch/kineto, libkineto's output_json.cpp): complete events
-("ph": "X") with times in microseconds. "cat" says what they are; "args" hold device, stream, the correlation of a
-launch with what it launched and, for kernels of CUDA graphs, the id of the graph.
+("ph": "X") with times in microseconds. "cat" is the type of an event. "args" hold the device, the stream, the
+correlation id of a launch and its kernels and, for kernels of CUDA graphs, the id of the graph.
 
 An export of Nsight Systems is SQLite: `nsys export --type sqlite REPORT.nsys-rep`. Tables and columns: "SQLite Schema
-Reference" of the exporter, https://docs.nvidia.com/nsight-systems/UserGuide/index.html. A table exists only where
-something was recorded. Times are nanoseconds, names are ids of StringIds. A global id holds hardware, machine, process
-and thread in 8, 8, 24, 24 bits.
+Reference" of the exporter, https://docs.nvidia.com/nsight-systems/UserGuide/index.html. A table exists only if it has
+rows. Times are nanoseconds, names are ids of StringIds. A global id holds hardware, machine, process and thread in 8,
+8, 24, 24 bits.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def read_chrome(path: Path) -> Trace:
 
 
 def parse_events(events: Iterable[Any]) -> Trace:
-    """Make a trace of Chrome events. Events of other categories, and events without time or duration, are skipped."""
+    """Return the trace of Chrome events.
+
+    Events of other categories, and events without time or duration, are skipped.
+    """
     activities: list[Activity] = []
     host: list[HostEvent] = []
     for event in events:
@@ -194,7 +197,7 @@ class _Export:
     def _rows(
         self, table: str, required_columns: Sequence[str], optional: Sequence[str] = ()
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a table, if it exists; columns of `optional` that do not exist are None."""
+        """Yield the rows of a table, if it exists. Columns of `optional` that do not exist are None."""
         existing = self._columns.get(table)
         if existing is None:
             return

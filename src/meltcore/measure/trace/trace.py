@@ -1,4 +1,4 @@
-"""A trace: GPU activities and the host calls that launched them. Also time spans, and the groups of kernels.
+"""Defines a trace: GPU activities, the host calls that launched them, time spans, and the groups of kernels.
 
 Times are whole nanoseconds, so sums are exact. `read.py` makes traces from files.
 """
@@ -91,7 +91,7 @@ def kernel_group(name: str) -> str:
 
 
 def merge_spans(spans: Iterable[Span]) -> list[Span]:
-    """Return sorted, disjoint spans: overlapping and touching ones joined, empty ones dropped."""
+    """Return sorted, disjoint spans. Overlapping and touching spans are joined, and empty spans are dropped."""
     merged: list[Span] = []
     for start, end in sorted(span for span in spans if span[1] > span[0]):
         if merged and start <= merged[-1][1]:
@@ -102,7 +102,7 @@ def merge_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
-    """Return the parts of `window` that `spans` (a union) do not cover."""
+    """Return the parts of `window` that `spans` do not cover. `spans` must be sorted and disjoint."""
     uncovered: list[Span] = []
     time = window[0]
     for start, end in clip_spans(spans, window):
@@ -118,7 +118,7 @@ def total_length(spans: Iterable[Span]) -> int:
 
 
 def clip_spans(spans: Sequence[Span], window: Span) -> list[Span]:
-    """Return the parts of `spans` (a union) that lie in `window`."""
+    """Return the parts of `spans` that lie in `window`. `spans` must be sorted and disjoint."""
     parts = []
     for index in range(max(0, bisect_right(spans, (window[0],)) - 1), len(spans)):
         start, end = spans[index]

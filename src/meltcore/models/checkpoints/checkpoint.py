@@ -274,8 +274,8 @@ def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: boo
 
     Args:
         checkpoint: the folder.
-        is_dummy: the weights will be random, so config.json is enough.
-        has_overrides: fields of the configuration will be replaced, so they are not checked.
+        is_dummy: whether the weights will be random, so that config.json is enough.
+        has_overrides: whether fields of the configuration will be replaced, so that they are not checked.
     """
     from meltcore.models.configs.quantization_config import read_quantization_config
     from meltcore.models.decoders.decoder_families import DECODER_CONFIGS

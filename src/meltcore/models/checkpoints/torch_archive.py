@@ -204,7 +204,7 @@ def _check_opcodes(content: bytes) -> None:
 def script_fields(root: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a TorchScript module and of its submodules by their dotted names.
 
-    Raises ValueError if objects are nested deeper, or are more, than in any model.
+    Raises ValueError for deeper nesting, or for more objects, than any model has.
     """
     todo: list[tuple[str, PickledObject, int]] = [("", root, 0)] if isinstance(root, PickledObject) else []
     seen = 0

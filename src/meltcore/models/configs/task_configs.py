@@ -24,7 +24,7 @@ POSITION_GROUPS = 16  # of the convolution over positions of IndicF5
 
 @dataclass(frozen=True)
 class StackConfig:
-    """Holds the sizes of the encoder or the decoder."""
+    """Holds the sizes of one stack of layers, the encoder or the decoder."""
 
     vocab_size: int
     num_layers: int
@@ -198,7 +198,7 @@ class LogMelConfig:
     def min_samples(self) -> int:
         """The samples of the shortest clip.
 
-        A reflection needs half a transform, and a standard deviation needs two frames.
+        Padding by reflection needs half a transform, and the standard deviation needs two frames.
         """
         return max(self.n_fft // 2 + 1, 2 * self.hop)
 
@@ -258,7 +258,7 @@ class IndicConformerConfig:
 
 
 def graph_rows(slots: int) -> list[int]:
-    """Return the batch sizes to which steps are padded, ascending up to `slots`: four in each factor of two."""
+    """Return the batch sizes to which steps are padded, ascending up to `slots`, with four sizes per factor of two."""
     sizes = {1, 2, *(math.ceil(2 ** (exponent / 4)) for exponent in range(8, 4 * slots.bit_length()))}
     rounded = {size if size <= 8 else -(-size // 8) * 8 for size in sizes}
     return [*sorted(size for size in rounded if size < slots), slots]

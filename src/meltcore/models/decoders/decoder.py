@@ -275,7 +275,7 @@ class Decoder(Model):
 
     @cached_property
     def _kinds(self) -> list[int]:
-        """The number of each layer's kind."""
+        """The kind of each layer. Layers of equal kind have the same number."""
         numbers: dict[Hashable, int] = {}
         return [numbers.setdefault(_kind(block), len(numbers)) for block in self._blocks()]
 
@@ -284,7 +284,7 @@ class Decoder(Model):
     ) -> Collection[int]:
         """Return the indices of the layers that `forward` runs.
 
-        Layers of one kind have caches and metadata of the same shape, but the alignment may differ: sub-groups of
+        Layers of one kind have caches and metadata of the same shape. Their alignment may differ, since sub-groups of
         attention layers share one tensor, and so do recurrent layers. Ranks have shards of equal sizes. So all ranks
         return the same layers, and no rank waits for a layer that another rank skips.
         """

@@ -83,8 +83,8 @@ def granite_config(config: Mapping[str, Any]) -> DecoderConfig:
 def mistral_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration of a dense Mistral model, or of the text part of Mistral Small 3.1.
 
-    If config.json has no tie_word_embeddings, the head is a separate tensor, as in the published files. transformers'
-    class of the whole model ties them by default, but not if a file has both tensors.
+    If config.json has no tie_word_embeddings, the head is a separate tensor, as in the published files. (By default,
+    the class in transformers ties head and embedding unless a file has both.)
     """
     fields = Fields(config)
     if fields.has("text_config"):

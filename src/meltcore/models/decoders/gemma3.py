@@ -1,7 +1,7 @@
 """Gemma 3 (Gemma3ForCausalLM, and the text part of Gemma3ForConditionalGeneration; Gemma 3 report, arXiv:2503.19786).
 
-It is the shared decoder with a sliding window and unscaled rotary embeddings in most layers, norms before and after
-attention and feed-forward, GeGLU, scaled embeddings and a tied head.
+It is the shared decoder with GeGLU, scaled embeddings, a tied head, and norms before and after attention and
+feed-forward. Most layers have a sliding window and unscaled rotary embeddings.
 """
 
 from __future__ import annotations

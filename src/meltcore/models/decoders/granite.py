@@ -1,8 +1,8 @@
 """Granite 3, dense (GraniteForCausalLM).
 
-It is Llama's network with four constants: the factors of the token embeddings, of the attention scores and of what each
-layer adds to the residual stream, and the divisor of the logits ("maximal update parametrization", Yang et al. 2022,
-arXiv:2203.03466).
+It is Llama's network with four constants ("maximal update parametrization", Yang et al. 2022, arXiv:2203.03466). Three
+are factors: of the token embeddings, of the attention scores, and of each layer's output. The fourth is the divisor of
+the logits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini (Phi3ForCausalLM; arXiv:2404.14219, arXiv:2412.08905, arXiv:2503.01743).
 
 It is Llama's network. Checkpoints merge queries, keys and values in one tensor, and gate and up projection in another.
-Some models have LongRoPE, whose factors follow from the context that is served; Phi-4-mini rotates three quarters of a
-head, and Phi-3-mini-4k has a sliding window.
+Some models have LongRoPE, whose factors depend on the context length that is served. Phi-4-mini rotates three quarters
+of a head, and Phi-3-mini-4k has a sliding window.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def quantize_to_int4(
 ) -> None:
     """Make every layer keep the 4-bit weights of `files`. Called on the meta device.
 
-    Without `files`, of dummy weights or for a plan, layers get the formats that `config` states. Raises ConfigError for
+    Without `files`, for dummy weights or a plan, layers get the formats that `config` states. Raises ConfigError for
     unsupported settings, for tensors that contradict the settings, and for a shard that cuts a group.
     """
     assert isinstance(model, Decoder)

@@ -46,7 +46,7 @@ class Subsampling(nn.Module):
         self.out = nn.Linear(channels * mels, config.hidden_size)
 
     def forward(self, features: torch.Tensor, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [clips, encoded frames, hidden_size] and the clips' encoded frame counts.
+        """Return the shortened features [clips, encoded frames, hidden_size] and the clips' encoded frame counts.s.
 
         features: [clips, frames, num_mels], frames: [clips] int64.
         """
@@ -84,7 +84,7 @@ class ConformerFeedForward(nn.Module):
         self.linear2 = nn.Linear(config.feed_forward_size, config.hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [..., hidden_size]."""
+        """Return the output, [..., hidden_size], of the two layers."""
         output: torch.Tensor = self.linear2(functional.silu(self.linear1(hidden)))
         return output
 
@@ -111,7 +111,7 @@ class RelativeAttention(nn.Module):
         return keys.permute(1, 2, 0).contiguous()
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
-        """Attend over the frames of each clip.
+        """Attend over the frames of each clip and return the attention's output.
 
         Args:
             hidden: [clips, frames, hidden_size].

@@ -81,7 +81,7 @@ class PredictionNetwork(nn.Module):
     def forward(
         self, tokens: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Return [clips, prediction_size] and the new state.
+        """Return the predictions, [clips, prediction_size], and the new state.
 
         tokens: [clips] int64; state: two tensors, [layers, clips, prediction_size].
         """
@@ -113,7 +113,10 @@ class Joint(nn.Module):
     def forward(
         self, encoded: torch.Tensor, predicted: torch.Tensor, heads: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        """Return [clips, frames, tokens]. encoded: [clips, frames, joint_size], predicted: [clips, joint_size]."""
+        """Return logits [clips, frames, tokens].
+
+        encoded: [clips, frames, joint_size]; predicted: [clips, joint_size].
+        """
         weight, bias = heads
         return torch.baddbmm(bias, self._activation(encoded + predicted[:, None]), weight)
 
@@ -140,7 +143,7 @@ class IndicConformer(nn.Module):
         return self.ctc_head.weight.device
 
     def prepare(self, max_frames: int) -> None:
-        """Build computed tensors for clips of up to `max_frames` encoder frames. The weights do not change after it."""
+        """Build computed tensors for clips of up to `max_frames` encoder frames. Weights must not change afterwards."""
         self.log_mel = LogMel(self.config.features, self.device)
         self.encoder.prepare(max_frames)
         self.requires_grad_(False).eval()
@@ -150,7 +153,7 @@ class IndicConformer(nn.Module):
         return self.config.encoder.encoded_frames(self.config.features.frames(samples))
 
     def encode(self, samples: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [clips, encoded frames, hidden_size] and the clips' encoded frame counts [clips] int64.
+        """Return the encoded clips, [clips, encoded frames, hidden_size], and their frame counts, [clips] int64.
 
         samples: [clips, samples] float32 from -1 to 1; lengths: [clips] int64, samples per clip.
         """

@@ -3,12 +3,12 @@
 A diffusion transformer (DiT) predicts how noise moves towards a mel spectrogram, given the reference's spectrogram and
 the characters of both texts. Vocos turns the result into samples. Paper: https://arxiv.org/abs/2410.06885.
 
-- Rotary positions act on the first head alone, and the filler that lengthens a text to the duration is not masked, as
-  the model was trained. Weights load without an error under other settings, and speak nonsense.
+- Rotary positions act on the first head alone, and the filler that lengthens a text to the duration is not masked.
+  The model was trained like this. Under other settings weights load without an error, but the speech is nonsense.
 - All modulations (AdaLN-zero) depend on the step alone: `prepare` computes them and frees their weights.
 - The input projection of reference and text does not depend on the step: `condition` computes it, once per utterance.
-- Every operation that mixes frames is masked, so that a row's result does not depend on the rows beside it. The
-  published code lets the filler of a longer text change a shorter one's result.
+- Every operation that mixes frames is masked, so that a row's result does not depend on the rows beside it. In the
+  published code, the filler of a longer text changes the result of a shorter text in the batch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class TextEmbedding(nn.Module):
         self._positions = torch.cat([angles.cos(), angles.sin()], dim=1).to(self.text_embed.weight.dtype)
 
     def forward(self, token_ids: torch.Tensor, is_padding: torch.Tensor | None) -> torch.Tensor:
-        """Return [rows, frames, text_size]. token_ids: [rows, frames] int64; is_padding: [rows, frames] bool."""
+        """Return the text's embeddings, [rows, frames, text_size].
+
+        token_ids: [rows, frames] int64; is_padding: [rows, frames] bool.
+        """
         hidden: torch.Tensor = self.text_embed(token_ids) + self._positions[: token_ids.shape[1]]
         for layer in self.text_blocks:
             hidden = layer(hidden, is_padding)
@@ -151,7 +154,7 @@ class IndicF5(nn.Module):
         return self.out.weight.device
 
     def prepare(self, steps: Sequence[int]) -> None:
-        """Build computed tensors for utterances with these numbers of steps. The weights do not change afterwards.
+        """Build computed tensors for utterances with these numbers of steps. Weights must not change afterwards.
 
         Each row of `modulations` and `step_sizes` belongs to one step. `first_step` has the first row for each number
         of steps.

@@ -44,7 +44,7 @@ class SelfAttention(nn.Module):
         return tuple(qkv.permute(2, 0, 3, 1, 4).unbind(0))
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """Return [rows, positions, size] of attended values [rows, heads, positions, head_dim]."""
+        """Return the output projection, [rows, positions, size], of `attended` [rows, heads, positions, head_dim]."""
         projected: torch.Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
@@ -69,13 +69,16 @@ class CrossAttention(nn.Module):
         self.out_proj = nn.Linear(hidden_size, hidden_size)
 
     def keys_and_values(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Return [2, rows, heads, positions, head_dim] of the encoded source [rows, positions, size]."""
+        """Return keys and values [2, rows, heads, positions, head_dim] of encoded sources [rows, positions, size]."""
         keys_values: torch.Tensor = self.kv_proj(encoded)
         split: torch.Tensor = keys_values.unflatten(-1, (2, self.num_heads, -1))  # torch has no types for it
         return split.permute(2, 0, 3, 1, 4)
 
     def forward(self, normed: torch.Tensor, cross_kv: torch.Tensor, step: DecodeStep) -> torch.Tensor:
-        """Return [rows, beams, size] of normalized hidden states. `DecoderLayer.forward` explains cross_kv."""
+        """Return the output [rows, beams, size] for normalized hidden states.
+
+        `DecoderLayer.forward` explains cross_kv.
+        """
         queries = self.q_proj(normed).unflatten(-1, (self.num_heads, -1))
         projected: torch.Tensor = self.out_proj(
             beam_cross_attention(queries, cross_kv, step.slots, step.source_lengths, step.max_source)
@@ -107,7 +110,7 @@ class FeedForward(nn.Module):
         return self.of_normed(self.norm(hidden))
 
     def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
-        """Return the block's output for hidden states whose norm is `normed`. The caller adds it to them."""
+        """Return the block's output for hidden states whose norm is `normed`. The caller adds the output to them."""
         added: torch.Tensor = self.fc2(self._activation(self.fc1(normed)))
         return added
 
@@ -138,7 +141,7 @@ class Embedding(nn.Module):
         self._positions = functional.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, 0, 1, 0)).to(weight)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return [rows, columns, size]. token_ids: [rows, columns].
+        """Return embeddings with positions, [rows, columns, size]. token_ids: [rows, columns].
 
         Positions count from 0 and are broadcast to that shape.
         """
@@ -182,7 +185,7 @@ class DecoderLayer(nn.Module):
         self_kv: torch.Tensor,
         cross_kv: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what is still to be added to `hidden`, and write keys and values into `self_kv`.
+        """Return the feed-forward's output, which the caller adds to `hidden`. Write keys and values to `self_kv`.
 
         Args:
             hidden: [rows, beams, size], changed in place.
@@ -254,7 +257,7 @@ class IndicTrans2(nn.Module):
         return self.decoder_norm.weight.device
 
     def prepare(self) -> None:
-        """Build computed tensors. The weights do not change after it."""
+        """Build computed tensors. Weights must not change afterwards."""
         self.encoder_embedding.prepare(self.config.max_source_positions)
         self.decoder_embedding.prepare(self.config.max_target_positions)
         self.requires_grad_(False).eval()
@@ -283,7 +286,8 @@ class IndicTrans2(nn.Module):
     def decode(self, step: DecodeStep, self_kv: torch.Tensor, cross_kv: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens [rows, beams, decoder vocab_size].
 
-        `self_kv` and `cross_kv` are those of `DecoderLayer.forward` with an additional first dimension, the layers.
+        `self_kv` and `cross_kv` have the shapes in `DecoderLayer.forward`, with the layers as an additional first
+        dimension.
         """
         hidden = self.decoder_embedding(step.token_ids, step.positions[:, None])
         layers = cast("list[DecoderLayer]", list(self.decoder_layers))

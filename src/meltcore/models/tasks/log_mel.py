@@ -114,7 +114,7 @@ def mel_filters(config: LogMelConfig) -> torch.Tensor:
 
 
 def triangles(bins_hz: torch.Tensor, corners_hz: torch.Tensor) -> torch.Tensor:
-    """Return filters that rise from one corner to the next and fall to the one after it, of height 1.
+    """Return filters of height 1 that rise from one corner to the next, and fall to the corner after that.
 
     bins_hz: [bins]; corners_hz: [filters + 2], increasing. Returns [filters, bins].
     """

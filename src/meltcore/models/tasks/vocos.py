@@ -39,7 +39,7 @@ class MelSpectrogram(nn.Module):
     def forward(self, samples: torch.Tensor) -> torch.Tensor:
         """Convert samples [samples] float32 to a spectrogram [frames, num_mels].
 
-        There must be more samples than half a transform has.
+        There must be more than n_fft / 2 samples.
         """
         config = self.config
         spectrum = torch.stft(

@@ -60,7 +60,7 @@ class _NewTensor(NamedTuple):
 def check_requantizable(model: GGUFModel, *, allow_requantize: bool) -> None:
     """Raise ConfigError for a quantized file unless `allow_requantize`, and for formats that cannot be read.
 
-    A file that is not a network, such as an importance matrix, is rejected too. A projector is a network.
+    A file that holds no network, such as an importance matrix, is rejected too. A multimodal projector is accepted.
     """
     kind = other_kind(model)
     if kind is not None and model.metadata.get("general.architecture") != "clip":

@@ -1,7 +1,7 @@
 """Writes a checkpoint as a quantized GGUF file, in the layout of llama.cpp's converter.
 
-gguf_config.py and gguf_weights.py read such files; their tables serve here in the other direction. Tensors are read,
-quantized by the gguf package and written one after the other, so host memory holds one of them.
+gguf_config.py and gguf_weights.py read such files. This module uses their tables in the other direction. Tensors are
+read, quantized by the gguf package and written one after the other, so host memory holds one of them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def write_gguf(
     overwrite: bool = False,
     allow_requantize: bool = False,
 ) -> RoundingLoss:
-    """Write the checkpoint as the GGUF file `path` with matrices of type `target_type`. Return the loss by rounding.
+    """Write the checkpoint as the GGUF file `path` with matrices of type `target_type`. Return the rounding error.
 
     `make_tokenizer_metadata` receives the number of rows of the embedding. It returns the metadata of tokenizer and
     chat template.

@@ -1,4 +1,4 @@
-"""Sums up how far the values of matrices move when they are quantized."""
+"""Measures how much quantization changes the values of matrices."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Values = np.ndarray[Any, Any]
 
 
 class RoundingLoss:
-    """Counts the error of rounded values against those that were read."""
+    """Sums up the errors of rounded values, relative to the original values."""
 
     def __init__(self) -> None:
         self._squared_error = self._squared_values = 0.0
 
     def add(self, values: Values, rounded: Values) -> None:
-        """Count the values of a part of a matrix, in float32."""
+        """Add a part of a matrix: its original and its rounded values in float32."""
         self._squared_error += float(np.square(rounded - values).sum(dtype=np.float64))
         self._squared_values += float(np.square(values).sum(dtype=np.float64))
 

@@ -64,7 +64,7 @@ class DwaniChatEndpoint(Endpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         handlers = {INDIC_CHAT: self._indic_chat, CHAT_DIRECT: self._chat_direct, CHAT: self._chat}
         await exchange.answer_json(await handlers[exchange.scope["path"]](exchange))
 
@@ -88,7 +88,7 @@ class DwaniChatEndpoint(Endpoint):
         return {"user": request.text, "reply": await self._ask(exchange, request.text)}
 
     async def _ask(self, exchange: Exchange, prompt: str, model: str | None = None, system: str = "") -> str:
-        """Return the text that a language model answers."""
+        """Return the answer of a language model to a prompt. `model` names the model; None chooses one."""
         backend = self.choices.chat_model(model)
         exchange.fields["model"] = backend.names[0]
         return (await while_connected(exchange.scope, ask(backend, system, prompt))).text

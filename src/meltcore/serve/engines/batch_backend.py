@@ -18,7 +18,7 @@ _ENDED = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (
 
 
 class BatchPart(Child):
-    """One message of a request to an engine. It has a result once the engine has sent one."""
+    """One message of a request to an engine. `result` is set when the engine has sent its result."""
 
     ticket: BatchTicket
     result: Any
@@ -28,18 +28,18 @@ class BatchPart(Child):
     ) -> None:
         """Add a message to a request.
 
-        `message` receives request_id, priority and arrived_s, and returns the message.
+        `message` is a function that makes the message from the arguments request_id, priority and arrived_s.
         """
         super().__init__(ticket, cost, waiting_tokens)
         self._message = message
 
     def messages(self) -> Sequence[TaskRequest]:
-        """Return the message."""
+        """Return the one message of this part."""
         ticket = self.ticket
         return [self._message(request_id=self.request_id, priority=ticket.priority, arrived_s=ticket.arrived_s)]
 
     def open_ids(self) -> Sequence[str]:
-        """Return the id of the message."""
+        """Return the id of the one message of this part."""
         return [self.request_id]
 
 
@@ -59,7 +59,13 @@ class BatchTickets(OpenTickets[BatchPart]):
     ) -> list[Any]:
         """Return one result per message, in order. Cancelling the call ends the work in the engines.
 
-        `OpenTickets.admit` explains units and cost. Raises RequestError (429, 500, 503, 504).
+        Raises RequestError: 429 if the queue is full, 500 or 503 if an engine fails, and 504 after the time limit.
+
+        Args:
+            ticket: the request with its messages.
+            default_class: the model's class, for a request that names no class.
+            units: waiting units of the request, in the unit of the queue.
+            cost: expected work, in the same unit for all requests of a model.
         """
         parts = list(ticket.children)
         if not parts:
@@ -119,12 +125,12 @@ class BatchBackend(EngineBackend):
     async def results(self, messages: Sequence[Callable[..., TaskRequest]], costs: Sequence[int], units: float) -> Any:
         """Return one result per message of a request, in order. Cancelling the call ends the work in the engines.
 
-        Raises RequestError (429, 500, 503, 504).
+        Raises RequestError: 429 if the queue is full, 500 or 503 if an engine fails, and 504 after the time limit.
 
         Args:
-            messages: functions that receive request_id, priority and arrived_s, and return a message.
+            messages: functions that make the messages from the arguments request_id, priority and arrived_s.
             costs: cost of each message, by which a replica is chosen.
-            units: units of the request, which the second bound of the queue counts.
+            units: units of the request, in the unit by which the queue is bounded beside the number of requests.
         """
         self._loaded()
         self._live_replicas()

@@ -27,7 +27,8 @@ ENGINE_DEAD = "the engine has died"
 class EngineBackend:
     """Connects one API server process to the engines of one model. There is one engine per replica.
 
-    `purpose` says in errors what the model does, and where. `unit` is the unit of the second bound of the queue.
+    `purpose` completes "the model NAME ..." in errors. `unit` is the unit in which the queue is bounded beside the
+    number of requests.
     """
 
     purpose: str
@@ -67,9 +68,9 @@ class EngineBackend:
         return False
 
     def load(self) -> Any:
-        """Load what the API needs of a model, such as a tokenizer, and return it.
+        """Load what the API needs of a model, such as a tokenizer, and return it. Called in a thread.
 
-        Runs in a thread. Raises ConfigError.
+        Raises ConfigError if the files are missing or invalid.
         """
 
     def open(self, text: Any, engine: Any, created: int) -> None:
@@ -132,7 +133,10 @@ class EngineBackend:
         return self._ready
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card with the fields of the task and others for clients and measurements."""
+        """Return OpenAI's model card, with the fields of the task and with fields for clients and measurements.
+
+        Raises RequestError (503) while the model cannot serve.
+        """
         engine: EngineReady = self._loaded()
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
         common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
@@ -155,13 +159,14 @@ class EngineBackend:
         self.stats.set_connected(replica, True)
 
     def _on_lost(self, replica: int, reason: str) -> None:
-        """Retry or end the requests of an engine on another machine, because its messages may be lost."""
+        """Retry or end the requests of an engine on another machine, since messages may be lost with the connection."""
         self._retry_or_end(replica, reason, "engine_lost", replica)
 
     def _retry_or_end(self, replica: int, message: str, code: str, ended: int | None) -> None:
-        """Retry the requests of a lost replica if another replica is ready.
+        """Retry the requests of a lost replica on other replicas if one is ready, and end all others of its requests.
 
-        Requests that cannot be retried are ended. If `ended` is None, the open requests of all replicas are ended.
+        `message` and `code` are the error (503) of ended requests. If `ended` is None, the requests of all replicas
+        that were not retried are ended, else those of the replica `ended`.
         """
         others = [each for each in self.stats.live_replicas() if each != replica]
         if others:
@@ -193,9 +198,10 @@ class EngineBackend:
         """End the worker processes of this backend."""
 
     async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
-        """Start or stop the profiler of the first replica only, because all replicas do the same.
+        """Start or stop the profiler of the first replica only, because all replicas do the same work.
 
-        Raises EngineDeadError.
+        Returns the engine's answer. Raises RequestError (503) while the model cannot serve, and EngineDeadError if the
+        replica dies.
         """
         self.check_ready()
         replica = min(self.stats.live_replicas(), default=None)
@@ -219,10 +225,10 @@ class EngineBackend:
             link.send(message)
 
     def _live_replicas(self) -> list[int]:
-        """Return the indices of the replicas for a new request. While the model sleeps, there are none.
+        """Return the indices of the replicas for a new request. The list is empty while the model sleeps.
 
-        Raises RequestError (503) if no replica lives. The last replica may have died just now, and the supervisor's
-        message about it may not have arrived yet.
+        Raises RequestError (503) if no replica lives. The last replica may have died a moment ago, before the
+        supervisor's message about its exit has arrived.
         """
         live = self.stats.live_replicas()
         if not live and not self.stats.is_asleep:

@@ -26,8 +26,8 @@ def socket_folder(directory: Path, engine: int) -> Path:
 class EngineLink:
     """Sends messages to an engine. Each message from the engine is passed to `on_message` on the event loop.
 
-    If a message cannot be decoded, `on_unreadable` is called with one line, because no later message can be trusted. If
-    the connection to an engine on another machine is lost, `on_lost` is called, because messages may be lost with it.
+    If a message cannot be decoded, `on_unreadable` is called with a reason, because no later message can be trusted. If
+    the connection to an engine on another machine is lost, `on_lost` is called, because messages may be lost too.
     """
 
     def __init__(

@@ -89,9 +89,9 @@ class LocalSockets:
 class RemoteSocket:
     """Has one encrypted TCP socket to an engine on another machine, and a monitor of the connection.
 
-    `on_lost` is called with one line if there is no connection within CONNECT_LIMIT_S, and when a connection is lost.
-    ZeroMQ connects again without help. All sockets of a process share one context, whose two threads serve any number
-    of engines.
+    `on_lost` is called with a reason if there is no connection within CONNECT_LIMIT_S, and when a connection is lost.
+    ZeroMQ connects again by itself. All sockets of a process share one context, whose two threads serve any number of
+    engines.
     """
 
     is_shared = True

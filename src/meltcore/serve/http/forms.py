@@ -65,7 +65,7 @@ class _InMemoryParser(MultiPartParser):
 
 
 def file_name_error(name: str) -> RequestError:
-    """Return the error of a file that was sent as text."""
+    """Return the error for a file that was sent as a text, because its part has no file name."""
     return RequestError(f"the part {name} has no file name, so that it is text: {_MISSING_NAME_ERROR}", param=name)
 
 
@@ -75,11 +75,11 @@ def is_multipart(content_type: str) -> bool:
 
 
 def find_field(body: bytes, content_type: str, name: str) -> slice | None:
-    """Return the byte range of the value of the first field of this name in a form.
+    """Return the slice of a form's bytes that has the value of the first field of this name.
 
-    Returns None if the form has no such field. Nothing is copied or decoded, so that a form can be passed on in its own
-    bytes. The standard library parses the parameters, so that a server that only forwards forms does not need the
-    package that parses forms.
+    Returns None if the form has no such field. Nothing is copied or decoded, so a form can be forwarded byte for byte.
+    The standard library parses the headers of the parts. So a server that only forwards forms does not need the package
+    that parses forms.
     """
     boundary = _header_parameter(b"content-type: " + content_type.encode("latin-1"), "content-type", "boundary")
     if not boundary:
@@ -110,7 +110,10 @@ def _part_starts(body: bytes, delimiter: bytes) -> Iterator[int]:
 
 
 def _header_parameter(part_head: bytes, header: str, name: str) -> str | None:
-    """Return a parameter of a header, which is written either as a token or as a quoted string."""
+    """Return a parameter of a header, or None if there is none.
+
+    Its value is written as a token or as a quoted string.
+    """
     value = message_from_bytes(part_head).get_param(name, header=header)
     return value if isinstance(value, str) else None
 

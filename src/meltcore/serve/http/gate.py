@@ -28,7 +28,7 @@ TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
 
 
 def check_headers(exchange: Exchange, keys: ApiKeys) -> None:
-    """Set key, priority class and time limit of an exchange from the headers of the request.
+    """Set the API key, the priority class and the time limit of an exchange from the headers of its request.
 
     Raises RequestError: 401 without a valid key, 400 for an invalid header, and 429 past a limit of the key.
     """

@@ -33,7 +33,7 @@ def set_own_name(name: str) -> None:
 
 
 def check_hops(scope: Scope) -> None:
-    """Raise RequestError (508) if this server has already sent this request on."""
+    """Raise RequestError (508) if `Via` shows that this server has already sent this request to an upstream."""
     if _own_name in _passed_servers(scope):
         raise RequestError(
             "this request has been here before: the address of an upstream leads back to this server",
@@ -43,15 +43,19 @@ def check_hops(scope: Scope) -> None:
 
 
 def may_probe(scope: Scope) -> bool:
-    """Return whether a health request comes from another server that may itself wait for this server."""
+    """Return whether a health request may be passed on to this server's upstreams.
+
+    It may if it comes from another Meltcore server, which may itself wait for this server, and has passed only few
+    servers.
+    """
     return 1 <= len(_passed_servers(scope)) < _MOST_PROBED
 
 
 def via_lines(scope: Scope | None = None) -> str:
-    """Return the `Via` lines for a request to an upstream.
+    """Return the header `Via` for a request to an upstream, with its line end.
 
-    They name the servers that `scope` has passed, and this server. Only names of Meltcore servers are passed on,
-    because no header of a client is.
+    The header names the Meltcore servers that the request `scope` has passed, and then this server. Other names in the
+    client's `Via` are dropped, because no header of a client is passed on.
     """
     passed = [] if scope is None else _passed_servers(scope)[-_MOST_NAMES:]
     return f"Via: {', '.join(f'1.1 {name}' for name in [*passed, _own_name])}\r\n"

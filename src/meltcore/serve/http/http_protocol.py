@@ -97,7 +97,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # paused by a long body: the end of a connection comes after its data
 
     def holds_body(self, scope: Scope) -> bool:
-        """Return whether the client sends the body of the request with this scope only after it was asked for it."""
+        """Return whether the client of this request waits to be asked for the body (`Expect: 100-continue`)."""
         return self.cycle is not None and self.cycle.scope is scope and self.cycle.waiting_for_100_continue
 
     def resume_writing(self) -> None:
@@ -212,9 +212,9 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # uvicorn stops reading here; the end of the connection would go unseen
 
     def _check_target(self) -> None:
-        """Reject a request target that is neither a path nor an address.
+        """Reject a request target that is neither a path nor a URL. A URL without a path gets the path "/".
 
-        An address without a path means "/" (RFC 9112, 3.2.2).
+        RFC 9112, 3.2.2 gives this meaning to such a URL.
         """
         try:
             target = httptools.parse_url(self.url)
@@ -244,7 +244,7 @@ class HttpProtocol(HttpToolsProtocol):
     # --- responses
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start the application for the request whose turn it is."""
+        """Start the application for the next request of the connection. Requests with invalid headers are refused."""
         scope: Any = cycle.scope
         problem = None if isinstance(app, Refusal) else head_problem(scope)
         if problem is not None:
@@ -262,7 +262,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def _can_refuse(self) -> bool:
-        """Return whether the client would read a response sent now as the answer to the request that is arriving."""
+        """Return whether a response sent now would reach the client as the answer to the request that is arriving."""
         if self.pipeline:
             return False
         if self._has_begun():
@@ -270,10 +270,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _has_begun(self) -> bool:
-        """Return whether `cycle` belongs to the request that is arriving.
-
-        The headers of this request are then complete.
-        """
+        """Return whether the application was started for the arriving request, whose headers are complete then."""
         return self._receiving and self.cycle is not None and self.cycle.scope is self.scope
 
     def _reject(self, error: RequestError) -> None:
@@ -288,7 +285,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((self._refused_cycle(), refusal))
 
     def _drop_body(self, error: RequestError) -> None:
-        """Refuse the request whose body is arriving, unless its response has already begun."""
+        """Refuse the request whose body is arriving. If its response may have begun, close the connection instead."""
         if self.pipeline and self.pipeline[0][0] is self.cycle:
             refusal: Any = Refusal(error)
             self.pipeline[0] = (self.cycle, refusal)

@@ -14,10 +14,10 @@ from meltcore.serve.requests.request_fields import header, shorten
 
 
 class JoinedWrites:
-    """Wraps a transport. The head of a response is written together with the body that follows.
+    """Wraps a transport, and writes the head of a response together with the body that follows.
 
-    uvicorn writes head and body separately. This takes two system calls, and two segments for which the client wakes
-    up.
+    uvicorn writes head and body separately. These are two system calls, and two TCP segments, each of which wakes the
+    client.
     """
 
     __slots__ = ("_response_head", "_transport")
@@ -27,7 +27,7 @@ class JoinedWrites:
         self._response_head = b""
 
     def write(self, data: bytes) -> None:
-        """Write bytes, preceded by a stored head. If the bytes are a head, store them, unless it is 100 Continue."""
+        """Write bytes, preceded by the stored head. A head itself is stored until then, unless it is 100 Continue."""
         if self._response_head:
             data, self._response_head = self._response_head + data, b""
         elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
@@ -36,7 +36,7 @@ class JoinedWrites:
         self._transport.write(data)
 
     def flush(self) -> None:
-        """Write a stored head, because no body follows the answer to HEAD."""
+        """Write the stored head of a response without a body, which answers HEAD."""
         if self._response_head:
             self.write(b"")
 
@@ -50,7 +50,7 @@ class JoinedWrites:
 
 
 def head_problem(scope: Scope) -> RequestError | None:
-    """Return why the headers of a request cannot be understood, or None if they can."""
+    """Return the error for a request whose headers this server cannot follow, or None if it can follow them."""
     hosts = 0
     for name, value in scope["headers"]:
         if name == b"host":

@@ -110,7 +110,7 @@ def _abort(connections: Iterable[Any]) -> None:
 class IdleTrim:
     """Returns memory to the operating system when a burst of requests has ended.
 
-    Without this the allocator would keep the memory for the next burst.
+    Without this the allocator would keep the memory for a later burst.
     """
 
     def __init__(self, stats: ServerStats) -> None:
@@ -130,7 +130,10 @@ class IdleTrim:
 
 
 class _LagWatch:
-    """Measures how late a timer runs, in seconds. All other events of the loop are delayed by the same time."""
+    """Measures how many seconds late a timer runs.
+
+    All other events of the event loop are delayed by about this time.
+    """
 
     def __init__(self, stats: ServerStats) -> None:
         self._stats = stats
@@ -156,9 +159,9 @@ class EmbeddedServer(uvicorn.Server):
 
 
 def tune_gc() -> None:
-    """Exclude the objects made while loading from garbage collection, because they are never freed.
+    """Exclude the objects made while loading from garbage collection, and collect less often from now on.
 
-    Collect less often.
+    Objects made while loading are never freed.
     """
     gc.collect()
     gc.freeze()

@@ -14,11 +14,11 @@ class Operation(NamedTuple):
     """One route, as the API description shows it.
 
     Args:
-        body: struct of the request, or the names of the fields of its form.
-        answer: form of the answer, or "" for a route that always answers 501.
+        body: struct of the request, or the names of the fields of its form. None means a request without a body.
+        answer: content type of the answer, or "" for a route that always answers 501.
         example: a body with which to try the route.
-        query: fields of the URL.
-        tag: OPENAI, DWANI, or the name of the server's own routes.
+        query: names of the parameters in the URL.
+        tag: heading in the description: OPENAI, DWANI, or the name of the server's own routes.
     """
 
     method: str

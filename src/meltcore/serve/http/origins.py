@@ -23,7 +23,10 @@ _REMEDY = "(--allowed-origins, or server.allowed_origins of a fleet)"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or name without a port means this machine, whatever a name server says."""
+    """Return whether a host without a port is this machine: localhost or a loopback address.
+
+    Other names are not resolved.
+    """
     if host == "localhost":
         return True
     try:

@@ -17,7 +17,7 @@ MODEL_ASLEEP = "model_asleep"
 
 
 class Unit(NamedTuple):
-    """The unit in which waiting requests are counted beside their number, and the setting that bounds this count."""
+    """A unit by which waiting requests are counted beside their number, and the setting that bounds this count."""
 
     name: str
     flag: str
@@ -32,7 +32,11 @@ AUDIO_S = Unit("seconds of audio", "--max-queue-audio", "max_queue_audio_s")
 class Load(NamedTuple):
     """The load of one model over all API servers.
 
-    The last two fields count the waiting requests and units of all classes other than the request's class.
+    Args:
+        in_flight: number of requests that have not ended.
+        waiting_units: units of all waiting requests.
+        others_requests: waiting requests of the classes other than the class of the new request.
+        others_units: units of these waiting requests.
     """
 
     in_flight: int
@@ -42,11 +46,11 @@ class Load(NamedTuple):
 
 
 class Admission:
-    """Bounds the number and the units of the queued requests of one model, beyond the requests that its engines run.
+    """Bounds the number and the units of one model's queued requests, in addition to the requests that engines run.
 
-    Each engine is assumed to run `max_num_seqs` requests, its configured limit. If KV pages limit an engine, the queue
-    may hold the requests up to this limit in addition. A class may always fill its share of both bounds, even if other
-    classes have filled the bounds. So the whole queue may hold up to twice the bounds.
+    Each engine is assumed to run `max_num_seqs` requests, its configured limit. If KV pages limit an engine to fewer,
+    the queue may also hold the difference. A class may always fill its share of both bounds, even if other classes have
+    filled the bounds. So the whole queue may hold up to twice the bounds.
     """
 
     def __init__(self, *, max_queue: int, max_units: float, max_num_seqs: int, unit: Unit = TOKENS) -> None:
@@ -93,10 +97,10 @@ class Admission:
 
 
 class DrainRate:
-    """Measures the rate at which requests of a model end. A refused client learns from this rate when to retry.
+    """Measures how many requests of a model end per second, and tells refused clients when to retry.
 
-    Refused clients that all retry together would be refused again. So each client is given the time at which, by this
-    rate, a slot will be free for it.
+    If all refused clients retried together, they would be refused again. So each client gets a time of its own, at
+    which a slot should be free for it.
     """
 
     def __init__(self, processes: int = 1) -> None:
@@ -109,11 +113,11 @@ class DrainRate:
         self._booked_s = 0.0  # until then the places are for clients that were refused before
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time for the next `record`."""
+        """Return whether it is time for the next `record`."""
         return not self._samples or now_s - self._samples[-1][0] >= RATE_SAMPLE_S
 
     def record(self, now_s: float, ended: float) -> None:
-        """Store how many requests have ended by now."""
+        """Store that `ended` requests have ended until now."""
         self._samples.append((now_s, ended))
         while len(self._samples) > 2 and now_s - self._samples[1][0] > RATE_WINDOW_S:
             self._samples.popleft()
@@ -126,7 +130,11 @@ class DrainRate:
         return max(0.0, ended - recent[1]) / (now_s - recent[0])
 
     def retry_after_s(self, now_s: float, ended: float, *, excess: float, requests: int) -> float:
-        """Return the seconds after which a refused client should retry: the time in which `excess` requests end."""
+        """Return the seconds after which a refused client should retry, at most MAX_RETRY_S.
+
+        By then `excess` requests have ended, and the clients refused before can have retried. The client has `requests`
+        requests. While the rate is unknown, the result is UNKNOWN_RETRY_S.
+        """
         rate = self.per_s(now_s, ended)
         if not rate:
             return UNKNOWN_RETRY_S
@@ -136,6 +144,6 @@ class DrainRate:
 
 
 def asleep_error(stats: ModelStats, message: str) -> RequestError:
-    """Return the error (503) of a request whose model sleeps and cannot wake up in time."""
+    """Return the error (503) for a request whose model sleeps and cannot wake up in time."""
     retry_s = max(1.0, stats.wake_at_s() - time.monotonic())
     return RequestError(message, status=503, code=MODEL_ASLEEP, retry_after_s=retry_s)

@@ -41,7 +41,7 @@ class ClientDisconnectedError(Exception):
 
 
 def request_id(scope: Scope) -> str:
-    """Return the client's x-request-id if it is a plain token of at most 128 characters, else a new id."""
+    """Return the client's x-request-id if it is a plain token of at most 128 characters. Otherwise return a new id."""
     header_value = header(scope, b"x-request-id")
     return (
         header_value.decode()
@@ -120,7 +120,7 @@ def _body_too_large_error(size_text: str, limit_bytes: int) -> RequestError:
 
 
 async def while_connected(scope: Scope, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientDisconnectedError."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnectedError."""
     task = asyncio.create_task(work)
     connection = scope["meltcore.connection"]
     connection.set_disconnect_callback(task.cancel)
@@ -153,7 +153,10 @@ async def finish_all(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Resu
 
 
 async def finish_batch(field: str, work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Return one result per entry of a field, as `finish_all` does. An error names the entry: "files[2]: ..."."""
+    """Return one result per coroutine, in order. `work` has one coroutine per entry of the request's field `field`.
+
+    The first error ends the other coroutines and is raised. It names the entry: "files[2]: ...".
+    """
 
     async def finish(name: str, each: Coroutine[Any, Any, _Result]) -> _Result:
         try:

@@ -82,7 +82,7 @@ class Health:
         self.set("failed", reason)
 
     def not_ready(self, reason: str) -> RequestError:
-        """Return the error (503) of a request that cannot be served now. It has the estimated seconds until it can."""
+        """Return the error (503) for a request that cannot be served now, with the estimated seconds until it can."""
         is_starting = self.status in ("loading", "restarting")
         retry_s = self._stats.until_started_s() if is_starting else None
         return RequestError(reason, status=503, code="not_ready", retry_after_s=retry_s)
@@ -99,9 +99,9 @@ class Health:
         return None
 
     async def circle(self, scope: Scope) -> str | None:  # noqa: ARG002 - as models elsewhere have it
-        """Return a text that names the upstreams of a circle: they wait for a server that `scope` has passed.
+        """Return a text that names upstreams which wait for each other in a circle, or None if there is no circle.
 
-        Returns None if the upstreams form no circle.
+        In a circle they wait for a server that the health request `scope` has already passed.
         """
         return None
 
@@ -127,7 +127,7 @@ class ModelTable:
     def add(self, backend: Backend) -> None:
         """Add a model. From now on its names lead to this model, even if another model has the same names.
 
-        The model comes before an older model of the same name. Otherwise its position is that in the file.
+        The model is listed before an older model of the same name. Otherwise its position is that in fleet.yaml.
         """
         at = next((index for index, each in enumerate(self.backends) if each.names[0] == backend.names[0]), None)
         self.backends.insert(len(self.backends) if at is None else at, backend)
@@ -140,9 +140,10 @@ class ModelTable:
         self._by_name = {name: each for name, each in self._by_name.items() if each is not backend}
 
     def change_routes(self, order: Sequence[str], languages: LanguagesSection, routes: RoutesSection) -> None:
-        """Replace the models of languages and routes, and the order of models, which is given by their first names.
+        """Replace the models of languages and routes, and the order of models.
 
-        The first model of the order is the default, regardless of when it was added.
+        `order` has the first name of each model. The first model of the order is the default, regardless of when it was
+        added.
         """
         self.languages, self.routes, self._order = languages, routes, order
         self._sort()

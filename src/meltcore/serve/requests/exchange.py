@@ -31,11 +31,11 @@ EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class Exchange:
-    """One request and its answer.
+    """One HTTP request and its answer.
 
     `key`, `priority_class` and `timeout_s` come from the headers. None uses the default of the server or of the model.
-    `fields` are for the log line, and contain neither text nor audio. A request may use several models, in turn or
-    concurrently, as speech to speech does. Each of its tickets belongs to this exchange.
+    `fields` are for the log line, and contain neither text nor audio. A request may use several models, one after
+    another or concurrently, as speech to speech does. The tickets at all these models belong to this exchange.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,15 +67,18 @@ class Exchange:
         return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
     async def body(self, limit_bytes: int) -> bytes:
-        """Return the body. Raises RequestError (413), ClientDisconnectedError."""
+        """Return the body.
+
+        Raises RequestError (413) if it is larger than `limit_bytes`, and ClientDisconnectedError.
+        """
         body, self.passed_body = self.passed_body, None
         return await read_body(self.scope, self.receive, limit_bytes) if body is None else body
 
     def class_of(self, default: PriorityClass, priority: int | None = None) -> PriorityClass:
-        """Return the priority class of the request. It is never above the class of its key.
+        """Return the priority class of the request. The API key may lower it.
 
-        `default` is the model's class. `priority` is vLLM's field: values below 0 mean interactive, values above 0 mean
-        batch.
+        `default` is the model's class. `priority` is the field of vLLM's API: values below 0 mean interactive, values
+        above 0 mean batch.
         """
         name = self.priority_class
         if name is None:
@@ -94,7 +97,7 @@ class Exchange:
         return server_limit_s if self.timeout_s is None else min(self.timeout_s, server_limit_s)
 
     def overdue(self, server_limit_s: float) -> RequestError:
-        """Return the error of a request that exceeds its time limit.
+        """Return the error for a request that exceeds its time limit.
 
         The status is 503 if the request waited for a model that sleeps, else 504.
         """
@@ -107,7 +110,7 @@ class Exchange:
 
     @asynccontextmanager
     async def timeout(self, server_limit_s: float) -> AsyncIterator[None]:
-        """Limit the time of the block. Raises the error of `overdue` (503, 504) when the time has passed."""
+        """Limit the time of the block. When the time has passed, raise the error that `overdue` returns (503, 504)."""
         try:
             async with asyncio.timeout(self.limit_s(server_limit_s)):
                 yield

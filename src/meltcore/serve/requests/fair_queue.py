@@ -23,7 +23,7 @@ STALE_S = 0.1
 
 
 class _Columns:
-    """The positions of a priority class's values within a row of the statistics."""
+    """The columns in which a row of the statistics has the values of one priority class."""
 
     def __init__(self, stats: ModelStats, name: PriorityClass) -> None:
         self.requests, self.units, self.head_s, self.finish = (
@@ -98,7 +98,7 @@ class FairQueue:
         return ticket
 
     def settle(self, ticket: Ticket[Any], cost: float) -> None:
-        """Correct the virtual time of a served request's class by the difference of real `cost` and expected cost."""
+        """Replace the expected cost of a served request by its real `cost` in the virtual time of its class."""
         if ticket.charge:
             index = CLASSES.index(ticket.priority_class)
             self._row[self._columns[index].finish] += (cost - ticket.charge) / self._shares[index]

@@ -104,7 +104,7 @@ class ApiKey:
         return max(requested, self._highest_class, key=CLASSES.index)
 
     def admit(self) -> None:
-        """Count a request. Past a limit, count nothing and raise RequestError (429)."""
+        """Count a request. If the key is past a limit, count nothing and raise RequestError (429)."""
         wait_s, what = self._tokens.wait_s(0), "tokens_per_minute"
         if not wait_s:
             wait_s, what = self._requests.take(), "requests_per_minute"
@@ -124,7 +124,7 @@ class ApiKey:
 
 
 class _Bucket:
-    """A token bucket, stored as one number in shared memory: the time at which the bucket will be full again."""
+    """A token bucket of a rate limit. It is stored in shared memory as the time at which it will be full again."""
 
     def __init__(self, stats: ServerStats, column: str, limit: int | None) -> None:
         self.limit = limit
@@ -134,7 +134,7 @@ class _Bucket:
     def wait_s(self, amount: float) -> float:
         """Return the seconds until the bucket has `amount`.
 
-        With an amount of 0, return the seconds until its debt is paid.
+        For an amount of 0 these are the seconds until its debt is paid.
         """
         if self.limit is None:
             return 0.0

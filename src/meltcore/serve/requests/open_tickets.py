@@ -70,9 +70,9 @@ class OpenTickets(Generic[_Child]):
     def admit(
         self, ticket: Ticket[_Child], default_class: PriorityClass, *, units: float, cost: float, priority: int = 0
     ) -> None:
-        """Start a request now or at its turn. If it is refused, raise RequestError (429, 503) and count nothing.
+        """Start a request now or when its turn in the queue comes. If it is refused, raise RequestError (429, 503).
 
-        `Ticket.request_turn` explains the other parameters.
+        A refused request is not counted. `Ticket.request_turn` explains the other parameters.
         """
         ticket.request_turn(default_class, units=units, cost=cost, priority=priority)
         self._queue.admit(ticket)
@@ -96,7 +96,7 @@ class OpenTickets(Generic[_Child]):
         ticket.begin()
 
     def place(self, child: _Child, replica: int) -> None:
-        """Assign a child to a replica in the statistics, and send the child's messages to the replica."""
+        """Assign a child to a replica in the statistics, and send its messages to this replica."""
         child.replica = replica
         self._stats.assign(child.replica, child.cost)
         for message in child.messages():
@@ -122,7 +122,7 @@ class OpenTickets(Generic[_Child]):
         """Wait for a request's turn before the block. After the block, end the children that are still open.
 
         If the ticket fails during the block, the block ends with the error. Raises RequestError: 429 if the queue is
-        full, 503, and 504 after the time limit.
+        full, 503 while the model cannot serve, and 504 after the time limit.
         """
         turn = ticket.turn = asyncio.get_running_loop().create_future()
         self.admit(ticket, default_class, units=units, cost=cost)
@@ -146,7 +146,7 @@ class OpenTickets(Generic[_Child]):
             ticket.children.clear()  # they refer to it: a cycle would keep both until the next collection
 
     def overdue(self, ticket: Ticket[_Child]) -> RequestError:
-        """Return the error of a request that exceeds its time limit."""
+        """Return the error for a request that exceeds its time limit."""
         if ticket.is_queued:
             self._stats.add(f"refused_deadline/{ticket.priority_class}")
         return ticket.exchange.overdue(self.limit_s)
@@ -154,7 +154,10 @@ class OpenTickets(Generic[_Child]):
     # --- the loss of a replica
 
     def retry(self, replica: int, others: Sequence[int]) -> None:
-        """Send each request of a lost replica to another replica, once, if its client has received nothing yet."""
+        """Send each request of a lost replica to one of the replicas `others`, if its client has received nothing yet.
+
+        A request is retried only once.
+        """
         lost: dict[Ticket[_Child], list[_Child]] = {}
         for child in self._open.values():
             ticket = child.ticket
@@ -223,7 +226,10 @@ class OpenTickets(Generic[_Child]):
             self._queue.free_slots(ticket, self.settle(ticket))
 
     def settle(self, ticket: Ticket[_Child]) -> float:
-        """Return the real cost of an ended request, in the unit of its expected cost."""
+        """Return the real cost of an ended request, in the unit of its expected cost.
+
+        By default this is the expected cost.
+        """
         return ticket.cost
 
 

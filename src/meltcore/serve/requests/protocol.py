@@ -225,7 +225,7 @@ def _with_whole_numbers(value: Any) -> Any:
 
 
 def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
-    """Decode the fields of a form or of a URL, whose values are text. Raises RequestError (400)."""
+    """Return the struct `form` with fields of a form or of a URL, whose values are text. Raises RequestError (400)."""
     try:
         return msgspec.convert(fields, form, strict=False)
     except msgspec.ValidationError as error:
@@ -233,7 +233,7 @@ def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
 
 
 def check_supported(struct: msgspec.Struct, prefix: str = "") -> None:
-    """Raise RequestError for the first field that asks for something unsupported."""
+    """Raise RequestError (400) for the first unsupported field whose value is not neutral."""
     for name in _UNSUPPORTED.get(type(struct), ()):
         value = _with_whole_numbers(getattr(struct, name))
         if value is not None and not _is_neutral(value, _NEUTRAL[name]):

@@ -30,7 +30,7 @@ EQUAL_SHARES = tuple(1 for _ in CLASSES)
 
 
 def room_of(slots: int) -> int:
-    """Return how many requests may be at one engine with `slots` slots: running requests, and a few that wait there."""
+    """Return how many requests may be at one engine with `slots` slots: those that run, and a few that wait there."""
     return slots + max(1, slots // LOOKAHEAD)
 
 
@@ -165,9 +165,9 @@ class RequestQueue:
             raise
 
     def _check_sleep(self, ticket: Ticket[Any]) -> None:
-        """Refuse a request whose deadline passes before its model can wake up.
+        """Raise RequestError (503) for a request whose deadline passes before its sleeping model can wake up.
 
-        The supervisor wakes the model for others.
+        The model is marked as wanted, so that the supervisor wakes it for later requests.
         """
         stats, now_s = self._stats, time.monotonic()
         limit_s, wake_s = ticket.exchange.limit_s(math.inf), stats.wake_at_s() - now_s
@@ -205,7 +205,7 @@ class RequestQueue:
         self._stats.queue_waits[ticket.priority_class].observe(wait_s)
 
     def _watch(self) -> None:
-        """Check at intervals whether a waiting request of this process is the next one."""
+        """Set a timer to check whether a waiting request of this process is the next one."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TURN_CHECK_S, self._on_timer)
 

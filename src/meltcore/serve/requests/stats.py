@@ -80,9 +80,9 @@ _OPEN, _DRAINING, _DEAD, _ASLEEP = 0.0, 1.0, 2.0, 3.0  # a replica that is not o
 
 
 class SharedStats:
-    """Stores rows of named numbers in shared memory.
+    """Rows of named numbers in shared memory, with one row per process.
 
-    All numbers are 0 at first. `fd` passes the memory to another process.
+    All numbers are 0 at first. Another process maps the same memory by the file descriptor `fd`.
     """
 
     def __init__(self, names: Sequence[str], num_rows: int, fd: int | None = None) -> None:
@@ -116,12 +116,13 @@ class SharedStats:
 
 
 class Histogram:
-    """Counts values in seconds in buckets. Each bucket has an upper bound."""
+    """Counts values in seconds in buckets. Each bucket has an upper bound; the last has none."""
 
     def __init__(self, shared: SharedStats, row: int, first: int, bounds: Sequence[float]) -> None:
         """Create a view of the histogram's columns.
 
-        `first` is the column of the lowest bound. The last column has the sum of the values.
+        `first` is the column of the bucket with the lowest bound. The column after the last bucket has the sum of the
+        values.
         """
         self._rows = shared.rows
         self._row = shared.rows[row]
@@ -130,12 +131,12 @@ class Histogram:
         self._sum = first + len(bounds) + 1
 
     def observe(self, value_s: float, count: int = 1) -> None:
-        """Count a value."""
+        """Count a value `count` times."""
         self._row[self._first + bisect.bisect_left(self._histogram_bounds, value_s)] += count
         self._row[self._sum] += value_s * count
 
     def totals(self) -> tuple[list[tuple[str, float]], float]:
-        """Return Prometheus' cumulative (`le`, count) pairs and the sum of the values. Both are over all processes."""
+        """Return the cumulative (`le`, count) pairs as in Prometheus, and the sum of the values, over all processes."""
         buckets = []
         total = 0.0
         for column, bound in enumerate([*map(str, self._histogram_bounds), "+Inf"], self._first):
@@ -145,7 +146,10 @@ class Histogram:
 
 
 class _Columns:
-    """Named columns of the rows: the values of this process, and the sums over all processes."""
+    """Named columns of the shared rows.
+
+    A method reads or writes the value of this process, or sums over all processes.
+    """
 
     def __init__(self, shared: SharedStats, row: int, prefix: str) -> None:
         self.shared = shared
@@ -168,7 +172,7 @@ class _Columns:
         self._row[self._column[name]] += delta
 
     def set(self, name: str, value: float) -> None:
-        """Replace this process's value."""
+        """Set this process's value."""
         self._row[self._column[name]] = value
 
     def local_value(self, name: str) -> float:
@@ -255,12 +259,12 @@ class ServerStats(_Columns):
         self.set("cpu_s", time.process_time())
 
     def closed_connections(self) -> list[float]:
-        """Return how many connections each process has closed since the start. The order is that of the rows."""
+        """Return how many connections each process has closed since the start, in the order of the rows."""
         column = self._column["connections_closed"]
         return [row[column] for row in self.shared.rows]
 
     def open_requests(self) -> int:
-        """The number of accepted requests of all models that have not ended."""
+        """Return the number of accepted requests of all models that have not ended."""
         return round(sum(model.total("in_flight") for model in self.models))
 
     def events(self) -> float:
@@ -305,7 +309,7 @@ class ModelStats(_Columns):
         return max(row[column] for row in self.shared.rows)
 
     def set_in_flight(self, count: int) -> None:
-        """Record `count` requests in flight in this process. Also record the server's peak, as this process sees it."""
+        """Store this process's number of requests in flight, and the server's highest number so far."""
         self.set("in_flight", count)
         self.set("in_flight_peak", max(self.local_value("in_flight_peak"), self.total("in_flight")))
 
@@ -358,7 +362,10 @@ class ModelStats(_Columns):
         return sum(replica not in self._silent for replica in self.live_replicas())
 
     def assign(self, replica: int, tokens: int) -> None:
-        """Count a request of `tokens` tokens for `replica`. If the replica was idle, its step time limit starts now."""
+        """Count a request of `tokens` tokens at `replica`.
+
+        If the replica was idle, the time limit for its next step starts now.
+        """
         if not self.open_requests(replica):
             self._row[self._last_message_at[replica]] = time.monotonic()
         self._row[self._requests_at[replica]] += 1
@@ -426,7 +433,7 @@ class ModelStats(_Columns):
         (self._unconnected.discard if is_connected else self._unconnected.add)(replica)
 
     def set_answers(self, replica: int, answers: bool) -> None:
-        """Store whether an upstream server answers this process."""
+        """Store whether an upstream server has answered the health requests of this process."""
         (self._silent.discard if answers else self._silent.add)(replica)
 
     def fail_process_requests(self, process_index: int) -> int:

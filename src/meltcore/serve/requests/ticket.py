@@ -28,7 +28,7 @@ _child_ids = (f"{os.getpid():x}-{counter}" for counter in itertools.count(1))
 
 
 class Child:
-    """One request to an engine. A child counts as one request in the statistics."""
+    """One request to an engine, as a part of a ticket. The statistics count it as one request."""
 
     __slots__ = ("cost", "replica", "request_id", "ticket", "waiting_tokens")
 
@@ -37,8 +37,8 @@ class Child:
 
         Args:
             ticket: the request to which the child belongs.
-            cost: cost of the child for the choice of a replica.
-            waiting_tokens: prompt tokens that wait for an engine, for the statistics.
+            cost: tokens or other units of work, by which the replica with the least work is chosen.
+            waiting_tokens: prompt tokens of the child, which the statistics count until an engine has processed them.
         """
         self.ticket = ticket
         self.request_id = next(_child_ids)
@@ -104,7 +104,7 @@ class Ticket(Generic[_Child]):
             default_class: the model's class, for a request that names no class.
             units: waiting units of the request, in the unit of the queue.
             cost: expected work, in the same unit for all requests of a model.
-            priority: vLLM's field. Lower values are earlier within the class.
+            priority: the field of vLLM's API. Within a class, requests with lower values come earlier.
         """
         self.priority_class = self.exchange.class_of(default_class, priority)
         # The engines see the class too: one that can start overtakes what was sent ahead. The queue has decided how

@@ -190,7 +190,10 @@ class _CountingExporter:
 
 
 def _processor(exporter: Any, stats: ServerStats, limit: int) -> Any:
-    """Return a BatchSpanProcessor that counts the spans that do not fit. Its class needs the package OpenTelemetry."""
+    """Return a BatchSpanProcessor that counts the spans that do not fit into its queue of `limit` spans.
+
+    The class is defined here because its base class needs the package OpenTelemetry.
+    """
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     class Bounded(BatchSpanProcessor):  # type: ignore[misc, unused-ignore]
@@ -226,7 +229,7 @@ def describe_span(span: Span, fields: dict[str, Any]) -> None:
 
 
 def end_span(span: Span, error: BaseException | None = None) -> None:
-    """End the span of a request. `error` is an error of this server."""
+    """End the span of a request. `error` is an unexpected error of this server, or None."""
     if error is not None:
         span.set_attribute("error.type", type(error).__name__)
         _fail(span, type(error).__name__)

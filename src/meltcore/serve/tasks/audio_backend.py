@@ -28,7 +28,7 @@ _Work = TypeVar("_Work", bound=Child)
 class AudioBackend(EngineBackend, Generic[_Work]):
     """Connects one API server process to the engines of a model that transcribes or speaks.
 
-    A ticket has one child, which stays at one replica for all its messages. The child counts there with the bytes of
+    A ticket has one child, all of whose messages go to one replica. The child's cost there is the number of bytes of
     its upload.
     """
 
@@ -58,8 +58,8 @@ class AudioBackend(EngineBackend, Generic[_Work]):
     async def admitted(self, upload_bytes: int, units: float) -> AsyncIterator[_Work]:
         """Wait for a request's turn, and yield the child that a replica serves. End the request after the block.
 
-        The second bound of the queue counts `units`. Raises RequestError: 429 if the queue is full, 503, and 504 after
-        the time limit.
+        `units` are those by which the queue is bounded beside the number of requests. Raises RequestError: 429 if the
+        queue is full, 503 while the model cannot serve, and 504 after the time limit.
         """
         self._live_replicas()
         open_bytes = sum(child.cost for child in self.tickets)
@@ -81,7 +81,7 @@ class AudioBackend(EngineBackend, Generic[_Work]):
 
 
 def check_audio_packages() -> None:
-    """Raise ConfigError unless the packages that read uploads are installed."""
+    """Raise ConfigError if a package that reads uploads is missing."""
     packages = ("python_multipart", "regex", "sacremoses", "sentencepiece", "soundfile", "soxr", "yaml")
     missing = [name for name in packages if find_spec(name) is None]
     if missing:

@@ -30,7 +30,7 @@ class Endpoint(ABC):
     Args:
         operations: the entries of the route in /openapi.json.
         paths: the paths of the route, by default the paths of its operations.
-        dwani_paths: the paths where errors also have the field of dwani.ai's form.
+        dwani_paths: the paths where errors also have the field `detail`, as in dwani.ai's API.
         has_uploads: whether bodies may be as large as OpenAI's uploads.
     """
 
@@ -51,7 +51,10 @@ class Endpoint(ABC):
 
     @abstractmethod
     async def respond(self, exchange: Exchange) -> None:
-        """Read the request and answer it. Raises RequestError, ClientDisconnectedError."""
+        """Read the request and answer it.
+
+        Raises RequestError if the request cannot be served, and ClientDisconnectedError if the client is gone.
+        """
 
     async def read(self, exchange: Exchange, form: type[_Form]) -> _Form:
         """Read a JSON request as `form`. Raises RequestError (400, 413), ClientDisconnectedError."""

@@ -74,7 +74,10 @@ class ForwardingEndpoint(Endpoint):
         exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, body, request))
 
     def _default(self, path: str) -> str | None:
-        """Return the model of a request that names none. For speech and translation the language decides later."""
+        """Return the default model of a path.
+
+        Returns None for speech and translation, where the request's language decides.
+        """
         has_default = path in LANGUAGE_PATHS or path in UPSTREAM_PATHS
         return self._models.default(path) if has_default else None
 
@@ -90,7 +93,7 @@ async def _not_found(scope: Scope, receive: Receive) -> NoReturn:
 
 
 def read_request(body: bytes, content_type: str) -> JsonRequest | None:
-    """Return the fields of a body that the API itself needs. Returns None if the body is neither JSON nor a form."""
+    """Return the few fields of a body that the server itself needs. Returns None if the body cannot be decoded."""
     if is_multipart(content_type):
         place = find_field(body, content_type, "model")
         return JsonRequest() if place is None else JsonRequest(model=body[place].decode(errors="replace"))

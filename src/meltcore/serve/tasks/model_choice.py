@@ -64,8 +64,8 @@ class ModelChoice:
     ) -> tuple[_Backend, str | None]:
         """Return a model for the request's language, and the name of the language for this model.
 
-        If no model knows the language or a substitute of it, the returned language is None. The error of the returned
-        model then names its languages. Raises RequestError (400, 404, 503).
+        If no model knows the language or a substitute of it, the returned language is None. The model then refuses the
+        request with an error that lists its languages. Raises RequestError (400, 404, 503).
 
         Args:
             is_kind: returns whether a backend belongs to the task.
@@ -101,10 +101,7 @@ class ModelChoice:
         return self._models.backends if model is None else [self._models.find(model)]
 
     def meanings(self, language: _Language) -> Sequence[_Language]:
-        """Return a language, followed by its substitutes.
-
-        Models that do not know the language get a substitute instead.
-        """
+        """Return a language, followed by its substitutes, which models that do not know the language get instead."""
         return [language, *self._substitutes(language)]
 
     def _substitutes(self, language: str | None) -> Sequence[str]:
@@ -114,15 +111,15 @@ class ModelChoice:
 
 
 def _configured(models: Mapping[str, str], language: str | None) -> str | None:
-    """Return the configured model of a language, whichever name it has, or else the model of all other languages."""
+    """Return the name of the model that is configured for a language in any spelling, or for all other languages."""
     name = None if language is None else code_among(language, list(models))
     return models.get(ANY_LANGUAGE if name is None else name)
 
 
 def _of_language(found: Sequence[_Backend], language: str | None) -> _Backend | None:
-    """Return the first backend that knows a language. Without one, return the first backend, if it is ready.
+    """Return the first backend that knows a language. If none does, return the first backend.
 
-    Returns None if there are no backends.
+    Returns None if there are no backends. Raises RequestError (503) if the backend cannot serve now.
     """
     for backend in found:
         if _knows(backend, language):
@@ -138,7 +135,7 @@ def _knows(backend: SpokenBackend, language: str | None) -> bool:
 
 
 def refuse(candidates: Sequence[Backend], task: str) -> NoReturn:
-    """Raise RequestError (400), because no model can do what a request asks for."""
+    """Raise RequestError (400), because none of the candidates can do what the request asks for."""
     if len(candidates) == 1:
         [backend] = candidates
         routes = ", ".join(backend.paths)

@@ -22,7 +22,7 @@ class CircuitBreaker:
         return self._opened_s is not None
 
     def allows(self, now_s: float) -> bool:
-        """Whether a request may be sent now."""
+        """Return whether a request may be sent now."""
         if self._opened_s is None:
             return True
         return not self._probe_is_running and now_s - self._opened_s >= self._open_s
@@ -34,7 +34,7 @@ class CircuitBreaker:
     def begin_answer(self) -> None:
         """Close the breaker, because the replica has begun to answer the probe.
 
-        The breaker opens again if the answer breaks off.
+        If this answer breaks off, the next failure opens the breaker again.
         """
         if self._opened_s is not None:
             self._failures = self._limit - 1

@@ -39,7 +39,7 @@ class EventBuffer:
         return data[:end]
 
     def end(self) -> bytes:
-        """Return the bytes that are left when a stream ends and `is_whole` is true."""
+        """Return the bytes that are left at the end of a stream. Call this method only if `is_whole` is true."""
         return self._held
 
     @property

@@ -79,8 +79,8 @@ def _count(usage: dict[str, Any], *names: str) -> int | None:
 class ForwardOutcome(msgspec.Struct):
     """Says for the log how a request has ended.
 
-    `error` is the code of an error of this server, and is None for an error of the upstream. `prompt_tokens` and
-    `completion_tokens` are the upstream's counts, or are counted from its events. They are None if neither is known.
+    `error` is the code of an error of this server, or None. The upstream's own errors only show in `status`.
+    `prompt_tokens` and `completion_tokens` are counted by the upstream, or by its events, or are None if unknown.
     """
 
     status: int
@@ -91,13 +91,19 @@ class ForwardOutcome(msgspec.Struct):
 
 
 class UpstreamChild(Child):
-    """A request at the server that its attempt has chosen. The attempt sends the request, not the queue."""
+    """A request at the replica that an attempt has chosen.
+
+    The attempt sends it, because the queue knows no replicas here.
+    """
 
     ticket: UpstreamTicket
 
 
 class UpstreamTicket(Ticket[UpstreamChild]):
-    """One request that is forwarded. It has everything that ends with its time limit or when its client disconnects."""
+    """One request that is forwarded, with its connections to the client and to the upstream.
+
+    The connection to the upstream ends with the time limit, or when the client disconnects.
+    """
 
     def __init__(self, arrived_s: float, client: Any) -> None:
         super().__init__(arrived_s)
@@ -115,7 +121,10 @@ class UpstreamTicket(Ticket[UpstreamChild]):
             await self.turn
 
     async def connect(self, replica: UpstreamReplica) -> UpstreamConnection:
-        """Open a connection to a replica, unless the client disconnects meanwhile. Raises UpstreamError."""
+        """Open a connection to a replica.
+
+        Raises UpstreamError if this fails, or if the client disconnects meanwhile.
+        """
         self._connecting = asyncio.create_task(replica.connect())
         try:
             return await self._connecting
@@ -164,7 +173,10 @@ class UpstreamTicket(Ticket[UpstreamChild]):
         self.client.transport.abort()
 
     def check(self, now_s: float, first_byte_s: float) -> None:
-        """End the request if the upstream takes too long."""
+        """End the request if the upstream has sent nothing for too long.
+
+        `first_byte_s` limits the seconds until the first byte of an answer.
+        """
         connection = self.connection
         if connection is None or not connection.is_waiting_for_upstream:
             return
@@ -213,10 +225,10 @@ class Attempt:
         self._num_events = 0
 
     async def run(self, body: bytes, *, may_retry: bool) -> ForwardOutcome | None:
-        """Send the request and pass on the answer.
+        """Send the request, pass the answer on, and return the outcome.
 
-        Return None if the replica is busy, so that another one may be tried. Raises UpstreamError if the answer failed
-        before anything was sent to the client.
+        Returns None if the replica is busy and `may_retry` is true, so that another replica may be tried. Raises
+        UpstreamError if the answer failed before anything was sent to the client.
         """
         breaker = self._replica.breaker
         try:
@@ -299,7 +311,7 @@ class Attempt:
     async def _first_bytes(self, connection: UpstreamConnection) -> tuple[bytes, bool]:
         """Wait for the first bytes of the answer. Return them, and whether they are the complete answer.
 
-        Raises UpstreamError.
+        Raises UpstreamError if the connection ends before them, or if the answer is of a wrong type.
         """
         status = connection.status
         content_type = connection.headers.get(b"content-type", b"").decode("latin-1")
@@ -404,7 +416,7 @@ class Attempt:
     def _counted(self, outcome: ForwardOutcome) -> ForwardOutcome:
         """Return the outcome with the numbers of tokens that the upstream reports.
 
-        Without a report, each event with a token counts as one token.
+        If there is no report, each event with a token counts as one output token.
         """
         outcome.prompt_tokens, outcome.completion_tokens = read_usage(self._usage)
         if outcome.completion_tokens is None and self._num_events:
@@ -414,8 +426,8 @@ class Attempt:
     async def _break_off(self, error: UpstreamError) -> ForwardOutcome:
         """End an answer that has begun and cannot be completed.
 
-        A stream gets an error event. The body gets no last chunk. A client that does not know error events then sees an
-        incomplete answer, which HTTP clients report.
+        A stream gets an error event, and the last chunk of the body is left out. So a client that does not know error
+        events sees an incomplete body, which HTTP clients report.
         """
         ticket, events = self._ticket, self._events
         if error.kind not in ("aborted", "deadline"):

@@ -80,7 +80,11 @@ class UpstreamHealth(Health):
         )
 
     async def circle(self, scope: Scope) -> str | None:
-        """Query the servers' health on behalf of the servers that wait for this one, unless a server has answered."""
+        """Query the health of all servers on behalf of a server that waits for this one.
+
+        Returns a text about the circle if every server waits for it too. Returns None if not, or if a server has
+        answered before.
+        """
         if self.status not in ("loading", "failed"):
             return None
         found = await asyncio.gather(*(replica.circle(scope) for replica in self._replicas))
@@ -89,12 +93,12 @@ class UpstreamHealth(Health):
 
 
 class _OpenTickets(OpenTickets[UpstreamChild]):
-    """Holds requests whose server is chosen by each attempt, not by the queue."""
+    """Holds forwarded requests. An attempt chooses the replica of a request, because replicas may fail to answer."""
 
     def start(self, ticket: Ticket[UpstreamChild]) -> None:
-        """Let the request's coroutine continue.
+        """Let the coroutine of the request continue.
 
-        Until the answer is known, the cost of the request is that of its prompt.
+        Until the answer is known, the cost of the request is the cost of its prompt.
         """
         ticket.cost = ticket.units
         ticket.begin()
@@ -258,9 +262,9 @@ class HttpBackend:
         return await self._try_replicas(exchange, ticket, body, is_streamed=is_streamed)
 
     async def _wait_usable(self, ticket: UpstreamTicket) -> None:
-        """Wait until this process sees that a server answers.
+        """Wait until this process sees that a server answers, at most for `timeouts.connect_s`.
 
-        The supervisor has seen it before, when it started the server.
+        The supervisor may have seen it earlier, when it started the server.
         """
         deadline_s = asyncio.get_running_loop().time() + self._timeouts.connect_s
         while not self._usable(set()) and asyncio.get_running_loop().time() < deadline_s:
@@ -305,7 +309,10 @@ class HttpBackend:
                 self.tickets.leave(ticket.child)
 
     def _ended(self, ticket: UpstreamTicket, replica: UpstreamReplica) -> ForwardOutcome:
-        """Return the outcome of a request that was ended before its answer began. Raises RequestError."""
+        """Return the outcome of a request that was ended before its answer began, because its client has disconnected.
+
+        Raises the error (RequestError) that ended the request otherwise.
+        """
         if ticket.error is not None and not ticket.is_gone:
             raise ticket.error
         return ForwardOutcome(499, replica.index, "client_closed")
@@ -329,9 +336,9 @@ class HttpBackend:
         return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
 
     def _usable(self, tried: set[int]) -> list[UpstreamReplica]:
-        """Return the replicas that accept requests.
+        """Return the replicas that accept requests, without those in `tried`.
 
-        Replicas that the supervisor starts or drains are not among them.
+        Replicas that the supervisor starts or drains do not accept requests.
         """
         now_s, live = asyncio.get_running_loop().time(), self.stats.live_replicas()
         return [

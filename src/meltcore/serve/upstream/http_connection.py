@@ -98,7 +98,7 @@ class UpstreamConnection(asyncio.Protocol):
     async def relay(self, sink: Callable[[bytes], None]) -> None:
         """Pass the rest of the body to `sink`, each part when it is read, without waking a task. Raises UpstreamError.
 
-        `sink` may call `pause`. Then `resume` must follow.
+        `sink` may call `pause` to stop the reading until `resume` is called.
         """
         self._sink = sink
         try:
@@ -126,7 +126,10 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def is_waiting_for_upstream(self) -> bool:
-        """Whether this process waits for bytes of the upstream, because the client has read all earlier bytes."""
+        """Whether this process waits for bytes of the upstream.
+
+        False while it waits until the client has read earlier bytes.
+        """
         return not self.is_complete and not self._chunks and not self._is_paused
 
     @property
@@ -193,7 +196,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End the answer.
 
-        If only the end of the connection marks its end, it is complete, else it ends with an error.
+        An answer without a length or chunks is complete when the connection ends. Any other answer ends with an error.
         """
         self.is_open = False
         if self._error is None and not self.is_complete:

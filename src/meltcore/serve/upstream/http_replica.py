@@ -95,9 +95,9 @@ class UpstreamReplica:
     async def ask(
         self, method: str, path: str, body: bytes = b"", *, limit_s: float, scope: Scope | None = None
     ) -> UpstreamAnswer:
-        """Send a JSON request of this server, and return the complete answer. Raises UpstreamError.
+        """Send a JSON request of this server, and return the complete answer. Raises UpstreamError without an answer.
 
-        `scope` is a request from another server, on whose behalf this server asks.
+        `scope` is a request from another server, on whose behalf this server asks, or None.
         """
         request = self.encode(method, path, body, "application/json", via_lines(scope))
         return await ask(self.connect(), request, limit_s)
@@ -137,9 +137,9 @@ class UpstreamReplica:
         return own_name().encode() in answer.body
 
     async def circle(self, scope: Scope) -> str | None:
-        """Return a text on the upstreams that wait for each other: this server, and the servers for which it waits.
+        """Return a text that names the upstreams which wait for this server in a circle, or None if there is no circle.
 
-        Returns None if they form no circle.
+        `scope` is the health request of a server that waits for this one.
         """
         try:
             answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S, scope=scope)
@@ -166,9 +166,9 @@ class UpstreamReplica:
 
 
 def _circle_of(answer: UpstreamAnswer) -> str:
-    """Return the names of the servers for which another server says that it waits.
+    """Return the names of the servers for which an upstream waits, as its answer to a health request says.
 
-    Returns "" if its answer names none, because the request has already passed it.
+    Returns "" if the answer names none, because the request has already passed these servers.
     """
     try:
         error = msgspec.json.decode(answer.body, type=_ErrorAnswer).error

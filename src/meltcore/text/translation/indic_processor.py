@@ -122,7 +122,7 @@ def preprocess(
     order: Callable[[list[str]], Iterable[str]] = dict.fromkeys,
     normalizer: Normalizer = "itt",
 ) -> PreprocessedText:
-    """Return a sentence as the model reads it: plain punctuation and digits, placeholders, words apart, in Devanagari.
+    """Return a sentence as the model reads it: in Devanagari, with plain punctuation, placeholders and separate words.
 
     `order` returns the entities of one kind, each once, in the order in which they get numbers. The normalizer
     "original" repairs the oddities "literal-nukta" and "ascii-visarga". Raises RequestError for a sentence of more than

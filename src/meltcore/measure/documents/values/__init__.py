@@ -1,1 +1,1 @@
-"""Numbers of documents in words: formats, percentiles, verdicts over several."""
+"""Computes, formats and judges the values of result documents."""

@@ -1,6 +1,6 @@
 """Definitions of all metrics. The load generator computes these; the report and the CLI's help quote them.
 
-Tools use the same words for different numbers, so each definition states the start, the end and what counts.
+Tools use the same words for different numbers. So each definition states when a time starts and ends, and what counts.
 """
 
 import textwrap

@@ -51,7 +51,7 @@ class DocumentFile:
 
     @property
     def type(self) -> EvidenceType | None:
-        """The type of evidence that the document is. It is None for a card and for a sweep, which are not evidence."""
+        """The document's type of evidence. It is None for a card and for a sweep, which are not evidence."""
         tag = str(self.content.__struct_config__.tag)
         if tag == "run" and isinstance(self.content, RunResult):
             return "load" if self.content.command == "load" else "evaluation"

@@ -21,9 +21,9 @@ NOT_MEASURED = "–"
 
 
 def client_line(levels: Sequence[LevelResult]) -> str:
-    """Return a sentence on whether the load generator was late or used up its CPU.
+    """Return a sentence which says that the load generator was neither late nor out of CPU.
 
-    The caller has checked that no level has a reason against the load generator.
+    The sentence names levels that were too short to measure the load generator. No level may be CLIENT_BOUND.
     """
     unmeasured_loads = [format_load(level) for level in levels if not _is_measured(level.client)]
     if not unmeasured_loads:
@@ -182,7 +182,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
 
 
 def weighted_throughput_line(throughput: WeightedThroughput) -> str:
-    """Return one sentence: both weighted sums, and that the answers were unchecked."""
+    """Return one sentence with the weighted rates of all tokens and of output tokens, for unchecked answers."""
     return (
         f"weighted throughput: {format_number(throughput.total_tokens_per_s)} tok/s of prompts and answers together, "
         f"{format_number(throughput.output_tokens_per_s)} of answers alone "
@@ -191,7 +191,7 @@ def weighted_throughput_line(throughput: WeightedThroughput) -> str:
 
 
 def eval_score_line(score: EvalScore) -> str:
-    """Return one sentence: the score by both ways of counting tokens, or why the score is zero."""
+    """Return one sentence with the score in all tokens and in output tokens per second, or why the score is zero."""
     if score.zero_reasons:
         return f"score: 0, because of {'; '.join(score.zero_reasons)}"
     return (

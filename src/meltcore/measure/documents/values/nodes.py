@@ -1,4 +1,4 @@
-"""The result of one command on all nodes of a cluster: each node's result, and how it compares with the others.
+"""Defines the result of one command on all nodes of a cluster, and compares the nodes with each other.
 
 Nodes are compared with nodes that have the same GPUs. Nodes without GPUs are compared by their CPU.
 """
@@ -43,7 +43,10 @@ class NodeResult(msgspec.Struct, kw_only=True):
 
 
 class NodeValue(msgspec.Struct, kw_only=True):
-    """A value of one node. `subject` is the part of the node, and `ratio` compares it with the median of the nodes."""
+    """A value of one node. `subject` is the measured part of the node.
+
+    `ratio` is the value divided by the median of the nodes.
+    """
 
     node: str
     value: float
@@ -53,9 +56,9 @@ class NodeValue(msgspec.Struct, kw_only=True):
 
 
 class NodeMetric(msgspec.Struct, kw_only=True):
-    """A rate of all nodes with the same hardware, the slowest node first. A node is as fast as its slowest part.
+    """A rate of all nodes with the same hardware, the slowest node first.
 
-    A node whose ratio to the median is below `slow_below` is slow.
+    A node's value is the value of its slowest part. A node whose ratio to the median is below `slow_below` is slow.
     """
 
     key: str

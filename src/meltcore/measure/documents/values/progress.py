@@ -1,4 +1,4 @@
-"""Console output during a measurement: progress bars, and one line per check."""
+"""Prints progress bars and one line per check during a measurement."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def progress_bar(console: Console) -> Progress:
 def answer_progress(
     console: Console, is_shown: bool = True, description: str = "held-out problems"
 ) -> Iterator[Callable[[int, int, int], None] | None]:
-    """Show a bar over problems; yield `on_answer(done, correct, total)`, or None if `is_shown` is False.
+    """Show a progress bar over problems. Yields the callback `on_answer(done, correct, total)` that advances the bar.
 
-    The bar appears with the first call, so a run that fails before it shows none.
+    Yields None if `is_shown` is False. The bar appears with the first call, so a run that fails before shows none.
     """
     if not is_shown:
         yield None
@@ -66,7 +66,7 @@ def dim_printer(console: Console) -> Callable[[str], None]:
 
 
 def warning_printer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints what a server reports while it is started and ended."""
+    """Return a function that prints messages of a server's start and end in yellow."""
     return lambda text: console.print(text, style="yellow", markup=False, highlight=False)
 
 

@@ -62,7 +62,7 @@ class NamedScore:
 
 
 def shipped_references(folder: Path | None = None) -> list[NamedScore]:
-    """Return every reference of the package, or of `folder`, in the order of their names. Raises ConfigError."""
+    """Return every reference of the package, or of `folder`, sorted by name. Raises ConfigError for an invalid file."""
     folder = folder or Path(str(resources.files("meltcore") / "bundled" / "scores"))
     files = sorted(folder.glob(f"*{_SUFFIX}"))
     return [NamedScore(file.stem, read_document(file, ScoredRun), is_reference=True) for file in files]
@@ -80,9 +80,9 @@ def read_score(path: str) -> NamedScore:
 
 
 def find_reference(name: str) -> NamedScore:
-    """Return the shipped reference `name`, or the result in the file or run folder of that path.
+    """Return the shipped reference `name`, or else the result in the file or run folder `name`.
 
-    Raises ConfigError if there is neither, and for a result without a score.
+    Raises ConfigError if neither exists, and for a result without a score.
     """
     shipped = {reference.name: reference for reference in shipped_references()}
     if name in shipped:
@@ -98,7 +98,7 @@ def find_reference(name: str) -> NamedScore:
 def differences(score: Score, reference: Score) -> list[str]:
     """Return the reasons why two scores are not comparable, or an empty list if they are.
 
-    The engine versions may differ: a reference keeps the version with which it was measured, and the ratio names it.
+    Scores of different engine versions are comparable, because references are not measured again for each version.
     """
     reasons = [*score.not_comparable, *(f"the reference: {reason}" for reason in reference.not_comparable)]
     for name, fact in COMPARABILITY_FIELDS:
@@ -108,9 +108,9 @@ def differences(score: Score, reference: Score) -> list[str]:
 
 
 def ratios(score: Score, chosen_reference: NamedScore | None) -> list[ReferenceRatio]:
-    """Return the ratio of a score to `chosen_reference`.
+    """Return a list with the ratio of a score to `chosen_reference`.
 
-    With None, return ratios to all comparable shipped references.
+    If `chosen_reference` is None, the list has the ratios to all comparable shipped references.
     """
     if chosen_reference is not None:
         return [_ratio(score, chosen_reference)]

@@ -1,1 +1,1 @@
-"""A/B comparison of servers: fresh starts from command lines, baselines, verdicts."""
+"""Compares servers by fresh starts of their command lines, and stores sets of starts as baselines."""

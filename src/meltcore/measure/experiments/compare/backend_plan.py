@@ -1,4 +1,4 @@
-"""Plans the starts of `meltcore compare-backends`: a command per backend and set-up, or why there is none."""
+"""Plans the starts of `meltcore compare-backends`: a command per backend and set-up, or why it cannot run."""
 
 from __future__ import annotations
 
@@ -89,10 +89,11 @@ class EqualSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendsPlan:
-    """Plans to compare `model` on `backends` in `set_ups`, on the GPUs that CUDA_VISIBLE_DEVICES would name.
+    """Plans to compare `model` on `backends` in `set_ups`. `gpus` are values of CUDA_VISIBLE_DEVICES.
 
-    `running` has the addresses of servers that run already, by name. These servers are measured in the set-ups of one
-    server. Levels of load up to `most_sessions` measure several sessions, levels above it batching.
+    `running` has the addresses of servers that run already, by name. Such servers are measured only in set-ups of a
+    single server. Levels with a concurrency of at most `most_sessions` measure several sessions, and higher levels
+    measure batching.
     """
 
     model: str
@@ -139,7 +140,7 @@ class BackendsPlan:
         return self.options.get(name, BackendOptions())
 
     def _planned(self, name: str, kind: StartKind) -> PlannedRun:
-        """Return one start with its command, or with the reason why it cannot run."""
+        """Return one planned start, with its command or with the reason why it cannot run."""
         options = self._options(name)
         checkpoint = options.checkpoint or self.model
         if kind == "quantized":
@@ -188,7 +189,7 @@ class BackendsPlan:
         return "" if len(self.gpus) >= 2 else f"it needs 2 GPUs; {len(self.gpus)} can be used"
 
     def _values(self, kind: StartKind) -> dict[str, Any]:
-        """Return the settings of a start that its template may have flags for."""
+        """Return the settings of a start by name. A template may have a flag for each of them."""
         values = self.settings.given
         if kind == "data-parallel":
             values["data_parallel_size"] = len(self.gpus)
@@ -209,7 +210,7 @@ class BackendsPlan:
     def _command(
         self, name: str, checkpoint: str, values: Mapping[str, Any], options: BackendOptions
     ) -> tuple[list[str], dict[str, str]]:
-        """Return the words of a command that contains {port}, and its whole environment.
+        """Return the words of a command, one of which contains {port}, and the whole environment of the command.
 
         Raises ConfigError if the command cannot be built.
         """
@@ -228,13 +229,13 @@ class BackendsPlan:
         return find_program(words, environment, python, name), environment
 
     def _lacking(self, name: str, options: BackendOptions) -> list[str]:
-        """Return the equal settings that a backend's command line does not contain."""
+        """Return the names of the equal settings that a backend's command line does not contain."""
         line = options.command or ARGS
         flags = TEMPLATES[name].flags if name in TEMPLATES and ARGS in line else {}
         return [each for each in self.settings.given if each not in flags and f"{{{each}}}" not in line]
 
     def _variables(self, name: str, options: BackendOptions) -> dict[str, str]:
-        """Return the environment variables of a backend. Meltcore's own server keeps the path of its modules."""
+        """Return the environment variables of a backend. Meltcore's own server inherits PYTHONPATH."""
         own = {"PYTHONPATH": os.environ["PYTHONPATH"]} if name == OURS and "PYTHONPATH" in os.environ else {}
         return own | options.environment
 
@@ -243,7 +244,8 @@ class BackendsPlan:
 class PlannedRun:
     """One planned start, or the `reason` why it cannot run. With a `url`, a server that runs already is loaded instead.
 
-    The command gets `variables` beside the inherited ones. One of several servers may use `memory_bytes` of its GPU.
+    `variables` are added to the inherited environment variables. Each of several servers may use `memory_bytes` of its
+    GPU.
     """
 
     backend: str
@@ -258,7 +260,7 @@ class PlannedRun:
     memory_bytes: int | None = None
 
     def fleet(self, port: int, start_limit_s: float, api_server_count: int | None) -> dict[str, Any]:
-        """Return the fleet.yaml of several such servers behind `port`. Its plan places the servers by memory."""
+        """Return the content of a fleet.yaml that serves all servers of this start behind `port`."""
         assert self.command is not None
         words = [_escaped(word).replace("{{port}}", PORT) for word in self.command.template]
         command, memory_bytes = shlex.join(words), self.memory_bytes

@@ -56,8 +56,7 @@ def run_backends(
 ) -> BackendComparison:
     """Run the plan, and write result and page after each run. The result holds failed runs with their reasons.
 
-    `console` shows a line per run. After Ctrl-C the runs made so far are written, and KeyboardInterrupt is raised
-    again.
+    `console` shows a line per run. After Ctrl-C the finished runs are written, and KeyboardInterrupt is raised again.
     """
     start_s = time.monotonic()
     comparison = BackendComparison(
@@ -180,20 +179,20 @@ def _answers(url: str, deadline_s: float) -> bool:
 
 
 def backend_version(url: str) -> str | None:
-    """Return the version that the server reports in the way of vLLM, SGLang or llama.cpp. Returns None without one."""
+    """Return the version that vLLM, SGLang or llama.cpp reports over HTTP. Returns None if the server reports none."""
     found = (server_version(url, path, key) for path, key in _VERSION_ROUTES.items())
     return next(filter(None, found), None)
 
 
 def published_reason(text: str) -> str:
-    """Return an error as results store it: its first line and the last exception of its output, without folders."""
+    """Return the text of an error for results: its first line and the last exception of its output, without folders."""
     first, _, output = text.strip().partition("\n")
     kept = dict.fromkeys(filter(None, [first.strip(), last_error(output)]))
     return " ".join(" ".join(clean_arguments(line.split())) for line in kept)[:400]
 
 
 def _failure(result: RunResult) -> str:
-    """Return why a load was not measured to its end, or "" if it was."""
+    """Return why a load stopped early, or "" if it was measured to its end."""
     failed = [level for level in result.levels if level.verdict in CUT_SHORT]
     return f"at concurrency {failed[0].concurrency}: {'; '.join(failed[0].reasons)}" if failed else ""
 
@@ -213,7 +212,7 @@ def _monitor(path: Path, run: BackendRun) -> Iterator[Monitor | None]:
 
 
 def _add_gpus(run: BackendRun, path: Path) -> None:
-    """Add GPU use by level, and the peak of memory in use while the load ran."""
+    """Add the GPU use of each level, and the peak GPU memory under load, to `run`."""
     if not path.exists():
         return
     run.notes += attach_gpu_timelines(run.levels, read_recording(path))

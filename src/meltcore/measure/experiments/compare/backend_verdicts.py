@@ -29,7 +29,7 @@ _LONGEST_REASON = 60  # characters, in a cell of the aspects
 def best_backends(comparison: BackendComparison) -> list[BestBackend]:
     """Return the best backend of each set-up, then of each model over all set-ups.
 
-    A model has a best backend at the lowest concurrency and one at the highest.
+    Each model has two entries: at the lowest and at the highest concurrency.
     """
     found = [_best_of_set_up(comparison, set_up) for set_up in comparison.set_ups]
     levels = [int(level) for level in comparison.load["concurrency"]]
@@ -85,7 +85,7 @@ def _best(model: str, set_up: str, levels: list[int], runs: Sequence[BackendRun]
 
 
 def _failed_shares(runs: Sequence[BackendRun], levels: Sequence[int]) -> str:
-    """Return as text, for each start with failed requests, the failed shares over `levels`."""
+    """Return a text with the shares of failed requests in `levels`, for each start with failures."""
     texts = []
     for run in runs:
         shares = [100 * each.failed / each.requests for each in run.levels if each.concurrency in levels]
@@ -99,7 +99,7 @@ def _failed_shares(runs: Sequence[BackendRun], levels: Sequence[int]) -> str:
 def find_aspects(comparison: BackendComparison) -> list[Aspect]:
     """Return the nine aspects, each with the findings of the runs by backend.
 
-    A finding is made from the run of one server on one GPU and all planned levels, or from several runs.
+    Findings compare several runs of a backend, or judge its run with one server on one GPU.
     """
     levels = sorted(int(level) for level in comparison.load["concurrency"])
 
@@ -155,7 +155,7 @@ def find_aspects(comparison: BackendComparison) -> list[Aspect]:
 def unmeasured(run: BackendRun | None, levels: Sequence[int] = ()) -> str:
     """Return "not measured" with the run's reason, or how many requests of `levels` failed and why.
 
-    A reason that is too long for a table is left out, since the page shows it with the run.
+    A reason that is too long for a table is left out. The page shows it with the run.
     """
     if run is None:
         return f"{UNMEASURED}: not part of this comparison"
@@ -197,7 +197,7 @@ def _concurrency(run: BackendRun | None, levels: Sequence[int]) -> str:
 
 
 def _ratio(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
-    """Return as text the rate of one kind of start at the highest concurrency, relative to one server on one GPU."""
+    """Return the rate of one kind of start at the highest concurrency, relative to one server on one GPU, as text."""
     run, single = comparison.run(backend, kind), comparison.run(backend, "single")
     high = max(int(level) for level in comparison.load["concurrency"])
     level = run.level(high) if run is not None else None

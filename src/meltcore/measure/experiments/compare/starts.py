@@ -1,6 +1,6 @@
-"""Fresh starts of servers: series of them, sets that are kept as baselines, and comparisons of two servers.
+"""Runs fresh starts of servers, stores sets of starts as baselines, and compares two servers.
 
-Each start starts a server, loads it and ends it. Two servers alternate on one machine.
+One start means: start a server, load it and end it. The starts of two servers alternate on one machine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _STORED_SETTINGS = ("concurrency", "request_rate", "arrivals", "num_prompts", "n
 class StartOptions:
     """The load of each start, and the time limit until the server is ready.
 
-    `load` lacks the address, which each start fills in. `arguments` is the command line that results store.
+    `load` has no address, because each start has an address of its own. `arguments` is the command line that results
+    store.
     """
 
     load: LoadConfig
@@ -164,7 +165,7 @@ def find_start_set(text: str, root: str) -> StartSet | None:
 
 
 def read_side(text: str, root: str) -> StartSet:
-    """Read a set as `find_start_set` does. A single run becomes a set of one, which gets no verdict."""
+    """Return a set as `find_start_set` does. A single run becomes a set of one start, which gets no verdict."""
     start_set = find_start_set(text, root)
     if start_set is not None:
         return start_set
@@ -173,7 +174,7 @@ def read_side(text: str, root: str) -> StartSet:
 
 
 def stored_load(load: dict[str, Any], *, workload: str | None = None) -> LoadConfig:
-    """Return the load of a stored set, to apply it to another server.
+    """Return the load settings of a stored set, to apply the same load to another server.
 
     `workload` is the path of the workload file, since a set stores only the file's name.
     """
@@ -189,10 +190,10 @@ def stored_load(load: dict[str, Any], *, workload: str | None = None) -> LoadCon
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Settings of a comparison. `starts` of the new server are compared with as many of the old one, or with a set.
+    """Settings of a comparison: `starts` starts of the new server, and as many of the old server or a stored set.
 
-    Starts of both alternate, after `control` starts of the old server alone. The verdict judges `metric` at
-    `concurrency`. The defaults are the throughput of the load's task and the highest concurrency. With `force`, sets
+    The starts of the two servers alternate, after `control` starts of the old server alone. The verdict judges `metric`
+    at `concurrency`. The defaults are the throughput of the load's task and the highest concurrency. With `force`, sets
     that are not comparable get a verdict too.
     """
 

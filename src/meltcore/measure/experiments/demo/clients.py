@@ -1,4 +1,4 @@
-"""Opens every route of the fleet with the clients that users have: `openai`, `dwani`, and plain HTTP otherwise.
+"""Requests every route of the fleet with the clients that users have: `openai`, `dwani`, or plain HTTP.
 
 The clients are not modified. Each route is one check, which fails if the answer is not the expected one.
 """
@@ -54,7 +54,7 @@ class _Fleet:
     phrase: Problem
 
     def send(self, path: str, method: str = "POST", status: int = 200, **fields: Any) -> Any:
-        """Return the response to a request of plain HTTP. Raises _WrongError for another status."""
+        """Return the response to a plain HTTP request. Raises _WrongError if its status is not `status`."""
         response = self.http.request(method, f"{self.url}{path}", timeout=LIMIT_S, **fields)
         _expect(response.status_code == status, f"status {response.status_code}: {response.text[:120]}")
         return response
@@ -65,7 +65,7 @@ _Run = Callable[[_Fleet], str]
 
 @dataclass(frozen=True)
 class _Check:
-    """A check that opens one route. It runs only if the fleet has the tasks of the paths in `needs`.
+    """A check that requests the routes `paths`. It runs only if the fleet has the tasks of the paths in `needs`.
 
     `run` returns a description of what it observed, or raises an error.
     """
@@ -80,7 +80,7 @@ _CHECKS: list[_Check] = []
 
 
 def _opens(name: str, *paths: str, needs: Collection[str] = ()) -> Callable[[_Run], _Run]:
-    """Return a decorator that registers a function as the check called `name`, which opens `paths`.
+    """Return a decorator that registers a function as the check called `name`, which requests `paths`.
 
     The check runs if the fleet has the tasks of the paths in `needs`. By default these are the paths in `paths` that
     belong to a task, or the chat path if none does.
@@ -145,7 +145,7 @@ def _run_check(check: _Check, fleet: _Fleet) -> CheckResult:
 
 
 def _expect(condition: object, finding: str) -> str:
-    """Return the finding of a check whose condition holds. Raises _WrongError with it otherwise."""
+    """Return `finding` if `condition` holds. Raises _WrongError with `finding` otherwise."""
     if not condition:
         raise _WrongError(finding)
     return finding
@@ -396,7 +396,10 @@ def _pages(fleet: _Fleet) -> str:
 
 @_opens("every route of /openapi.json was opened")
 def _all_opened(fleet: _Fleet) -> str:
-    """Compare the server's own list with the checks. A fleet that lacks a task has its routes without a check."""
+    """Compare the routes that the server lists with the routes of all checks.
+
+    Checks of tasks that the fleet lacks count too.
+    """
     listed = set(fleet.send("/openapi.json", "GET").json()["paths"])
     left = sorted(listed.difference(*(check.paths for check in _CHECKS)))
     _expect(not left, f"not opened: {', '.join(left)}")

@@ -1,8 +1,8 @@
-"""Run the demo: start the fleet, open its routes, ask problems of each task, load it at each level, stop it, report.
+"""Runs the demo: starts a fleet, requests its routes, sends problems of each task, loads it, and writes a report.
 
-The fleet is started with `meltcore up`, from the file that `meltcore fleet init --tiny` writes. A language model of
-real weights, if one is given, is asked questions, three turns and a summary. Speech has no single right answer. So the
-transcriber must read back what the synthesizer has spoken.
+The fleet is started with `meltcore up`, from the file that `meltcore fleet init --tiny` writes. If a language model
+with real weights is given, the demo asks it questions, holds a conversation of three turns and requests a summary.
+Speech has no single right answer, so the transcriber must return the text that the synthesizer has spoken.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def speak(address: str, model: str, task: MeasuredTask, problems: Sequence[Probl
 
 @dataclass
 class _Demo:
-    """A demo that runs. Each step adds what it measured to `result` immediately, in case a later step fails."""
+    """A running demo. Each step adds its measurements to `result` immediately, in case a later step fails."""
 
     config: DemoConfig
     console: Console
@@ -330,7 +330,7 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
 
 
 def _describe(result: RunResult, config: DemoConfig, models: Mapping[str, str]) -> None:
-    """Add the notes, and the settings beside the facts that the server reported."""
+    """Add the notes and the settings of the demo to `result`, which already has the facts that the server reported."""
     result.notes = model_notes(result.settings)
     result.notes.append(
         f"Server and load generator shared the {result.fingerprint.cores} cores of one machine and slowed each other."
@@ -371,7 +371,7 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
 
 
 def _print_checks(console: Console, checks: Sequence[CheckResult], what: str) -> None:
-    """Print how many checks passed, and each that failed."""
+    """Print how many checks passed, and each failed check."""
     num_passed = sum(check.status == "PASS" for check in checks)
     console.print(f"{num_passed} of {len(checks)} {what}", highlight=False)
     for check in checks:
@@ -407,7 +407,10 @@ def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = Non
 
 
 def fleet_server(fleet: Path, log_path: Path, *, report: Callable[[str], None]) -> MeltcoreServer:
-    """Return a `meltcore up` for a fleet.yaml. It is ready once all models are ready, and fails if a model fails."""
+    """Return a `meltcore up` process for a fleet.yaml.
+
+    The process is ready once all models are ready, and fails if a model fails.
+    """
     return MeltcoreServer(["up", str(fleet)], log_path, report=report, is_ready=_all_ready)
 
 
@@ -420,7 +423,7 @@ def models_by_task(api: Api) -> dict[str, str]:
 
 
 def _all_ready(address: str) -> bool:
-    """Return whether all models are ready. Raises MeltcoreError if one has failed."""
+    """Return whether all models are ready. Raises MeltcoreError if a model has failed."""
     api = Api(address)
     try:
         models: list[Mapping[str, Any]] = api.get("/v1/status").json()["models"]

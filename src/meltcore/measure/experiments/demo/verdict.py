@@ -1,4 +1,4 @@
-"""The gates of a demo: derive the verdict and its reasons from the measurements."""
+"""Derives the verdict of a demo, and the reasons against a PASS, from the measurements."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def judge(
 
 
 def passed(verdict: Verdict) -> bool:
-    """Return whether a verdict passes. A client-bound run distorts latencies, not answers; the report states it."""
+    """Return whether a verdict passes. CLIENT_BOUND passes, because a slow client changes latencies and not answers."""
     return verdict in SCORED
 
 
@@ -96,7 +96,7 @@ def _answer_reasons(level: LevelResult) -> list[str]:
 
 
 def _drift_reasons(evaluation: Evaluation, accuracy: float | None) -> list[str]:
-    """Return the reason against a PASS if answers under load are less accurate than answers without load."""
+    """Return a reason against a PASS if the accuracy under load differs from the accuracy without load."""
     if accuracy is None:
         return ["accuracy was not measured"]
     if abs(accuracy - evaluation.accuracy) <= ACCURACY_MARGIN + _ROUNDING:

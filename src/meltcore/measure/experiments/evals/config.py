@@ -22,10 +22,10 @@ _LOAD_GROUP = "Load"
 class ThroughputConfig:
     """Holds the settings of a throughput evaluation.
 
-    With `ignore_eos` every answer has exactly `output_len` tokens. With `reuse_prompts` all levels and warm-ups take
-    their prompts from the same 128, as the hackathon's harness does, so a prefix cache can serve them. Without `stream`
-    answers are not streamed, as in the hackathon's harness, and have no TTFT and no ITL. With `speed_only` prompts are
-    token ids, end tokens are ignored and answers are not checked.
+    With `ignore_eos` every answer has exactly `output_len` tokens. With `reuse_prompts` all levels and warm-ups use the
+    same 128 prompts, as the hackathon's harness does, so a prefix cache can serve them. Without `stream` answers are
+    not streamed, as in the hackathon's harness, and have no TTFT and no ITL. With `speed_only` prompts are token ids,
+    end tokens are ignored and answers are not checked.
     """
 
     url: str

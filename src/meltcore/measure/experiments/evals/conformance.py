@@ -1,7 +1,7 @@
 """Checks whether a server conforms to OpenAI's API. Each check has a name, PASS or FAIL, and its finding.
 
-API: https://platform.openai.com/docs/api-reference. A check that cannot run fails; there is no third state. A check
-that is skipped because the server has stopped answering fails too.
+API: https://platform.openai.com/docs/api-reference. A check that cannot run fails. A check that is skipped because the
+server has stopped answering fails too.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def score_runs(folders: Sequence[Path | str]) -> RunResult:
 
 
 def combine(mode: EvaluationMode, parts: Sequence[RunResult]) -> RunResult:
-    """Combine the results `parts` into one. The parts must have measured different things."""
+    """Combine the results `parts` into one. The parts must be different evaluations."""
     settings: dict[str, Any] = {"what": mode}
     # "what" and "min_accuracy" do not describe the whole.
     for part in parts:
@@ -219,7 +219,7 @@ def run_baseline(
 ) -> RunResult:
     """Start `command`, wait until the server of `config` is ready, evaluate it, and end its process group.
 
-    The result is written into `folder` before the server is ended, which takes a while, and is returned.
+    The result is returned. It is also written into `folder` before the server is ended, which can take a while.
 
     Raises ConfigError if a server already answers at the address, or if `command` leaves its server in the background.
     Raises ProcessError if the server does not become ready in time.

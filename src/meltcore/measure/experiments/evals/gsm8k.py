@@ -1,8 +1,8 @@
 """Runs GSM8K with chain of thought: eight worked examples as a conversation, greedy answers, graded in two ways.
 
-lm-evaluation-harness can run the same problems against the same server, and its items are compared with ours. It runs
-as a separate program, from any Python that has it, so none of its packages is needed here. It runs its own task
-`gsm8k_cot`; only the problems and the worked examples are replaced by ours.
+lm-evaluation-harness can run the same problems against the same server, and its items are compared with ours. The
+harness runs as a separate program in any Python environment that has it, so none of its packages is needed here. It
+runs its own task `gsm8k_cot` with our problems and worked examples.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def min_correct(total: int) -> int:
 
 
 def _comparability_notes(items: Sequence[Item], shots: Shots) -> list[str]:
-    """Return why the accuracy does not compare with published results, or an empty list if it does."""
+    """Return the reasons why the accuracy is not comparable with published results, or an empty list if it is."""
     notes = []
     if not is_published(items):
         notes.append(

@@ -1,10 +1,10 @@
 """Reads problems in GSM8K's format and the worked examples before them, and grades answers.
 
-The data set is of Cobbe et al. 2021, the way of asking of Wei et al. 2022. Answers are graded exactly as `gsm8k_cot` of
-lm-evaluation-harness 0.4 does (task version 3.0). The corner cases of its rules are kept, because an accuracy is
-comparable only if every item is graded alike. Strict extraction requires one character after the number: "The answer
-is 18" without a full stop reads as 1. Flexible extraction takes the last run of two or more of `$ 0-9 . ,`, which may
-be an ellipsis.
+The data set is from Cobbe et al. 2021, and the prompt from Wei et al. 2022. Answers are graded exactly as `gsm8k_cot`
+of lm-evaluation-harness 0.4 does (task version 3.0). The corner cases of its rules are included, because an accuracy is
+comparable only if every item is graded alike. Strict extraction requires one character after the number: "The answer is
+18" without a full stop reads as 1. Flexible extraction takes the last run of two or more of `$ 0-9 . ,`, which may be
+an ellipsis.
 """
 
 from __future__ import annotations
@@ -216,9 +216,9 @@ def _harness_shots(package: Path) -> tuple[Item, ...]:
 
 
 class GradedAnswer(NamedTuple):
-    """Holds one item's answer and its two grades. A failed request is incorrect by both.
+    """Holds one item's answer and its two grades. A failed request is incorrect in both grades.
 
-    `strict_correct` is None for an evaluation that grades in one way.
+    `strict_correct` is None for an evaluation without strict extraction.
     """
 
     item: Item

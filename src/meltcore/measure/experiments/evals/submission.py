@@ -1,6 +1,6 @@
 """Collects a submission from finished runs: start script, write-up, result files and a record of the checks.
 
-A run's settings hold what the served process reported of itself in /v1/models (`served_model.py`). The rules of a
+A run's settings hold the fields that the server reported about itself in /v1/models (`served_model.py`). The rules of a
 competition are checked against them. A rule about a setting that a run lacks is NOT RUN, which does not pass.
 """
 

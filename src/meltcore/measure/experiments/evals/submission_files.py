@@ -2,10 +2,10 @@
 
 GPU MODE and PyTorch held the hackathon (Paris 2026). Each field of a result has the name and meaning that the harness
 writes and its scoring program reads. Tokens are counted with the tokenizer, as in the harness. Prompts are counted
-without the server's chat template, which the harness includes. So the rates are never above the harness's rates.
+without the server's chat template, which the harness counts too. So the rates are at most the harness's rates.
 
-The write-up consists of sections of the documentation and the submitted results. No text is written twice: a section or
-a decision that the documents lack is an error.
+The write-up consists of sections of the documentation and the submitted results. A missing section or decision page is
+an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs `meltcore eval throughput` once: builds requests, loads levels, and checks the answers.
 
-Every request is built before the clock of its level starts: random prompts and spot checks.
+All requests, random prompts and spot checks alike, are built before the first level starts.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def run_throughput(
 
 
 def weighted_throughput(levels: Sequence[LevelResult]) -> WeightedThroughput | None:
-    """Return the weighted sum of the throughput, or None unless all seven levels have a valid result."""
+    """Return the weighted sum of the throughput. Returns None if any of the seven levels lacks a valid result."""
     valid_levels = [level for level in levels if level.verdict in SCORED]
     if missing_concurrencies(valid_levels):
         return None
@@ -352,7 +352,7 @@ def make_gates(config: ThroughputConfig, levels: Sequence[LevelResult]) -> list[
 def _workload_problems(
     config: ThroughputConfig, complete_records: Sequence[RequestRecord], planned_requests: Sequence[PlannedRequest]
 ) -> list[str]:
-    """Return a problem for each reason why a level cost less to compute than its workload: lengths, prefix cache."""
+    """Return a sentence for each way in which a level cost less than its workload: wrong lengths, or a prefix cache."""
     problems = []
     fixed_records = [record for record in complete_records if planned_requests[record.index].check is None]
     wrong_lengths = [record.output_tokens for record in fixed_records if record.output_tokens != config.output_len]

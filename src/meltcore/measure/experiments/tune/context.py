@@ -1,4 +1,4 @@
-"""Search the longest context and the maximum number of concurrent sequences that fit in memory."""
+"""Searches the longest context and the maximum number of concurrent sequences that fit in memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def reported_capacity(log: str) -> tuple[int, int] | None:
-    """Return the KV cache's tokens and page size from a server's log. Returns None if the log has no known form."""
+    """Return the number of tokens and the page size of the KV cache from a server's log.
+
+    Returns None for an unknown log.
+    """
     if pages := _PAGES.search(log):
         return int(pages[1].replace(",", "")) * int(pages[2]), int(pages[2])
     if tokens := _TOKENS.search(log):
@@ -108,8 +111,8 @@ def find_largest_fitting(fits_length: Callable[[int], bool], low: int, high: int
 class ContextSearch:
     """The two searches and their results so far.
 
-    `load` carries model and seed. `vocab_size` and `bytes_per_token` come from config.json if there is one. `capacity`
-    is the largest KV cache that a server reported, in tokens, and `page_size` its page size in tokens.
+    `load` has the model and the seed. `vocab_size` and `bytes_per_token` come from config.json if there is one.
+    `capacity` is the largest KV cache that a server reported, in tokens, and `page_size` its page size in tokens.
     """
 
     tuner: Tuner

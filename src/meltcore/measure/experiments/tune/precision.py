@@ -1,4 +1,4 @@
-"""Measure one server in several precisions: speed, answers, and differences of token log probabilities.
+"""Measures one server in several precisions: speed, answers, and differences of token log probabilities.
 
 Tokens are compared up to the first one that differs. After it the two texts continue from different prefixes, so
 further differences are meaningless.
@@ -93,9 +93,10 @@ def gsm8k_items(path: Path, count: int) -> list[EvalItem]:
 def try_variants(
     tuner: Tuner, variants: Mapping[str, Sequence[str]], load: LoadConfig, items: Sequence[EvalItem]
 ) -> list[TuningPoint]:
-    """Measure the default settings, then each variant. Compare a variant's answers with the first answers there are.
+    """Measure the default settings, then each variant, and return the points.
 
-    Without `items` only the speed is measured, for weights whose answers are meaningless.
+    The answers of a variant are compared with the answers of the first start that worked. Without `items` only the
+    speed is measured, for example with random weights, whose answers are meaningless.
     """
     if not variants:
         raise ConfigError("there is no precision to try")
@@ -183,7 +184,7 @@ def _ask_and_compare(
 
 
 def _ask(api: Api, body: dict[str, Any]) -> Answer:
-    """Send a request for log probabilities; repeat it without them if the server rejects the field."""
+    """Return the answer with log probabilities, or without them if the server rejects the request for them."""
     body = {**body, "temperature": 0.0}
     try:
         reply = api.post("/v1/chat/completions", {**body, "logprobs": True})

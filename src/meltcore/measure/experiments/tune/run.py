@@ -110,7 +110,7 @@ class Tuner:
 
 
 def parse_flags(texts: Sequence[str]) -> dict[str, str]:
-    """Return FLAGS, updated by the flags of another server such as `max_num_seqs=-np`.
+    """Return FLAGS, with entries replaced by flags of another server such as `max_num_seqs=-np`.
 
     Raises ConfigError if a text is malformed.
     """
@@ -257,7 +257,7 @@ def batching_finding(points: Sequence[TuningPoint], best_index: int | None, knee
 
 
 def describe(settings: dict[str, int | str]) -> str:
-    """Write {"max_num_seqs": 32, "max_num_batched_tokens": 2048} as "32 sequences, 2,048 tokens per step"."""
+    """Format {"max_num_seqs": 32, "max_num_batched_tokens": 2048} as "32 sequences, 2,048 tokens per step"."""
     units = {
         "max_num_seqs": "sequences",
         "max_num_batched_tokens": "tokens per step",

@@ -19,7 +19,7 @@ _GROUP = "Fleet"
 
 
 def parse_mix(text: str) -> dict[str, float]:
-    """Parse shares such as `generation=70,translation=30`. Raises ConfigError."""
+    """Parse shares such as `generation=70,translation=30` into a share by task. Raises ConfigError for another text."""
     shares: dict[str, float] = {}
     for part in text.split(","):
         task, _, value = part.partition("=")
@@ -161,12 +161,12 @@ class FleetLoadConfig:
 
     @property
     def sizes(self) -> Sizes:
-        """Return the sizes of requests."""
+        """Return the sizes of the requests of this run."""
         return Sizes(input_len=self.input_len, output_len=self.output_len, clip_s=self.clip_s)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings for published results, without the API key and the address."""
+        """Return the settings by name for published results, without the API key and the address."""
         fields = {name: value for name, value in asdict(self).items() if name not in ("api_key", "url")}
         ranges = {name: list(getattr(self, name)) for name in ("input_len", "output_len", "clip_s")}
         return {**fields, **ranges, "timeouts": self.timeouts._asdict()}

@@ -1,7 +1,7 @@
 """Computes the gates of a load on a fleet: the health of models and fleet, and the limits of an experiment.
 
-Health counts lost requests and refusals, and compares p95 with limits. An experiment on interference loads each stream
-alone and then all of them together.
+Health gates count lost requests and refusals, and compare p95 with limits. An experiment on interference loads each
+stream alone and then all streams together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Ratio = Annotated[float, Meta(gt=0)]
 
 
 def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[CheckResult]:
-    """Return one line per model and one line for the fleet.
+    """Return one gate per model and one gate for the fleet.
 
     A model fails if it lost a request. It also fails if its p95 is above a limit in the smallest mixed level that has
     enough samples.
@@ -68,7 +68,7 @@ def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]
 
 
 def _against_limit(name: str, result: FleetLoad, metric: str, limit: float) -> tuple[bool, str] | None:
-    """Return whether the smallest mixed level meets the limit, and a sentence that names the levels which meet it.
+    """Return whether the smallest measured mixed level meets the limit, and a sentence with the measured p95.
 
     Returns None if no level measured the metric.
     """
@@ -125,9 +125,9 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     The stream loads the model `model`, or a model of `task`. Among several models of the task it takes the one with
     `prefer` in its name.
 
-    The load is `concurrency` connections, or `rate` arrivals per second (Poisson). `max_p95_ratio` limits a ratio: the
-    p95 together divided by the p95 alone. It holds for `e2e` and for `first` (first token or audio).
-    `min_throughput_ratio` limits the throughput.
+    The load is `concurrency` connections, or `rate` arrivals per second (Poisson). `max_p95_ratio` limits the p95 of
+    all streams together divided by the p95 of the stream alone, by metric: `e2e` or `first` (first token or audio).
+    `min_throughput_ratio` limits the same ratio of the throughput.
     """
 
     name: str

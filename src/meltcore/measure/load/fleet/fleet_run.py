@@ -40,7 +40,7 @@ OnFleetLevel = Callable[[FleetLevel], None]
 
 @dataclass(kw_only=True)
 class _Plan:
-    """Lists what a run measures: the models with their workloads, and the experiment on interference."""
+    """The plan of a run: the models with their workloads, and the experiment on interference."""
 
     models: list[ModelUnderLoad]
     experiment: ExperimentSpec | None = None
@@ -57,8 +57,8 @@ def measure_fleet(
 ) -> FleetLoad:
     """Run the parts of `config` and return the result. Raises ConfigError if the run cannot start.
 
-    `arguments` is the command line, which the fingerprint stores. The first Ctrl-C ends the current level as PARTIAL
-    and skips the other levels. So does the death of the server.
+    `arguments` is the command line, which the fingerprint stores. After the first Ctrl-C, or if the server dies, the
+    current level ends as PARTIAL and the other levels are skipped.
     """
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     run = _FleetRun(config, records_path, on_progress, on_level)
@@ -187,7 +187,10 @@ class _FleetRun:
             await self._run_pairs()
 
     async def _run_ladder(self, model: ModelUnderLoad) -> None:
-        """Run one model's own levels. Stop after a level whose queue takes longer than the limit to empty."""
+        """Run the levels of one model alone.
+
+        Stop after a level whose queue needs more than `drain_limit_s` to empty.
+        """
         config = self._config
         for position, connections in enumerate(config.levels):
             label = f"{model.name}, {connections:,} connections"
@@ -255,9 +258,10 @@ def _stream(model: ModelUnderLoad, connections: int) -> Stream:
 
 
 async def find_models(target: Target, names: Sequence[str] = ()) -> list[ServedModel]:
-    """Return the models of /v1/models without aliases, in the server's order. With `names`, return only these models.
+    """Return the models of /v1/models without aliases, in the server's order.
 
-    Raises ConfigError if the server does not answer, lists no model, or lacks one of `names`.
+    If `names` are given, return only those models. Raises ConfigError if the server does not answer, lists no model, or
+    lacks one of `names`.
     """
     try:
         response = await request(target, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S)

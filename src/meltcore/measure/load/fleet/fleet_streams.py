@@ -1,4 +1,4 @@
-"""Runs the levels of a load on a fleet, as streams of requests to its models, and describes each level."""
+"""Runs the levels of a load on a fleet, as streams of requests to its models, and formats one line per level."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ class FleetLevels:
         return self.interrupt.arrived or self._has_server_died
 
     async def warm_up(self, streams: Sequence[Stream]) -> None:
-        """Send a few requests to each model; their records are dropped."""
+        """Send a few requests to each model, and discard their records."""
         level = Level(concurrency=NUM_WARMUPS, rate=None, num_requests=NUM_WARMUPS, retry_refused=True)
         await self._run("warm-up", [self._level_stream(stream, level, streams, None) for stream in streams])
 
     async def run(self, part: Part, label: str, streams: Sequence[Stream], send_s: float) -> FleetLevel:
-        """Release all streams together, and return when each request has an answer or a failure."""
+        """Release all streams together, wait until each request has an answer or a failure, and return the level."""
         sent = [
             self._level_stream(stream, stream.level(send_s), streams, f"{label}, {stream.name}") for stream in streams
         ]

@@ -1,1 +1,1 @@
-"""Runs the load generator: worker processes, loops and summaries."""
+"""Runs levels of load in worker processes, and summarizes their records."""

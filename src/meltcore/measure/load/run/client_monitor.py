@@ -42,9 +42,9 @@ class ClientUsage(msgspec.Struct, array_like=True):
 class ClientMonitor:
     """Schedules a wake-up on the event loop every 10 ms and records how late each wake-up is.
 
-    Start the monitor after the release. The release writes thousands of requests in one burst, which delays the loop on
-    purpose. Latencies count from the intended start of a request, so they include that burst. Start the monitor before
-    the release only if the release sends megabytes per request.
+    Start the monitor after the release. The release writes thousands of requests in one burst, which always delays the
+    loop. Latencies count from the intended start of a request, so they include that burst. Start the monitor before the
+    release only if the release sends megabytes per request.
     """
 
     def __init__(self) -> None:
@@ -79,8 +79,8 @@ class ClientMonitor:
 def client_bound_reasons(client_usages: Sequence[ClientUsage], shortest_latency_ms: float | None) -> list[str]:
     """Return the reasons why the client may have limited the results. A client without measurements gives no reason.
 
-    The worst client process decides. The lag is compared with the shortest median latency of the level (ITL or TTFT):
-    60 ms of lag invalidate a gap of 5 ms and are negligible in a gap of 2 s.
+    The client process with the largest lag counts. Its lag is compared with the shortest median latency of the level
+    (ITL or TTFT): 60 ms of lag invalidate an ITL of 5 ms and are negligible in a TTFT of 2 s.
     """
     reasons = []
     lags_ms = [usage.lag_p99_ms for usage in client_usages if usage.lag_p99_ms is not None]

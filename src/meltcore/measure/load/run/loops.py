@@ -1,7 +1,8 @@
 """Implements the closed loop and the open loop that decide when requests are sent.
 
-In a closed loop, a fixed number of connections each send the next request when their last one has ended. In an open
-loop, requests start at times drawn beforehand, whether or not the server keeps up.
+In a closed loop, each of a fixed number of connections sends its next request when the previous request has ended. In
+an open loop, requests start at times drawn beforehand, whether or not the server keeps up. The release is the time when
+a loop sends its first requests.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class RequestLoop(ABC):
                 self._dispatcher.fail_unsent(index, intended_s, fail_remaining, "never sent")
 
     def close(self) -> None:
-        """Drop every connection."""
+        """Close every connection."""
         for connection in self._connections:
             connection.close()
 
@@ -112,7 +113,7 @@ class RequestLoop(ABC):
         self._dispatcher.send(connection, self._builder.build(index), intended_s, self._on_done)
 
     def _send_later(self, connection: HttpConnection | None, index: int, intended_s: float, wait_s: float) -> None:
-        """Send a refused request again after `wait_s`, as the server demands."""
+        """Send a refused request again after `wait_s`, the server's Retry-After."""
         since_s = time.monotonic()
 
         def send_again() -> None:
@@ -241,7 +242,7 @@ class OpenLoop(RequestLoop):
     def release(self, at_s: float) -> None:
         """Start the schedule.
 
-        A connection is opened when its request is due, because a user who arrives waits for the connection too.
+        A connection is opened when its request is due, because a real user waits for the connection too.
         """
         self._schedule_task = asyncio.ensure_future(self._run_schedule(at_s))
 

@@ -1,4 +1,4 @@
-"""Runs the levels of a LoadConfig against a server, and `meltcore load` once."""
+"""Runs the levels of a LoadConfig against a server, and makes the result of `meltcore load`."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def run_levels(
 ) -> list[LevelResult]:
     """Run every level and return the results in order. The call blocks while an event loop of its own runs.
 
-    The first Ctrl-C ends the current level as PARTIAL and skips the other levels. A dead server ends the run in the
-    same way, as SERVER_DIED. Raises ConfigError if the run cannot start because of its address, limits, workload or
-    model.
+    After the first Ctrl-C, the current level ends as PARTIAL and the other levels are skipped. If the server dies, the
+    current level ends as SERVER_DIED and the other levels are skipped. Raises ConfigError if the run cannot start
+    because of its address, limits, workload or model.
     """
     return run_coroutine(run_levels_async(config, on_progress, on_level), uvloop.new_event_loop)
 
@@ -92,8 +92,8 @@ async def run_levels_async(
 def check_limits(num_connections: int, *, connections_per_process: int, port_range: Path = _PORT_RANGE) -> None:
     """Raise the soft limit of open files to the hard limit, and check that files and local ports suffice.
 
-    `num_connections` go to one address and port, `connections_per_process` of them from one process. Worker processes
-    inherit the limits. Raises ConfigError, which says what to change.
+    `num_connections` connections go to one address and port, of which one process opens `connections_per_process`.
+    Worker processes inherit the limits. Raises ConfigError, which says what to change.
     """
     num_files = connections_per_process + NUM_SPARE_FILES
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)

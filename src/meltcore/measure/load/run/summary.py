@@ -41,8 +41,8 @@ class LevelMeasurement:
 def summarize(measurement: LevelMeasurement) -> LevelResult:
     """Compute the metrics of a level from its measurements.
 
-    Latencies, queue delay and tokens per event come from complete answers only. Rates are divided by the duration, and
-    accuracy is divided by the number of requests. Both include failures.
+    Latencies, queue delay and tokens per event come from complete answers only. Failed requests lower the rates, which
+    are relative to the whole duration, and the accuracy, which is relative to all requests.
     """
     complete_records = [record for record in measurement.records if record.failure is None]
     records_with_text = [record for record in complete_records if record.first_text_s]
@@ -194,7 +194,7 @@ def _steady_rate(measurement: LevelMeasurement, in_flight: InFlight, token_times
 
 
 def _task_load(task: MeasuredTask, complete_records: list[RequestRecord], work: float, duration_s: float) -> TaskLoad:
-    """Return the metrics of a task from its complete answers. The work of an answer counts at its end."""
+    """Return the metrics of a task from its complete answers. The time at which an answer's work counts is its end."""
     return TaskLoad(
         task=task.name,
         work=work,

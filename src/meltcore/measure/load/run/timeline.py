@@ -1,6 +1,6 @@
 """Computes time series of a level from its records: requests in flight, arrivals of text, and buckets of 1 s.
 
-Counting from records, not with a counter in the client, gives the same result for any number of worker processes.
+Counts come from records and not from a counter in the client, so they are the same for any number of worker processes.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class InFlight:
 class TextArrivals:
     """Holds the times at which text arrived. Events of one answer that were read together are one arrival.
 
-    Two events of one read would otherwise have a gap of 0 ms between them. If a server sends the tokens of one step in
-    several events, even the median gap would be 0 ms. The arrays hold all answers, one after another. With 10,000
-    answers, arrays per answer would take as long to build as the rest of the summary.
+    Otherwise two events of one read would have a gap of 0 ms between them. If a server sends the tokens of one step in
+    several events, even the median gap would be 0 ms. Each array holds all answers, one after another. With 10,000
+    answers, separate arrays per answer would take as long to build as the rest of the summary.
     """
 
     num_arrivals: int

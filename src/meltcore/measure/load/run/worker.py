@@ -30,7 +30,7 @@ OnRecords = Callable[[list[RequestRecord]], None]
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the requests of one worker: `worker_idx`, `worker_idx + num_workers`, ... of one level.
+    """Describes one worker, which sends the requests `worker_idx`, `worker_idx + num_workers`, ... of a level.
 
     Request 0 of the level is prompt `first_prompt_idx` of a workload of `num_prompts` prompts.
     """
@@ -47,7 +47,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerResult(msgspec.Struct, array_like=True):
-    """Holds the numbers that a worker reports after it has sent all its records."""
+    """Holds the client usage of a worker, and the time at which the server died, or None.
+
+    A worker sends it after its records.
+    """
 
     usage: ClientUsage
     server_died_s: float | None

@@ -1,1 +1,1 @@
-"""Describes each task to everything that measures. There is one module for what differs by task."""
+"""Describes each task to the commands that measure. Each task has one module with everything that is specific to it."""

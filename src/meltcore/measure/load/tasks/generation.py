@@ -96,7 +96,7 @@ def _problem_workload(name: str, kind: str, num_requests: int, seed: int, max_to
 def _random_workload(spec: str, seed: int, max_tokens: int | None) -> Workload:
     """Return prompts of random token ids.
 
-    Text that is decoded from random ids would encode to another number of tokens.
+    Prompts are ids, because text that is decoded from random ids would encode to another number of tokens.
     """
     fields = workload_fields(spec, ("in", "out", "vocab", "eos"))
     input_range = parse_range(fields.get("in", "128"), "random:in")
@@ -204,7 +204,7 @@ def _open(config: LoadConfig, num_requests: int, _clips: Sequence[Clip]) -> Work
 
 
 def _default_workload(model: ServedModel, sizes: Sizes) -> str:
-    """Return random prompts. For a small model with real weights, return problems, which are short and graded."""
+    """Return the description of random prompts. A small model with real weights gets short, graded problems."""
     context, vocab = model.card.get("max_model_len"), model.card.get("vocab_size") or RANDOM_HIGH_ID
     if model.is_small and model.card.get("weights") != "dummy":
         return "problems:short"

@@ -1,4 +1,4 @@
-"""Defines how a task describes itself to measurements, and finds the task of a name, a workload or a level."""
+"""Defines the description of a task for measurements, and finds the task of a name, a workload or a level."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _ANSWERS_DEFINITION = Definition(
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a level, which is one column of a table. `better` says which direction is an improvement."""
+    """A metric of a level, shown as one column of a table. `better` says which direction is an improvement."""
 
     name: str
     value: Callable[[LevelResult], float | None]
@@ -116,7 +116,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class DemoStep:
-    """The step of the demo for a task: held-out problems. `concurrency` of them run together if there are as many.
+    """The step of the demo for a task: held-out problems, of which up to `concurrency` run together.
 
     `make_problems(seed)` returns the problems. `write(folder, problems)` writes the problems and returns the workload.
     """
@@ -128,7 +128,7 @@ class DemoStep:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """How the demo grades a task whose answers have no single right form: a reader task reads the answers back.
+    """The demo's grading of a task whose answers have no single right form: a reader task turns the answers into text.
 
     `reader` is the path of the reader task. `fields(text)` returns the fields of a request. `heard(problem, answer)`
     returns the problem that is sent to the reader.

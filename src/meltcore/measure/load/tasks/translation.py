@@ -108,7 +108,7 @@ def _pair(card: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _details(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any]:
-    """Return how much source text the server read, in tokens if every answer reports them, else in characters."""
+    """Return the fields of the source rate, in tokens if every answer reports tokens, else in characters."""
     has_token_counts = bool(records) and all(record.saw_usage for record in records)
     source = sum(record.prompt_tokens if has_token_counts else work(record).source_chars for record in records)
     return {

@@ -1,1 +1,1 @@
-"""The client of the load generator: connections, HTTP and streams."""
+"""The HTTP client of the load generator: connections, responses and streams."""

@@ -35,7 +35,7 @@ def decode_json(decoder: msgspec.json.Decoder[_Document], data: bytes) -> _Docum
     """Return a JSON document. Raises BadJsonError for other bytes.
 
     JSON's grammar allows one half of a surrogate pair without the other, which msgspec rejects. Gateways in JavaScript
-    cut texts between the two halves. `whole_text` joins them again.
+    cut texts between the two halves. `whole_text` joins the halves again.
     """
     try:
         return decoder.decode(data)
@@ -53,7 +53,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def whole_text(text: str) -> str:
-    """Return a text whose surrogate pairs are joined. Half a pair becomes U+FFFD, since no file can store it."""
+    """Return `text` with its surrogate pairs joined. Half a pair becomes U+FFFD, since files cannot store it."""
     try:
         text.encode()
     except UnicodeEncodeError:

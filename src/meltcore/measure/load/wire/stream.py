@@ -41,7 +41,7 @@ class _Delta(msgspec.Struct):
     audio: Any = None
 
     def has_other_output(self) -> bool:
-        """Return whether tokens arrived that are neither content nor reasoning in its own field."""
+        """Return whether an output arrived that is not plain content or reasoning, such as a tool call."""
         reasoning = [self.reasoning_details, self.thinking_blocks]
         calls = [self.tool_calls, self.function_call]
         return _has_text([self.content, self.refusal, *calls, *reasoning, self.images, self.audio])
@@ -230,7 +230,7 @@ class StreamedResponse(BaseResponse):
             self._on_usage(usage)
 
     def _is_aside(self, data: bytes) -> bool:
-        """Return whether an event may come from a gateway and not belong to the answer."""
+        """Return whether an event is probably from a gateway and not part of the answer."""
         return self._saw_done or isinstance(data, NamedEvent)
 
     def _on_choice(self, choice: _Choice, count: int | None) -> None:

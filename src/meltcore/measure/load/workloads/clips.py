@@ -1,7 +1,7 @@
-"""Makes clips of tones, pauses and noise from a seed, and reads clips of a manifest, to load transcription.
+"""Generates clips of tones, pauses and noise from a seed, and reads clips of a manifest, to load transcription.
 
-The made clips are not speech. A transcriber may return no text for them, but takes as long as for speech of their
-length. They are made once per run, before the first level, and each request sends one of them.
+Generated clips are not speech. A transcriber may return no text for them, but takes as long as for speech of the same
+length. The clips are generated once per run, before the first level, and each request sends one clip.
 """
 
 from __future__ import annotations

@@ -55,7 +55,10 @@ class Dispatcher:
         return len(self._active_requests)
 
     def send(self, connection: HttpConnection, request: EncodedRequest, intended_s: float, on_done: OnDone) -> None:
-        """Send `request`. After its record, `on_done` receives the connection, or None if it cannot be reused."""
+        """Send `request`.
+
+        After the record, `on_done` receives the connection, or None if the connection cannot be reused.
+        """
         record = RequestRecord(index=request.index, intended_s=intended_s, work=request.work)
         response = self._make_response(
             record, self._finish, keep_text=request.keep_text, max_output_tokens=request.max_output_tokens
@@ -136,16 +139,17 @@ class Dispatcher:
             on_done(None)
 
     def _add_tries(self, record: RequestRecord) -> None:
-        """Add to the record what happened to the request before its last try."""
+        """Add the refusals and the reconnection of earlier tries to the record."""
         record.refusals = self._refusals.pop(record.index, 0)
         record.reconnected = record.index in self._reconnected
         self._reconnected.discard(record.index)
 
     def _reconnects(self, connection: HttpConnection, record: RequestRecord) -> bool:
-        """If the server had closed the connection, send the request over a new one. Return whether this is done.
+        """Send the request over a new connection if the server had closed the old one.
 
-        llama.cpp closes the connection after every stream without announcing it. HTTP clients send such a request again
-        over a new connection. A server that closes later has read the request, so its close is a failure.
+        Return whether the request is sent again. llama.cpp closes the connection after every stream without announcing
+        it. HTTP clients send such a request again over a new connection. A server that closes later has read the
+        request, so its close is a failure.
         """
         if self.on_stale is None or record.failure not in CLOSE_FAILURES or not connection.is_stale:
             return False
@@ -156,7 +160,10 @@ class Dispatcher:
         return True
 
     def _sends_again(self, connection: HttpConnection, response: BaseResponse) -> bool:
-        """Send a refused request again, if its total time limit allows the wait. Return whether this is done."""
+        """Send a refused request again if its total time limit allows the wait.
+
+        Return whether the request is sent again.
+        """
         record, wait_s = response.record, response.retry_after_s
         is_whole = record.failure == f"http {record.status}"  # not one that was cut off or aborted
         if self.on_refused is None or wait_s is None or not is_whole:

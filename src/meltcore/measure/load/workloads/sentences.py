@@ -1,7 +1,7 @@
-"""Makes sentences of random words in the script of a language, and reads texts with right answers from a file.
+"""Generates sentences of random words in the script of a language, and reads texts with right answers from a file.
 
-The sentences mean nothing. A server does the same work for them as for real sentences of as many tokens. Random letters
-make more tokens than real words, so results state the number of tokens or characters.
+The sentences mean nothing. A server does the same work for them as for real sentences with the same number of tokens.
+Random letters make more tokens than real words, so results state the number of tokens or characters.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_sentence(rng: random.Random, num_words: int, script: str = DEFAULT_SCRI
 
 @cache
 def _letters(script: str) -> tuple[list[str], list[str]]:
-    """Return the letters of a script, and its vowel signs. One sign is "", since a letter may stand alone."""
+    """Return the letters and the vowel signs of a script. One sign is "", because a letter may have no vowel sign."""
     first, last = _BLOCKS[script]
     characters = [chr(code) for code in range(first, last + 1)]
     # A letter with a decomposition (those with a nukta) becomes two characters as soon as a server normalizes text.
@@ -96,7 +96,7 @@ class _Line(NamedTuple):
 
 
 class Texts:
-    """Returns texts: the lines of `file`, each optionally with an answer after a tab, or sentences of random words."""
+    """A source of texts: lines of `file`, each optionally with an answer after a tab, or sentences of random words."""
 
     def __init__(self, spec: str, fields: dict[str, str], language: str) -> None:
         self._words: IntRange = parse_range(fields.get("words", DEFAULT_WORDS), f"workload {spec}: words")

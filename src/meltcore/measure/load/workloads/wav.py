@@ -40,14 +40,14 @@ class WavReader:
 
     @property
     def missing_bytes(self) -> int:
-        """Return how many bytes of samples the last header announces that did not arrive.
+        """Return the number of announced bytes that are missing: samples of the last header that did not arrive.
 
         Returns 0 if the header gives no size.
         """
         return self._left_bytes or 0
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes."""
+        """Count the audio in the next bytes."""
         while data and self.problem is None:
             if self._header is not None:
                 data = self._read_header(self._header + data)

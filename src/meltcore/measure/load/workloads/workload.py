@@ -1,4 +1,4 @@
-"""Declares workloads: prompts, graders of answers whose right form is known, and encoded requests.
+"""Declares workloads, which have prompts and graders of known answers, and encodes their requests.
 
 Request `i` of a workload is the same in every process, so worker processes need no channel to exchange prompts.
 """
@@ -22,7 +22,7 @@ _BOUNDARY = "meltcore-load-5b8f0c1e7a"
 
 
 class Clip(msgspec.Struct, array_like=True, frozen=True):
-    """One audio file in the form that is sent, its length in seconds, and its transcript if it is known."""
+    """One audio file as it is uploaded, its length in seconds, and its transcript if it is known."""
 
     name: str
     data: bytes
@@ -45,7 +45,7 @@ class Prompt:
 
 
 class MakeResponse(Protocol):
-    """Declares a function that makes the reader of one response."""
+    """Declares a function that returns the reader of one response."""
 
     def __call__(
         self,

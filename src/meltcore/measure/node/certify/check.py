@@ -20,7 +20,7 @@ START_LIMIT_S = 90.0
 
 
 class HardwareCheck(ABC):
-    """One check per file. `name` is stable; `title` is for people."""
+    """One check of a certificate. `name` is a stable identifier for scripts, and `title` is the heading for people."""
 
     name: str
     title: str
@@ -31,7 +31,7 @@ class HardwareCheck(ABC):
         return ""
 
     def run(self, context: CertifyContext) -> CheckReport:
-        """Run the check. It never raises an error for a fault of a GPU or a program: the result is then UNKNOWN."""
+        """Run the check. A fault of a GPU or a program raises no error but gives UNKNOWN."""
         reason = "one GPU has no peer" if self.needs_peers and len(context.gpus) < 2 else self.unavailable()
         if reason:
             return CheckReport(name=self.name, title=self.title, verdict="NOT_APPLICABLE", reason=reason)
@@ -88,15 +88,15 @@ class MeasuredCheck(HardwareCheck):
         return self.seconds[min(TIERS.index(context.tier), 2)]
 
     def probe_s(self, context: CertifyContext) -> float:
-        """Return the number of seconds that the probe should take after its start."""
+        """Return the expected number of seconds from the probe's start to its end."""
         return len(self.requests(context)) * (self.request_s(context) + self.setup_s)
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Return the expectation for a metric that follows from the topology, or None."""
+        """Return the expectation that follows from the topology for a metric, or None if there is none."""
         raise NotImplementedError
 
     def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
-        """Adjust verdicts by rules other than a floor."""
+        """Change verdicts in `judged` by rules other than a floor."""
 
     def measure(self, context: CertifyContext) -> CheckReport:
         """Start the probe, watch the GPUs meanwhile, and judge the results."""
@@ -142,7 +142,7 @@ class MeasuredCheck(HardwareCheck):
 
 
 def _separator(settings: Mapping[str, Setting]) -> str:
-    """Return the separator between the names of a pair. Only copies have a direction, which it shows."""
+    """Return the separator between the names of two GPUs. For copies, the separator shows the direction."""
     if "op" in settings:
         return " + "
     return " <-> " if settings.get("directions") == 2 else " -> "

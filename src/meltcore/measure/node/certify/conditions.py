@@ -41,7 +41,7 @@ class ConditionsWatch:
         self._nvlink_errors = self._read_nvlink_errors()
 
     def close(self) -> tuple[list[Conditions], list[Finding], set[int]]:
-        """End the watch. Returns each GPU's conditions, the findings, and the indices of throttled GPUs."""
+        """End the watch. Return the conditions of each GPU, the findings, and the indices of throttled GPUs."""
         samples = self._context.telemetry.since(self._start_s)
         nvlink_errors = self._read_nvlink_errors()
         conditions, findings, throttled = [], [], set()
@@ -96,7 +96,7 @@ class ConditionsWatch:
         return new
 
     def _unreadable_values(self, gpu_index: int, summary: GpuSummary) -> list[str]:
-        """List values that were never readable; occasional failures are left out."""
+        """Return the names of values that were never readable. Values that were readable at times are left out."""
         required = ["sm_clock_mhz", "ecc_corrected", "ecc_uncorrected"]
         required += ["pcie_replays"] if "pcie" in self._uses else []
         missing_keys = [key for key in required if summary.metrics[key].absent == UNKNOWN]

@@ -67,7 +67,7 @@ class CertifyContext:
             return []  # the state check reports that this is unreadable, so no certificate passes
 
     def label(self, gpus: Sequence[int], separator: str = " -> ") -> str:
-        """Return "GPU 3", "GPU 0 -> GPU 5" or "8 GPUs"."""
+        """Return the GPUs as text: "GPU 3", "GPU 0 -> GPU 5" or "8 GPUs"."""
         if len(gpus) > 2:
             return f"{len(gpus)} GPUs"
         return separator.join(self.snapshot.gpus[gpu].label for gpu in gpus)

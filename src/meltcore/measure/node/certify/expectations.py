@@ -58,7 +58,7 @@ _MULTI_GPU_RING_FRACTION = {"all_reduce": 0.74, "all_gather": 0.69, "reduce_scat
 
 
 def gemm_ceiling(gpu: GpuSnapshot, dtype: str) -> float | None:
-    """Return TFLOP/s with every SM at the maximum clock.
+    """Return the TFLOP/s of a GPU with every SM at the maximum clock.
 
     Returns None if a fact is missing, or if the architecture's rate is unknown.
     """
@@ -71,7 +71,7 @@ def gemm_ceiling(gpu: GpuSnapshot, dtype: str) -> float | None:
 
 
 def data_sheet_peak(name: str, dtype: str) -> float | None:
-    """Return dense TFLOP/s of exactly this GPU type, or None if the table lacks it."""
+    """Return the dense TFLOP/s of exactly this GPU type by its data sheet, or None if the table lacks the type."""
     peak = BF16_PEAKS.get(name)
     return None if peak is None else peak * _RELATIVE_RATE[dtype]
 
@@ -195,7 +195,7 @@ PRIORS: dict[str, dict[str, Prior]] = {
 
 
 def shipped_expectation(gpus: Sequence[GpuSnapshot], key: str) -> Expectation | None:
-    """Return the shipped expectation. Returns None unless all GPUs of the row are whole GPUs of one known type."""
+    """Return the shipped expectation, or None for MIG devices, for GPUs of several types, and for an unknown type."""
     names = {gpu.name for gpu in gpus}
     if len(names) != 1 or any(gpu.mig for gpu in gpus):
         return None
@@ -259,7 +259,7 @@ def make_baseline(certificate: Certificate) -> Baseline:
 
 
 def is_power_limited(key: str) -> bool:
-    """Return whether a metric runs at the power limit. There the GPUs of one type differ most."""
+    """Return whether a metric is measured at the power limit, where GPUs of one type differ most."""
     return key.startswith(("gemm/", "sustained/"))
 
 

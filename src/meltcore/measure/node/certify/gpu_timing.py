@@ -1,4 +1,4 @@
-"""Timed GPU work for probes: GEMMs, and rates measured with CUDA events. Imports torch: import it in probes only."""
+"""Times GEMMs and other GPU work with CUDA events. Only probes may import this module, as it imports torch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

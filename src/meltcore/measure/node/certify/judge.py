@@ -171,9 +171,9 @@ def warn_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
 
 
 def make_findings(check: str, judged: Sequence[Judgement]) -> list[Finding]:
-    """Return one finding per fault code and GPUs, with the text of the worst row.
+    """Return one finding per fault code and set of GPUs, with the text of the worst row.
 
-    A fault of the check itself gives one finding in total.
+    A fault of the check itself, such as a crash, gives one finding in total.
     """
     groups: dict[tuple[FaultCode, str], list[CertificateRow]] = defaultdict(list)
     for judgement in judged:

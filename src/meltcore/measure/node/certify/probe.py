@@ -1,4 +1,4 @@
-"""The probe process: measures what a check requests on the GPUs. Only probes use torch.
+"""The probe process, which measures the requests of a check on the GPUs. Only probes use torch.
 
 `python -m meltcore.measure.node.certify.probe NAME` reads one ProbeJob from standard input and writes one ProbeResult
 per line. A probe that hangs in the driver hangs alone and can be killed.
@@ -59,7 +59,7 @@ decode_result = msgspec.json.Decoder(ProbeResult).decode
 
 
 def read_results(stdout: bytes) -> list[ProbeResult]:
-    """Return the results in a probe's output, without incomplete lines and lines that libraries printed."""
+    """Return the results in a probe's output. Incomplete lines and lines that libraries printed are skipped."""
     results = []
     for line in stdout.splitlines():
         with suppress(msgspec.MsgspecError):  # a result that is missing makes its row UNKNOWN

@@ -51,7 +51,7 @@ decode_line = msgspec.json.Decoder(Line).decode
 
 
 class Recording(msgspec.Struct, kw_only=True):
-    """The contents of a sampler's file. `end` is None where the sampler died or still runs."""
+    """The contents of a sampler's file. `end` is None if the sampler died or still runs."""
 
     start: RecordingStart
     samples: list[Sample]

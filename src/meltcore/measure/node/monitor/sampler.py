@@ -1,8 +1,8 @@
 """The sampler: a process of its own that reads GPUs at a fixed interval into a recording, and its handle `Monitor`.
 
-The two talk over the sampler's standard streams: one JSON line of SamplerSettings in, one of SamplerStarted or
-SamplerFailed out. The end of standard input means stop, so a parent that dies leaves no sampler behind. Samples go to a
-file: a busy parent cannot delay the sampler.
+The sampler reads SamplerSettings as one JSON line from standard input, and answers with one line of SamplerStarted or
+SamplerFailed. It stops at the end of standard input, and so ends with its parent. Samples go to a file, so a busy
+parent cannot delay the sampler.
 """
 
 import os
@@ -39,7 +39,7 @@ _KILL_TIMEOUT_S = 2.0
 class SamplerSettings(msgspec.Struct, kw_only=True, frozen=True):
     """Settings of the sampler process.
 
-    `gpus` is the value of --gpu, or None for CUDA_VISIBLE_DEVICES. `select_gpus` in select.py explains `split_mig`.
+    `gpus` is the value of --gpu, or None for CUDA_VISIBLE_DEVICES. With `split_mig`, MIG devices replace their GPU.
     """
 
     path: str
@@ -55,7 +55,7 @@ class SamplerStarted(msgspec.Struct, tag="started"):
 
 
 class SamplerFailed(msgspec.Struct, tag="failed"):
-    """The sampler cannot start. With `no_driver` the machine has no NVIDIA driver; else a setting is invalid."""
+    """Reports that the sampler cannot start: there is no NVIDIA driver (`no_driver`), or a setting is invalid."""
 
     message: str
     no_driver: bool
@@ -64,7 +64,7 @@ class SamplerFailed(msgspec.Struct, tag="failed"):
 class Monitor:
     """A running sampler. Use it as a context manager: leaving it ends the process.
 
-    `end` is None until the sampler's last line was read, and stays None where the sampler did not end in order.
+    `end` is None until the sampler's last line was read. It stays None if the sampler crashed or was killed.
     `recording.read_recording` reads the whole file afterwards.
     """
 
@@ -75,7 +75,7 @@ class Monitor:
         """Start the sampler.
 
         Raises NoDriverError without an NVIDIA driver, ConfigError for GPUs that do not exist or a file that cannot be
-        written, and MeltcoreError where the sampler does not start.
+        written, and MeltcoreError if the sampler does not start.
         """
         self.path = Path(settings.path)
         self.end = None
@@ -180,8 +180,8 @@ def record(
 ) -> RecordingEnd:
     """Write a sample of each GPU every `interval_s` until `stopping` is set or every GPU is lost.
 
-    Samples stay on the grid of the first one. Where the readings take longer than the interval, intervals are skipped
-    and counted as missed.
+    Samples are due at multiples of the interval after the first sample. If reading takes longer than the interval, due
+    times are skipped and counted as missed.
     """
     watch = XidWatch(nvml, gpus)
     readers: dict[int, GpuReader] = {gpu_index: GpuReader(nvml, gpu) for gpu_index, gpu in enumerate(gpus)}
@@ -219,7 +219,7 @@ def _send(answer: SamplerStarted | SamplerFailed) -> None:
 
 
 def _stop_with_parent(stopping: threading.Event) -> None:
-    """Set `stopping` at the end of standard input; end the process by force where a driver call then hangs."""
+    """Set `stopping` at the end of standard input. Kill the process if a driver call hangs after that."""
     os.read(0, 1)
     stopping.set()
     time.sleep(_STOP_LIMIT_S)

@@ -46,7 +46,8 @@ LOST_PROBLEM = "the GPU was lost: it fell off the bus, or the driver gave up on 
 class MetricSummary(msgspec.Struct, kw_only=True):
     """The samples of one metric.
 
-    `readable` ones gave a number, `unknown` ones should have and did not; the metric does not apply to the rest.
+    `readable` samples have a number. `unknown` samples should have a number and have none. To other samples the metric
+    does not apply.
 
     `mean` and `maximum` are set for levels and fixed values, `increase` (first number to last) for counters.
     """
@@ -60,7 +61,7 @@ class MetricSummary(msgspec.Struct, kw_only=True):
 
     @property
     def absent(self) -> Absent | None:
-        """The reason for a metric without any number, or None."""
+        """UNKNOWN or NOT_APPLICABLE for a metric without any number, or None if it has a number."""
         if self.readable:
             return None
         return UNKNOWN if self.unknown else NOT_APPLICABLE
@@ -69,9 +70,9 @@ class MetricSummary(msgspec.Struct, kw_only=True):
 class GpuSummary(msgspec.Struct, kw_only=True):
     """All samples of one GPU.
 
-    `clock_reasons` counts them per reason. The `*_unknown` fields count the samples without the value.
+    `clock_reasons` counts the samples per reason. The `*_unknown` fields count the samples without the value.
     `loaded_clock_mhz` has the median SM clocks of the first and the last quarter of the samples under load without a
-    power cap. It is None where there are too few of them to compare.
+    power cap. It is None if there are too few such samples.
     """
 
     samples: int

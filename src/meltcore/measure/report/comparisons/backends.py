@@ -39,7 +39,7 @@ _GPU_VALUES = {"sm_active_percent": "SM active, %", "dram_bandwidth_percent": "D
 
 
 def backends_page(comparison: BackendComparison) -> Page:
-    """Build the page: the best, rates and latencies by set-up, the nine aspects, commands, settings, machine."""
+    """Build the page: the best backends, rates by set-up, the nine aspects, commands, settings and machine."""
     settings = [(name, str(value)) for name, value in comparison.settings.items()]
     settings += [("load", format_load_settings(comparison.load)), ("seed", str(comparison.load.get("seed")))]
     sections = [
@@ -109,7 +109,7 @@ def _set_up_section(comparison: BackendComparison, set_up: SetUp) -> Section:
 
 
 def _rate_table(runs: Sequence[BackendRun], levels: Sequence[int]) -> Table:
-    """Build a table with a row per level and backend; on the console a shorter one of the same rows.
+    """Build a table with one row per level and backend. The console shows fewer columns.
 
     A level whose requests failed shows the share and the most frequent reason in place of its rate.
     """
@@ -152,7 +152,7 @@ def _gpu_mean(level: LevelResult, key: str) -> float | None:
 
 
 def _rate_chart(runs: Sequence[BackendRun], levels: Sequence[int], title: str) -> Figure | None:
-    """Draw output tok/s over concurrency, a line per backend, or None for fewer than two levels."""
+    """Draw output tok/s over concurrency, with one line per backend. Returns None for fewer than two levels."""
     if len(levels) < 2:
         return None
     lines = []
@@ -177,7 +177,7 @@ def _aspect_table(comparison: BackendComparison) -> Table:
 
 
 def _run_details(run: BackendRun) -> Details:
-    """Build the details of one start: its command, version, what it lacks, and its levels."""
+    """Build the details of one start: its command, version, missing settings and levels."""
     facts = [
         ("Command", run.command or NOT_MEASURED),
         ("Replicas", str(run.replicas)),

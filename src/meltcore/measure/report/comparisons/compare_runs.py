@@ -1,4 +1,4 @@
-"""Compares two stored runs by ratios, level by level. One run per side is no evidence of a difference."""
+"""Compares two stored runs by ratios, level by level. One run per side cannot prove a difference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def metrics_of(level: LevelResult) -> list[Metric]:
 class MetricRatio:
     """One metric on one level in two runs.
 
-    `ratio` is None where either value is missing or the first is 0.
+    `ratio` is None if either value is missing or the first value is 0.
     """
 
     load: str
@@ -53,7 +53,7 @@ class MetricRatio:
 
 
 def compare_runs(first: RunResult, second: RunResult, *, force: bool = False) -> list[MetricRatio]:
-    """Compare two runs on every load that both have, one result per metric and load.
+    """Compare two runs on every load that both have. Return one ratio per metric and load.
 
     Raises ConfigError for runs that are not comparable, unless `force`.
     """
@@ -75,7 +75,7 @@ def compare_runs(first: RunResult, second: RunResult, *, force: bool = False) ->
 
 
 def _weighted_ratios(first: RunResult, second: RunResult) -> list[MetricRatio]:
-    """Compare the weighted sums of two evaluations, if both have a score or both a weighted throughput."""
+    """Return the ratios of the weighted sums of two evaluations, if both have a score or both a weighted throughput."""
     rows = []
     for name in ("eval_score", "weighted_throughput"):
         first_sum, second_sum = getattr(first, name), getattr(second, name)
@@ -93,7 +93,7 @@ def _weighted_ratios(first: RunResult, second: RunResult) -> list[MetricRatio]:
 
 
 def print_ratios(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: Changes) -> None:
-    """Print the reasons why the runs do not compare, the changes of the environment, the ratios, and the caveat."""
+    """Print the reasons why the runs are not comparable, the changes of the environment, the ratios, and the caveat."""
     table_rows = []
     for index, row in enumerate(rows):
         format_value = format_percent if row.metric == "accuracy" else format_number

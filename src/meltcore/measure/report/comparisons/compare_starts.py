@@ -1,8 +1,8 @@
 """Judges two sets of server starts: REGRESSION, IMPROVEMENT, NO EVIDENCE or UNDERPOWERED, by one metric on one load.
 
-A verdict needs three things: a change above the least effect, a change above what the same server shows against
-itself, and significance (Mann-Whitney and the bootstrap interval). All other metrics are shown and not judged, so that
-looking at twenty of them finds no false alarm.
+A change counts if it is above the least effect, above the noise of the old server, and significant (Mann-Whitney and
+the bootstrap interval). All other metrics are shown and not judged, because one of twenty metrics is easily significant
+by chance.
 
 Stored sets are also printed: one in full, or several with one line per set.
 """
@@ -65,7 +65,7 @@ def compare_starts(
 
     `control` holds starts of `old`'s server before the comparison. `order` says how starts were interleaved, such as
     "ABBA". A `metric` of None judges the throughput of the task. `load` is the concurrency of the level that gives the
-    verdict; None picks the highest that both sets have. Raises ConfigError for sets that do not compare (unless
+    verdict; None picks the highest that both sets have. Raises ConfigError for sets that are not comparable (unless
     `force`), an unknown metric, or a load that was not measured.
     """
     reasons = start_set_comparability_notes(old, new)
@@ -139,10 +139,11 @@ def verdict(row: ComparedMetric, noise: float | None, limits: Limits) -> tuple[V
 
 
 def noise_level(row: ComparedMetric, control: ComparedMetric | None) -> float | None:
-    """Return the noise of A as a relative change, or None if there are too few starts.
+    """Return the noise of the old server as a relative change, or None if there are too few starts.
 
-    It is the larger of the change expected from A's spread, and the measured change of A against A. Without a control,
-    the spread is the old set's own.
+    The noise is the larger of two values: the change expected from the spread of the control starts, and the measured
+    change between the control starts and the old set. Without a control, it is the change expected from the spread of
+    the old set.
     """
     spread = noise_floor(
         row.old_values if control is None else control.old_values, len(row.old_values), len(row.new_values)
@@ -171,7 +172,10 @@ def start_set_comparability_notes(old: StartSet, new: StartSet) -> list[str]:
 
 
 def find_metric(name: str) -> Metric:
-    """Return the metric of a name, in any case, with or without the unit. Raises ConfigError for an unknown name."""
+    """Return the metric of a name in upper or lower case, with or without its unit.
+
+    Raises ConfigError for an unknown name.
+    """
     normalized = name.casefold().replace("_", " ")
     for metric in all_metrics():
         if normalized in (metric.name.casefold(), metric.name.casefold().removesuffix(" ms")):
@@ -192,7 +196,7 @@ def _primary_key(old: StartSet, new: StartSet, load: int | None) -> LevelKey:
 
 
 def _compare_common_loads(old: StartSet, new: StartSet) -> list[tuple[LevelKey, ComparedMetric]]:
-    """Compare every metric of every common load of which all starts have a value."""
+    """Compare each metric on each common load. A metric is left out if a start has no value for it."""
     rows = []
     for level in old.starts[0].levels:
         for metric in metrics_of(level):
@@ -223,7 +227,7 @@ def _compare_metric(old: StartSet, new: StartSet, key: LevelKey, metric: Metric)
 
 
 def _start_values(starts: Sequence[RunResult], key: LevelKey, metric: Metric) -> list[float] | None:
-    """Return one value per start, or None if any start has no finite value."""
+    """Return one value of the metric per start, or None if any start has no finite value."""
     values: list[float] = []
     for start in starts:
         level: LevelResult | None = next((level for level in start.levels if level_key(level) == key), None)

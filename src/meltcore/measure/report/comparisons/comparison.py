@@ -1,4 +1,4 @@
-"""The page of a comparison of server starts, its lines on the console, and its text for a pull request."""
+"""Formats a comparison of server starts: as a page, as lines on the console, and as text for a pull request."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _side_name(name: str, args: Sequence[str]) -> str:
 
 
 def starts_line(comparison: ComparisonResult) -> str:
-    """Return the number and order of the starts, the result of A against A, and A's noise, as one line."""
+    """Return the number and order of the starts, the control result, and the noise of the old server, as one line."""
     num_starts = f"{len(comparison.primary.old_values)} and {len(comparison.primary.new_values)} fresh starts"
     design_text = (
         f"{num_starts}, in the order {comparison.order}" if comparison.order else f"{num_starts}, not interleaved"

@@ -1,8 +1,8 @@
 """Compares two samples of server starts: the change of the mean, its confidence interval, and the p-value.
 
 One observation is a fresh start of a server. Requests of one start share its conditions (memory layout, clocks,
-neighbors), so thousands of them are still one observation: a comparison within one start called identical source
-9 % slower.
+neighbors), so thousands of requests are still one observation. A comparison of single starts has shown a difference of
+9 % between identical programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _SEED = 20_261_121  # of the bootstrap: the same numbers always get the same int
 class Change:
     """The means of two samples, and the relative change from `old` to `new`.
 
-    `low` and `high` bound the change; `p` is the p-value. All are None where the samples cannot give a number.
+    `low` and `high` bound the change, and `p` is the p-value. All are None if the mean of `old` is 0. `low`, `high` and
+    `p` are None for a sample of one value.
     """
 
     old: float
@@ -35,7 +36,7 @@ class Change:
 
 
 def compare_samples(old: Sequence[float], new: Sequence[float], resamples: int = NUM_RESAMPLES) -> Change:
-    """Compare samples [starts]: means, relative change, bootstrap interval, and Mann-Whitney's p.
+    """Compare two samples, one value per start, by means, bootstrap interval and Mann-Whitney test.
 
     Raises ValueError for a sample without values.
     """
@@ -55,8 +56,8 @@ def compare_samples(old: Sequence[float], new: Sequence[float], resamples: int =
 def noise_floor(control: Sequence[float], n_old: int, n_new: int) -> float | None:
     """Return the relative difference of means that two sets of starts of one server exceed in 5 % of cases.
 
-    The sets have `n_old` and `n_new` starts. The spread between starts is computed from `control`, consecutive
-    starts of one server. Returns None where `control` has fewer than two values or a mean of 0.
+    The sets have `n_old` and `n_new` starts. The spread between starts is computed from `control`, consecutive starts
+    of one server. Returns None if `control` has fewer than two values or a mean of 0.
     """
     values = np.asarray(control, dtype=np.float64)
     if values.size < 2 or values.mean() == 0:

@@ -101,7 +101,7 @@ def points_table(tuning: Tuning) -> Table:
 
 
 def tuning_figure(tuning: Tuning) -> Figure | None:
-    """Draw the output rates of a tuning. Returns None where nothing ran, and for a search of context limits.
+    """Draw the output rates of a tuning. Returns None if no start worked, and for a search of context limits.
 
     Batching has one line per token budget, over concurrent sequences; precision has one bar per precision.
     """

@@ -1,4 +1,4 @@
-"""The levels of a load on a fleet, mixed or each model alone, as charts and tables of a page."""
+"""Builds the charts and tables of the levels of a load on a fleet, mixed or each model alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mixed_tables(levels: Sequence[FleetLevel]) -> list[Table]:
 
 
 def part_section(levels: Sequence[FleetLevel], part: Part) -> Section:
-    """Return the charts and tables of the levels that belong to a part."""
+    """Return the charts and tables of the levels of a part."""
     levels = [level for level in levels if level.part == part]
     if not levels:
         return Section()
@@ -101,7 +101,7 @@ def _load_row(level: FleetLevel, load: StreamLoad, *, is_mixed: bool) -> Row:
 
 
 def latency_cells(distribution: Distribution | None) -> list[str | Cell]:
-    """Return p50, p95 and p99 of a latency."""
+    """Return the table cells of p50, p95 and p99 of a latency."""
     if distribution is None or not distribution.n:
         return [Cell(NOT_MEASURED, "faint")] * 3
     return [percentile_cell(distribution, name) for name in ("p50", "p95", "p99")]
@@ -118,7 +118,10 @@ def _gpu_text(level: FleetLevel) -> str:
 
 
 def fleet_charts(levels: Sequence[FleetLevel], part: Part) -> list[Figure]:
-    """Draw a part with several levels: per task the throughput, p95 of the first token or audio, and end to end."""
+    """Draw the throughput, the p95 of the first token or audio, and the p95 end to end, with one chart per task.
+
+    Returns an empty list for a part with fewer than two levels.
+    """
     counts = {_connections(level) for level in levels}
     if len(counts) < 2:
         return []

@@ -1,4 +1,4 @@
-"""The page of a load on a fleet, and the same on the console: health, levels, interference."""
+"""Builds the page of a load on a fleet, which a console shows too: health, levels and interference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables, charts, distributions and definitions of levels of any task: over load, and one level over time."""
+"""Builds tables and charts of levels of any task: of several levels over the load, and of one level over time."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def named_distributions(task: MeasuredTask, level: LevelResult) -> list[tuple[st
 
 
 def relevant_definitions(found: Collection[MeasuredTask]) -> list[Definition]:
-    """Return the definitions of the metrics of some tasks, or without tasks the default task's."""
+    """Return the definitions of the metrics of the tasks `found`. An empty `found` means the default task."""
     own = [definition for task in tasks().values() if task in found for definition in task.definitions]
     has_all = not found or default_task() in found
     return [*own, *(definition for definition in DEFINITIONS if has_all or definition.key in _COMMON_KEYS)]
@@ -153,7 +153,7 @@ def load_charts(levels: Sequence[LevelResult]) -> list[Figure]:
 def timeline_figure(level: LevelResult) -> Figure | None:
     """Draw tokens, requests, latencies and GPU metrics of a level over time.
 
-    Returns None where nothing was recorded.
+    Returns None if nothing was recorded.
     """
     if len(level.timeline) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The page of one run of load, eval or demo, and its tables on the console."""
+"""Builds the page of one run of load, eval or demo, and its tables for the console."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
 
 
 def all_levels(result: RunResult) -> list[LevelResult]:
-    """Return the levels of a run. For a mixed level, return the level of each model in it."""
+    """Return the levels of a run. A mixed level is replaced by the levels of its models."""
     return [*result.levels, *(load.level for level in result.mixed for load in level.streams)]
 
 
@@ -157,7 +157,7 @@ def machine_section(fingerprint: Fingerprint | None) -> Section:
 
 
 def notes_box(notes: Sequence[str]) -> list[Block]:
-    """Return a box with the notes of a result; no block if there are no notes."""
+    """Return a list with one box of notes, or an empty list if there are no notes."""
     return [Box(title="Read with care", items=notes)] if notes else []
 
 
@@ -311,7 +311,7 @@ def _definition_facts(result: RunResult) -> list[tuple[str, str]]:
 
 
 def conversations_section(samples: Sequence[DemoSample]) -> Section:
-    """Build a table of what was asked in chats, and of the answers."""
+    """Build a table of the chat messages and their answers."""
     rows = [Row([sample.given, sample.answer]) for sample in samples if sample.task is None]
     columns = [Column(head, align="text") for head in ("Question", "Answer")]
     return Section("Conversations", [Table(columns, rows)] if rows else [])

@@ -89,10 +89,11 @@ def make_card(
     required: Sequence[EvidenceType] = REQUIRED,
     force: bool = False,
 ) -> Card:
-    """Build a card from `documents`. It lists the `older` ones by name, and `changed_facts` between two snapshots.
+    """Build a card from `documents`.
 
-    A card that lacks a type of `required` is INCOMPLETE at best. Raises ConfigError for documents of several machines,
-    unless `force`; such a card is UNKNOWN at best.
+    The card lists `older_documents` by name, and `changed_facts` between two snapshots. If a type of `required` is
+    missing, the verdict is INCOMPLETE or worse. Raises ConfigError for documents of several machines. With `force`
+    there is a card, whose verdict is UNKNOWN or FAIL.
     """
     machine_mismatches = _find_machine_mismatches(documents)
     if machine_mismatches and not force:
@@ -131,7 +132,7 @@ def _overall_verdict(
 ) -> CheckVerdict:
     """Return the worst verdict of the evidence, in the order FAIL, UNKNOWN, INCOMPLETE, WARN, PASS.
 
-    It is UNKNOWN where nothing was judged, or where the documents may be of several machines.
+    The verdict is UNKNOWN if nothing was judged, or if the documents may be of several machines.
     """
     verdict = worst_verdict([item.verdict for item in evidence], "UNKNOWN")
     if verdict == "FAIL":
@@ -144,7 +145,7 @@ def _overall_verdict(
 def _find_machine_mismatches(documents: Sequence[DocumentFile]) -> list[str]:
     """Return one line per machine with its documents if there are several machines, else an empty list.
 
-    A document without a fingerprint fits every machine.
+    A document without a fingerprint causes no mismatch.
     """
     machines: dict[tuple[str, ...], list[str]] = {}
     for document in documents:
@@ -157,7 +158,7 @@ def _find_machine_mismatches(documents: Sequence[DocumentFile]) -> list[str]:
 
 
 def _subject_key(document: DocumentFile) -> tuple[str, ...]:
-    """Return the key of a document's subject; the card uses only the newest document per subject."""
+    """Return the key of a document's subject. A card uses only the newest document per subject."""
     content, name = document.content, str(document.type)
     if isinstance(content, ComparisonResult):
         return name, content.old_command, content.new_command, content.primary.name
@@ -176,7 +177,10 @@ def _document_time(document: DocumentFile) -> datetime:
 
 
 def _machine_name(documents: Sequence[DocumentFile]) -> str:
-    """Return the GPU names of the certificate or snapshot, else of the first fingerprint; its CPU without GPUs."""
+    """Return the GPU names of the certificate or snapshot, else of the first fingerprint.
+
+    Without GPUs, return its CPU.
+    """
     for document in documents:
         if isinstance(document.content, Certificate | Snapshot):
             snapshot = document.content if isinstance(document.content, Snapshot) else document.content.snapshot
@@ -210,7 +214,7 @@ def _reason(
 
 
 def card_page(card: Card) -> Page:
-    """Build the page: the verdict, one row per piece of evidence, the perf stories, and each document's charts."""
+    """Build the page: the verdict, one row per document, the changed settings, and the charts of each document."""
     style = style_of(card.verdict)
     rows = [Row([item.type, verdict_cell(item.verdict), _summary_cell(item)]) for item in card.evidence]
     rows += [
@@ -275,7 +279,7 @@ def _summary_cell(item: Evidence) -> Cell:
 
 
 def _perf_story_sections(card: Card) -> list[Section]:
-    """Build the sections with the evidence of the perf stories: all comparisons' starts and all tunings' charts."""
+    """Build the sections with the evidence of the stories: the starts of comparisons and the charts of tunings."""
     sections = []
     for comparison in card.comparisons:
         note = (

@@ -1,4 +1,4 @@
-"""The page of a certificate, and its lines on the console: verdict, actions, an overview of all GPUs, details."""
+"""Builds the page of a certificate and its lines on the console: verdict, actions, overview of all GPUs, details."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _MAX_UNMERGED_ROWS = 3  # passed measurements of one key on more GPUs than that 
 def certificate_page(certificate: Certificate, folder: Path | None = None) -> Page:
     """Build the page: findings with their remedy, then every GPU at a glance, then all measurements.
 
-    The certificate was saved in `folder`, which the last line on the console names.
+    `folder` contains the saved certificate. The last line on the console names it.
     """
     snapshot, style = certificate.snapshot, style_of(certificate.verdict)
     num_gpus = len(snapshot.gpus)
@@ -156,7 +156,7 @@ def certificate_tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
 
 
 def certificate_charts(certificate: Certificate) -> list[Figure]:
-    """Draw the verdicts of every check on every GPU, and peer copies and collectives of several GPUs."""
+    """Draw the verdict of each check on each GPU. For several GPUs, draw peer copies and collectives too."""
     gpus, rows = certificate.snapshot.gpus, _all_rows(certificate)
     names = [gpu.label for gpu in gpus]
     cells = {}

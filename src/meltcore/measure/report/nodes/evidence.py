@@ -213,9 +213,9 @@ def _comparison_story(index: int, comparison: ComparisonResult, tunings: Sequenc
 
 
 def _tuning_story(index: int, tuning: Tuning) -> Story | None:
-    """Return the story of a tuning without a comparison, or None if no setting gains more than a repeated start may.
+    """Return the story of a tuning without a comparison, or None if every gain is within the noise of one start.
 
-    The story is about the tuning's knee, else about its fastest setting.
+    The story is about the tuning's knee, or about its fastest setting if the knee is the default.
     """
     successful_points = [
         point

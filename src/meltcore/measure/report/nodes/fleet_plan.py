@@ -1,4 +1,4 @@
-"""The page of a fleet's plan, and the same on the console: verdict, GPUs, models, MIG layouts."""
+"""Builds the page of a fleet's plan, which a console shows too: verdict, GPUs, models and MIG layouts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _conclusion(plan: FleetPlan) -> str:
 
 
 def _gpus_text(plan: FleetPlan) -> str:
-    """Return the GPUs that engines are on, and those that stay idle: " on GPUs 0 to 2; GPU 3 is idle"."""
+    """Return a text with the used and the idle GPUs: " on GPUs 0 to 2; GPU 3 is idle"."""
     used = [gpu for gpu in plan.gpus if not _is_idle(gpu)]
     idle = [gpu for gpu in plan.gpus if _is_idle(gpu)]
     if not used:
@@ -94,7 +94,7 @@ def _is_idle(gpu: PlannedGpu) -> bool:
 
 
 def _numbers_text(gpus: list[PlannedGpu]) -> str:
-    """Return GPUs as text, by node: "GPU 0", "GPUs 0 to 3, 5", "a GPU 0, b GPUs 0, 1"."""
+    """Return GPU numbers as text, by node: "GPU 0", "GPUs 0 to 3, 5", "a GPU 0, b GPUs 0, 1"."""
     by_node: dict[str, list[int]] = {}
     for gpu in gpus:
         by_node.setdefault(gpu.node, []).append(gpu.number)
@@ -157,7 +157,7 @@ def _models(plan: FleetPlan) -> Table:
 
 
 def _step_text(model: PlannedModel) -> str:
-    """Return a sentence about a model whose steps are full with fewer requests than the file plans for."""
+    """Return a sentence about a model whose step holds fewer sequences than its `max_num_seqs`."""
     return (
         f"A step of {model.name} is full with {model.concurrency} at a time: of max_num_seqs {model.max_num_seqs:,} "
         "the others wait, and get no more memory."

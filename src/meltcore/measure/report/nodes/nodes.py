@@ -1,4 +1,4 @@
-"""The page of a command on all nodes of a cluster, and the same on the console: nodes, rates, differences."""
+"""Builds the page of a command on all nodes of a cluster, which a console shows too: nodes, rates and differences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TIE_NOTE = "Most nodes with the same hardware have the other value; of two node
 
 
 def nodes_page(report: NodesReport) -> Page:
-    """Return the page of a report: failed nodes with their reason, the slowest node of each rate, what differs."""
+    """Return the page: failed nodes with their reasons, the slowest node of each rate, and the differences."""
     sections = [Section("Nodes", [_nodes(report)])]
     if report.metrics:
         sections.append(Section("Slowest node", [_slowest(report.metrics), *map(_all_nodes, report.metrics)]))

@@ -1,4 +1,4 @@
-"""The page of a profile, and its lines on the console: the use of each GPU's time."""
+"""Builds the page of a profile and its lines on the console, which show the use of each GPU's time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def window_bar(report: GapReport) -> Markup:
 
 
 def window_legend(report: GapReport) -> list[tuple[str, int, bool]]:
-    """Return the legend of the bar: all parts in its order, with their shares, as narrow parts have no name there."""
+    """Return the legend of the bar: all parts in order, with their shares. In the bar, narrow parts have no name."""
     groups, causes = _window_parts(report)
     colors = [index % 2 * 2 + 1 + (index >= len(groups)) for index in range(len(groups) + len(causes))]
     return [
@@ -94,8 +94,8 @@ def budget_title(report: GapReport) -> str:
 def budget_rows(report: GapReport) -> list[tuple[str, list[str]]]:
     """Return a row (group, cells) per group of kernels, and a last row with the sums.
 
-    The cells are count, time and its fraction of the window, idle time before, and its fraction of all idle time. They
-    are of an average step in microseconds, or of the whole window in milliseconds where nothing marks steps.
+    The cells are count, time and its fraction of the window, idle time before, and its fraction of all idle time. Times
+    are in microseconds of an average step, or in milliseconds of the whole window if the trace has no step markers.
     """
     idle_us = sum(row.idle_before_us for row in report.budget)
     count, ran_us = sum(row.count for row in report.budget), sum(row.ran_us for row in report.budget)

@@ -1,1 +1,1 @@
-"""Pages, their charts, and the same on the console."""
+"""The model of pages, their charts, and their rendering as HTML and on the console."""

@@ -41,7 +41,10 @@ WIDE = Frame(_FULL_WIDTH, 384, 90, 1080, 20, 330)
 
 @dataclass(frozen=True)
 class Mark:
-    """One point of a line. `y` None breaks the line; `outlined` draws the dot hollow, `ring` draws a circle around."""
+    """One point of a line. A `y` of None breaks the line.
+
+    `outlined` draws a hollow dot, and `ring` a circle around the dot.
+    """
 
     x: float
     y: float | None
@@ -75,7 +78,10 @@ class Strip:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar, with its name, detail and warning above and a note at its end. `value` None means not measured."""
+    """One bar, with its name, detail and warning above and a note at its end.
+
+    A `value` of None means "not measured".
+    """
 
     name: str
     value: float | None
@@ -360,7 +366,7 @@ def format_tick(value: float, unit: str) -> str:
 
 
 def linear_ticks(high: float, max_ticks: int = 5) -> list[float]:
-    """Return about `max_ticks` round values from 0 on, of which the last is at least `high`.
+    """Return about `max_ticks` round values from 0 on. The last value is at least `high`.
 
     Returns [0, 1] for a `high` of 0 or less.
     """
@@ -385,7 +391,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def inner_ticks(low: float, high: float) -> list[float]:
-    """Return about five round values between `low` and `high`."""
+    """Return about five round values between `low` and `high`, in ascending order."""
     step = _round_step((high - low) / 5, (1, 2, 5, 10))
     return [step * multiple for multiple in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
@@ -397,7 +403,7 @@ def _round_step(min_step: float, factors: Sequence[float]) -> float:
 
 
 def spaced_indices(positions: Sequence[float], gap: float) -> list[int]:
-    """Return the indices of positions that are at least `gap` apart, always with the last one.
+    """Return the indices of positions that are at least `gap` apart, always including the last position.
 
     `positions` are in ascending order.
     """
@@ -468,5 +474,5 @@ def svg(width: float, height: float, label: str, children: Iterable[Markup], **a
 
 
 def points_text(points: Sequence[Point]) -> str:
-    """Return points as an SVG attribute has them."""
+    """Format points as the value of an SVG attribute."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

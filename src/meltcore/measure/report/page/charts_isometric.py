@@ -60,9 +60,9 @@ def isometric_bars(
 ) -> Markup:
     """Draw one bar per (row, column) of `values`.
 
-    `highest` is the end of the value scale; charts that are compared need the same one. The last row is at the back
-    and the first column on the left: few bars are hidden if values grow with the row and fall with the column. A cell
-    without a value stays empty.
+    `highest` is the end of the value scale. Charts that are compared need the same `highest`. The last row is at the
+    back and the first column on the left: few bars are hidden if values grow with the row and fall with the column. A
+    cell without a value stays empty.
     """
     ticks = linear_ticks(highest, 4)
     projection = _Projection(len(columns), len(rows), ticks[-1])

@@ -33,7 +33,7 @@ _MAX_SPACED_COLUMNS = 7  # columns; more fit into 80 characters without gaps
 
 
 def print_document(content: msgspec.Struct) -> None:
-    """Print a document on standard output as indented JSON, as it stands in its file."""
+    """Print a document on standard output as indented JSON."""
     print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
 
 
@@ -78,8 +78,8 @@ def print_blocks(blocks: Sequence[Block], console: Console) -> None:
 def print_table(table: Table, console: Console) -> None:
     """Print a table's console columns, a note on omitted percentiles, and the table's note.
 
-    Where the console is too narrow, cells are folded at spaces. Where even their longest words do not fit, each row is
-    printed as a block of its own. No word is broken.
+    On a narrow console, cells are folded at spaces. If the longest words still do not fit, each row is printed as a
+    block of its own. No word is broken.
     """
     if not table.rows:
         return
@@ -110,7 +110,7 @@ def _print_columns(
     gap: int,
     console: Console,
 ) -> None:
-    """Print rows below each other. `heads` and `lines` are markup; `widths` are the columns' widths without gaps."""
+    """Print the rows in columns. `heads` and `lines` are markup; `widths` are the columns' widths without gaps."""
     has_text = any(column.align == "text" for column in table.columns)
     rich_table = RichTable(box=SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False, show_edge=False)
     for i, head, width in zip(column_indices, heads, widths, strict=True):
@@ -127,7 +127,7 @@ def _print_columns(
 
 
 def _print_records(heads: Sequence[str], lines: Sequence[Sequence[str]], console: Console) -> None:
-    """Print a block per row: its first cell, then `head: cell` of the others, folded between them."""
+    """Print one block per row: its first cell, then `head: cell` of the other cells, folded between cells."""
     for cells in lines:
         console.print(cells[0], style="bold", highlight=False)
         filled = ""

@@ -71,9 +71,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Table(Block):
-    """A table of cells with a `note` below. A compact table has small print, for many columns.
+    """A table of cells with a `note` below. A compact table has a small font, for many columns.
 
-    The text of a stacked table stands below the row's other cells on a narrow screen.
+    On a narrow screen, a stacked table shows the text below the row's other cells.
     """
 
     columns: Sequence[Column]

@@ -1,4 +1,4 @@
-"""A leaderboard of GPU scores, best first, with reasons why results must not be ranked together."""
+"""Builds a leaderboard of GPU scores, best first, with the reasons why results must not be ranked together."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _SAME_ENGINE: tuple[str, Callable[[Score], str]] = ("engine versions", lambda sc
 def newest_runs_and_references(folder: Path) -> tuple[list[NamedScore], list[str]]:
     """Return the newest comparable runs of `folder` with the shipped references, and notes on other runs.
 
-    All have the workload of the newest run with a comparable score, and the runs also its engine version. Without any
-    such run, only the references of the first reference's workload are returned.
+    All results have the workload of the newest run with a comparable score. The runs also have its engine version.
+    Without such a run, the result is the first reference and the references that are comparable with it.
     """
     notes: list[str] = []
     runs: list[NamedScore] = []
@@ -93,9 +93,9 @@ def sort_by_score(entries: Sequence[NamedScore], *, force: bool = False) -> list
 
 
 def ranking_notes(entries: Sequence[NamedScore]) -> list[str]:
-    """Return the reasons why the results are not comparable, or an empty list where they are.
+    """Return the reasons why the results are not comparable, or an empty list if they are.
 
-    Another engine version of a shipped reference is no reason; `leaderboard_notes` mentions it.
+    Shipped references may have another engine version, which `leaderboard_notes` mentions.
     """
     reasons = [f"{entry.name}: {reason}" for entry in entries for reason in entry.score.not_comparable]
     for fact_name, fact in (*COMPARABILITY_FIELDS, _SAME_ENGINE):
@@ -202,7 +202,7 @@ def _bar_figure(
     is_forced: bool,
     get_value: Callable[[NamedScore], float | None],
 ) -> Figure | None:
-    """Draw a bar per result; returns None where no result has a value."""
+    """Draw one bar per result. Returns None if no result has a value."""
     values = [get_value(entry) for entry in entries]
     highest = max((value for value in values if value is not None), default=0.0)
     if highest <= 0:

@@ -1,4 +1,4 @@
-"""The page of a GPU score, and its lines on the console: the score, its parts, and doubts about it."""
+"""Builds the page of a GPU score and its lines on the console: the score, its parts, and reasons to doubt it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def level_line(label: str, level: ScoreLevel, is_sustained: bool) -> str:
 
 
 def score_tiles(score: Score) -> list[tuple[str, str, str]]:
-    """Return a tile (label, value, small print) per number of the sustained run, latencies of the slowest device."""
+    """Return a tile (label, value, small print) per number of the sustained run. Latencies are the slowest device's."""
     runs = [device.sustained for device in score.devices if device.sustained is not None]
     if not runs:
         return []
@@ -347,7 +347,7 @@ def _levels_table(device: GpuScore) -> Table:
 
 
 def _utilization_table(device: GpuScore) -> list[Table]:
-    """Build a table with the mean utilization of every window; no table if nothing was measured."""
+    """Build a table with the mean utilization of each window. Returns an empty list if nothing was measured."""
     columns = [
         Column("Concurrency", console="concur-\nrency"),
         Column("Output tok/s", console="output\ntok/s"),
@@ -369,7 +369,7 @@ def _utilization_table(device: GpuScore) -> list[Table]:
 def _is_saturated(device: GpuScore) -> bool:
     """Return whether the requests in flight were more than twice the engine's limit of running requests.
 
-    A request then waits longer than it runs.
+    On a saturated device a request waits longer than it runs.
     """
     max_num_seqs = device.engine_settings.get("max_num_seqs")
     return (
@@ -474,7 +474,7 @@ def _format_p50(distribution: Distribution) -> str:
 
 
 def summary_sections(score: Score) -> list[Block]:
-    """Build a section with the totals and the three expectations; no section if no device completed a window."""
+    """Build the section of the totals and the three expectations, or no section if no device completed a window."""
     sums = totals(score)
     if not sums.output_tokens:
         return []

@@ -1,4 +1,4 @@
-"""The page of `meltcore bench --sweep`: output rate over concurrency and output length, one chart per temperature."""
+"""Builds the page of `meltcore bench --sweep`: output rate over concurrency and output length, by temperature."""
 
 from __future__ import annotations
 

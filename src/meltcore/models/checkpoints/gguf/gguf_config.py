@@ -207,7 +207,7 @@ class _Keys:
         return self.model.metadata.get(self._prefix + key)
 
     def require_neutral(self, key: str, values: tuple[Any, ...]) -> None:
-        """Raise ConfigError unless the value is one of `values`.
+        """Raise ConfigError if the key has a value that is not one of `values`.
 
         Other values need a computation that Meltcore does not have.
         """
@@ -399,8 +399,8 @@ def _gemma_rope(keys: _Keys, config: dict[str, Any], rope: dict[str, Any] | None
 def _read_token_ids(model: GGUFModel, vocab_size: int) -> dict[str, Any]:
     """Return bos_token_id and eos_token_id.
 
-    End tokens are the stated ones, and control tokens whose text ends a turn. Returns no fields if the file has no
-    vocabulary, which --tokenizer may replace.
+    End tokens are the tokens that the file names as such, and control tokens whose text ends a turn. Returns no fields
+    if the file has no vocabulary, which --tokenizer may replace.
     """
     if "tokenizer.ggml.tokens" not in model.metadata:
         return {}

@@ -1,4 +1,4 @@
-"""Says how a device holds each format of a GGUF file's tensors, and counts the bytes. No torch, no weights."""
+"""Says how a device holds each format of a GGUF file's tensors, and counts the bytes. It imports no torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def count_formats(labels: Iterable[str]) -> str:
 
 
 def held_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, GgmlType | None]:
-    """Return the format in which a device holds each tensor of a file. None means values in the model's type.
+    """Return the format in which a device holds each tensor. None means unquantized, in the model's type.
 
     Routers are held as values. One kernel computes all experts of a layer, so if one expert is held as values, all
     experts are. A CPU may convert linear layers once more after they are loaded (`host_weights`).

@@ -1,4 +1,4 @@
-"""Tells GGUF files of models from others that stand beside them, such as importance matrices.
+"""Distinguishes GGUF files of models from other GGUF files in their folder, such as importance matrices.
 
 This module does not import torch.
 """

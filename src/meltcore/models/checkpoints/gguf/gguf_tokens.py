@@ -25,7 +25,7 @@ _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 def read_token_ids(model: GGUFModel, tokens: list[str]) -> dict[str, Any]:
     """Return bos_token_id and eos_token_id.
 
-    End tokens are the stated ones, and control tokens whose text ends a turn.
+    End tokens are the tokens that the file names as such, and control tokens whose text ends a turn.
     """
     ids = {name: special_id(model, name, len(tokens)) for name in _STATED_KEYS}
     types, _ = token_types(model, tokens)
@@ -37,7 +37,7 @@ def read_token_ids(model: GGUFModel, tokens: list[str]) -> dict[str, Any]:
 def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, Any], list[str]]:
     """Return the type of each token (gguf.TokenType), and the tokens whose type differs from the type in the file.
 
-    In a file without types all tokens are normal tokens. Tokens that begin or end turns, and stated end tokens in
+    In a file without types all tokens are normal tokens. Tokens that begin or end turns, and the file's end tokens in
     brackets, become control tokens. As normal tokens they would be split into letters, and no turn would end. Tokens
     around reasoning would be split too, but they are not control tokens.
     """

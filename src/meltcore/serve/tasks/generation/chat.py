@@ -27,9 +27,10 @@ class ChatAnswer(NamedTuple):
 
 
 async def ask(backend: Backend, system: str, prompt: str, *, stop: Sequence[str] = ()) -> ChatAnswer:
-    """Return a model's answer to a prompt. Cancelling the call ends the work.
+    """Return a model's answer to a prompt. Cancelling the call ends the work in the engine.
 
-    `system` contains instructions that precede the prompt, or is "". Raises RequestError (400, 429, 500, 503, 504).
+    `system` contains instructions that precede the prompt, or is "". The answer ends before any text of `stop`. Raises
+    RequestError (400, 429, 500, 503, 504).
     """
     messages = [ChatMessage("system", system)] if system else []
     messages.append(ChatMessage("user", prompt))
@@ -56,6 +57,6 @@ async def ask(backend: Backend, system: str, prompt: str, *, stop: Sequence[str]
 
 
 def check_mode(mode: str) -> None:
-    """Raise RequestError (501) for a mode that needs more than a language model."""
+    """Raise RequestError (501) for a mode of dwani.ai's API that needs more than a language model."""
     if mode != "llm":
         raise RequestError("mode agent is not supported: this server has no agents", param="mode", status=501)

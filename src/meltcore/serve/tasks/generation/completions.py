@@ -32,9 +32,9 @@ class _GenerationEndpoint(Endpoint):
     writer_type: type[ResponseWriter]
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. If the client disconnects first, the engine ends the request.
+        """Answer one request. If the client disconnects first, the engine stops working on the request.
 
-        Raises RequestError, after which nothing was started, and ClientDisconnectedError.
+        Raises RequestError for a request that was refused before it started, and ClientDisconnectedError.
         """
         request = await self.read(exchange, self.form)
         exchange.fields["user"] = request.user

@@ -1,4 +1,4 @@
-"""Represents one HTTP request in progress. It has one choice per answer, with the output that was not sent yet."""
+"""Represents one HTTP request for generated text, with one choice per answer. A choice has the output not sent yet."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LOGPROB_CHARS = 32  # that one log-probability counts for: about its number and 
 
 
 class Echo(NamedTuple):
-    """A prompt that the answer repeats at its beginning. `token_ids` are packed by pack_token_ids.
+    """A prompt that the answer repeats at its beginning, as text and as `token_ids` packed by pack_token_ids.
 
-    With `echo_only` the answer has no generated tokens.
+    If `echo_only` is true, the answer has no generated tokens.
     """
 
     text: str
@@ -150,7 +150,7 @@ class Choice(Child):
         return [self.request_id]
 
     def restart(self) -> None:
-        """Discard the answer so far, none of which was sent. The time of its first token is kept."""
+        """Discard the answer so far, of which the client has received nothing. The time of the first token is kept."""
         unsent_chars = (
             sum(map(len, self.text)) + sum(map(len, self.reasoning)) + self.num_unsent_logprobs * LOGPROB_CHARS
         )
@@ -158,7 +158,7 @@ class Choice(Child):
         self._begin(unpack_token_ids(self.prompt_token_ids))
 
     def accept(self, output: SequenceOutput) -> int:
-        """Add the engine's new tokens to the answer. Return how many of them belong to it: all up to a stop string.
+        """Add the engine's new tokens to the answer. Return how many of them belong to it: those up to a stop string.
 
         Sets `finish_reason` if the engine or a stop string ends the answer.
         """
@@ -197,7 +197,10 @@ class Choice(Child):
         return num_counted
 
     def _emit_echo(self, echo: Echo, output: SequenceOutput) -> SequenceOutput:
-        """Put the prompt before the answer. Return the part of the engine's first output that belongs to the answer."""
+        """Put the prompt before the answer. Return the part of the engine's first output that belongs to the answer.
+
+        With `echo_only` this part has no tokens.
+        """
         self.echo = None
         if output.prompt_logprobs is not None:
             self.logprobs.extend(zip(unpack_token_ids(echo.token_ids), [None, *output.prompt_logprobs], strict=True))
@@ -211,9 +214,10 @@ class Choice(Child):
         return msgspec.structs.replace(output, token_ids=[], finish_reason="length", stop_token_id=None, logprobs=None)
 
     def begins_text(self, token_id: int) -> bool:
-        """Return whether the next logprobs entry begins the text. Call this method once per entry.
+        """Return whether the next logprobs entry begins the text of the answer. Call this method once per entry.
 
-        The text of a completion includes its prompt. The text of a chat does not.
+        In a completion the prompt is before the answer, so no entry begins the text. In a chat the first visible token
+        does.
         """
         if not self._text_is_ahead or self.detokenizer.is_hidden(token_id):
             return False
@@ -221,9 +225,9 @@ class Choice(Child):
         return True
 
     def logprob_text_offset(self, token_id: int) -> int:
-        """Return the text_offset of the next logprobs entry in characters.
+        """Return the text_offset of the next logprobs entry in characters. Call this method once per entry.
 
-        Then advance it by the text of `token_id`.
+        It advances the offset by the text of `token_id`.
         """
         offset = self.logprob_offset
         if self.offset_decoder is None or self.detokenizer.is_hidden(token_id):
@@ -236,7 +240,10 @@ class Choice(Child):
         return offset + len(text) - len(text.lstrip(REPLACEMENT_CHAR))
 
     def take_update(self) -> bool:
-        """Return whether an event would have new output. Call this method once before each event."""
+        """Return whether the next event would have new output, and count this output as sent.
+
+        Call it once before each event.
+        """
         if self.end_sent:
             return False
         self.end_sent = self.finish_reason is not None
@@ -319,7 +326,10 @@ class GenerationTicket(Ticket[Choice]):
         return sum(choice.cached_tokens for choice in self.choices)
 
     def note_sent(self) -> None:
-        """Note that output is sent to the client. Then the request cannot be retried, so its prompts are freed."""
+        """Note that output is sent to the client.
+
+        The request cannot be retried afterwards, so its prompts are freed.
+        """
         if not self.has_sent:
             self.has_sent = True
             for choice in self.choices:

@@ -128,7 +128,7 @@ class LocalEngine(EngineBackend):
         return {"prompt": await decode(self._text.tokenizer, request.tokens, vocab_size)}
 
     def facts(self, ready: GenerationReady) -> dict[str, Any]:
-        """Return the facts that a measurement records."""
+        """Return the fields that the model card has for clients and measurements, such as the context length."""
         text: TextModel = self._text
         return {
             "max_model_len": ready.max_model_len,
@@ -157,7 +157,10 @@ class LocalEngine(EngineBackend):
         )
 
     async def _echoes(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo | None]:
-        """Return one Echo per prompt, with which its answer begins, or None per prompt without `echo`."""
+        """Return one Echo per prompt, which repeats it in the answer.
+
+        Without `echo` in the request, return None per prompt.
+        """
         if not isinstance(request, CompletionRequest) or not request.echo:
             return [None] * len(prompts)
         if request.stream and request.logprobs is not None:
@@ -172,9 +175,9 @@ class LocalEngine(EngineBackend):
         ]
 
     def _admit(self, ticket: GenerationTicket, priority: int) -> None:
-        """Send the request to the engines, or let it wait for its turn. Its time is limited until `release`.
+        """Send the request to the engines, or let it wait for its turn. The time limit applies until `release`.
 
-        Raises RequestError (429, 503).
+        Raises RequestError: 429 if the queue is full, and 503 while the model cannot serve.
         """
         self._loaded()  # the status may have changed while tokenizing
         self._live_replicas()

@@ -1,4 +1,4 @@
-"""Holds the requests in progress. Each is accepted, receives its output, and is ended exactly once."""
+"""Holds the requests for generated text that are in progress. Each is accepted, receives output, and is ended once."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class OpenRequests(OpenTickets[Choice]):
     usual_output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer: the average of past ones
 
     def place(self, child: Choice, replica: int) -> None:
-        """Send a choice to a replica.
+        """Send a choice to a replica, and set its cost there in tokens.
 
-        The answer counts with its limit of tokens, but at most with the usual length, because clients often set no
-        limit. An answer that counted with the longest length of the model would keep dozens of shorter requests away
-        from its replica. Each request also counts as REQUEST_TOKENS, because it takes part in every step.
+        An answer costs its limit of tokens, or the average length of past answers if that is lower, because clients
+        often set no limit. The longest length of the model would keep dozens of shorter requests away from the replica.
+        REQUEST_TOKENS are added, because each request takes part in every step.
         """
         answer_tokens = min(child.params.max_tokens, round(self.usual_output_tokens))
         child.cost = REQUEST_TOKENS + child.prompt_tokens + answer_tokens
@@ -55,9 +55,9 @@ class OpenRequests(OpenTickets[Choice]):
             child.prompt_token_ids = b""  # the engine has them; for 10,000 requests a second copy takes much memory
 
     def settle(self, ticket: Ticket[Choice]) -> float:
-        """Return the number of prompt and output tokens of an ended request.
+        """Return the cost of an ended request, which is the number of its prompt and output tokens.
 
-        Its output changes the average length, and is charged to its API key.
+        The output tokens change the average length of answers, and are charged to the API key of the request.
         """
         output_tokens = sum(choice.output_tokens for choice in ticket.children)
         mean = output_tokens / len(ticket.children)

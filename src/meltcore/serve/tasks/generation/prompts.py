@@ -153,7 +153,7 @@ async def encode_all(
 def _check_length(
     tokenizer: Tokenizer, prompt: ChatPrompt, param: str, context: int | None, *, is_only_counted: bool
 ) -> None:
-    """Raise RequestError (400) if a prompt is far too long. Only a part of it is tokenized for this."""
+    """Raise RequestError (400) if a prompt is far too long. Only as much of the prompt as this takes is tokenized."""
     if context is None:
         return
     unchecked, limit = _LONG_BYTES * context, _TOO_LONG * context
@@ -215,7 +215,7 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
 
 
 def _with_system_role(message: ChatMessage) -> dict[str, str]:
-    """Return a message in the form that templates expect: the role "developer" becomes "system", its older name."""
+    """Return a message for the chat template. The role "developer" becomes "system", which templates know."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     template_message = {"role": "system" if message.role == "developer" else message.role, "content": text}

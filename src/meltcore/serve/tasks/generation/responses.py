@@ -201,7 +201,10 @@ def _usage(prompt: int, output: int, cached: int) -> bytes:
 def _top_logprobs(
     choice: Choice, token: str, token_id: int, token_logprobs: TokenLogprobs, *, is_first: bool
 ) -> dict[str, float]:
-    """Return the highest log-probabilities by token text. `token` is added at the end if it is not among them."""
+    """Return the highest log-probabilities by token text.
+
+    The generated token `token` is added at the end if it is not among them.
+    """
     tops = zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True)
     found = dict(list(tops)[: choice.params.logprobs]) | {token_id: token_logprobs.logprob}
     keyed: dict[str, float] = {}

@@ -39,7 +39,7 @@ def check_servable(config: ModelSection) -> Task:
 
 
 def _reasons_of_files(config: ModelSection) -> tuple[str | None, list[str]]:
-    """Return a model's file or folder, and the reasons that it shows.
+    """Return the file or folder of a model, and all reasons in its files why the model cannot be served.
 
     The path is None if the reasons already name it.
     """
@@ -62,9 +62,9 @@ def _reasons_of_files(config: ModelSection) -> tuple[str | None, list[str]]:
 
 
 def _with_good_tokenizer(config: ModelSection) -> ModelSection:
-    """Return the settings with a valid tokenizer in place of a bad one.
+    """Return the settings with a valid tokenizer in place of a faulty one.
 
-    So the faults of the model's other files are found.
+    With it, the faults of the model's other files can be found.
     """
     return msgspec.structs.replace(config, tokenizer=BUNDLED_MODEL)
 

@@ -42,7 +42,7 @@ _decode = msgspec.json.Decoder(_Completion).decode
 
 
 class _NoConnection:
-    """Stands in for the connection of a client, because this process itself reads the answer."""
+    """Replaces the connection of a client where this process itself reads the answer."""
 
     def __init__(self) -> None:
         self.transport = self  # whose two methods close the connection
@@ -53,7 +53,7 @@ class _NoConnection:
         self._on_lost = callback
 
     def close(self) -> None:
-        """Call the callback, because the whole of a broken answer has been read."""
+        """Call the callback, as the end of a client's connection would."""
         if self._on_lost is not None:
             self._on_lost()
 
@@ -67,7 +67,8 @@ async def _no_body() -> NoReturn:
 async def ask_upstream(backend: HttpBackend, fields: dict[str, Any]) -> tuple[str, int, int]:
     """Return the text of a chat completion, and the numbers of prompt and output tokens. Cancelling ends the work.
 
-    Raises RequestError as the backend does, and with 502 if the answer is no chat completion.
+    `fields` is the body of the request. Raises the RequestError of the backend, and 502 if the answer is no chat
+    completion.
     """
     status, parts, size, encoding = 0, list[bytes](), 0, "identity"
 

@@ -13,7 +13,7 @@ from meltcore.serve.tasks.model_choice import ModelChoice, SpokenBackend
 
 
 class SynthesisRequest(NamedTuple):
-    """A request for speech. For a field that is None the model's default is used.
+    """A request for speech. If a field is None, the model's default is used.
 
     Args:
         reference: a recording of a voice that says reference_text. It replaces the voices of the model.
@@ -37,7 +37,7 @@ class SynthesisRequest(NamedTuple):
 
 
 class SpeechOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that all forms of requests for speech share. For a field that is None the model's default is used."""
+    """The fields that all forms of requests for speech share. If a field is None, the model's default is used."""
 
     model: str | None = None
     language: str | None = None
@@ -78,7 +78,7 @@ class SynthesisFields(SpeechOptions, forbid_unknown_fields=True, kw_only=True):
 
 
 class SpokenPart(NamedTuple):
-    """The next bytes of an audio file."""
+    """The next bytes of an audio file, and whether they are the last."""
 
     data: bytes
     is_last: bool

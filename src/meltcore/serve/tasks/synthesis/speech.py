@@ -46,7 +46,7 @@ class SpeechEndpoint(Endpoint):
     operations = (Operation("post", PATHS[0], "Speak a text", SynthesisFields, AUDIO_TYPE, {"input": "go at seven"}),)
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         body = await exchange.body(self.limit_bytes)
         request = await read_request(body, exchange.body_type, exchange.query)
         exchange.fields |= {"model": request.model, "user": request.user}
@@ -79,9 +79,9 @@ async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: Sy
 
 
 async def read_request(body: bytes, content_type: str, query: Mapping[str, str]) -> SynthesisRequest:
-    """Return the request for speech. Its form is JSON, a form with a reference, or dwani.ai's query without a body.
+    """Return the request for speech in a body: JSON, a form with a reference, or dwani.ai's query without a body.
 
-    Raises RequestError (400).
+    Raises RequestError (400) if the body or the query is invalid.
     """
     reference = None
     if is_multipart(content_type):
@@ -153,7 +153,7 @@ class SpeechBatchEndpoint(Endpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         fields = await self.read(exchange, SpeechBatchRequest)
         requests = _speech_requests(fields)
         backend = synthesizer(self.choices, fields.language, fields.model)

@@ -62,7 +62,7 @@ class SpeechToSpeechEndpoint(Endpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         session = header(exchange.scope, b"x-session-id")
         if session is not None and len(session) > _MAX_SESSION_BYTES:
             raise RequestError(f"X-Session-ID has {len(session)} characters; the limit is {_MAX_SESSION_BYTES}")

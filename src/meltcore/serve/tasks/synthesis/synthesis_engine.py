@@ -34,9 +34,9 @@ _ENDED = {
 
 
 class _Speech(Child):
-    """A text that a replica speaks, with its results, or with the error that ends it.
+    """A text that a replica speaks. Its queue has the results, or the error that ends it.
 
-    A result of None means that another replica begins the text again, so that earlier results do not count.
+    A result of None means that another replica begins the text again. Results before it do not count.
     """
 
     def __init__(self, ticket: Ticket[_Speech], cost: int) -> None:
@@ -66,7 +66,7 @@ class _Speech(Child):
         return [] if self.message is None or self.is_ended else [self.request_id]
 
     def restart(self) -> None:
-        """Discard the results that were not encoded yet, and add None, because the text begins again."""
+        """Discard the results that were not encoded yet, and put None into the queue, because the text begins again."""
         while not self.results.empty():
             self.results.get_nowait()
         self.waiting_bytes = 0
@@ -106,7 +106,7 @@ class SynthesisEngine(AudioBackend[_Speech]):
 
     @property
     def _waiting_bytes(self) -> int:
-        """The bytes of speech that slow clients have not read yet."""
+        """The bytes of speech, over all texts, that slow clients have not read yet."""
         return sum(speech.waiting_bytes for speech in self.tickets)
 
     def on_output(self, replica: int, output: Synthesized) -> None:
@@ -159,9 +159,9 @@ class SynthesisEngine(AudioBackend[_Speech]):
     async def _encode(
         self, speech: _Speech, file: EncodedFile, on_part: Callable[[SpokenPart], Awaitable[None]]
     ) -> int | None:
-        """Encode the chunks of a text as they arrive. Return the number of bytes of the samples.
+        """Encode the chunks of a text as they arrive, and pass them to `on_part`.
 
-        Returns None if another replica begins the text again.
+        Return the number of bytes of samples. Returns None if another replica begins the text again.
         """
         num_bytes, is_last = 0, False
         while not is_last:
@@ -223,7 +223,7 @@ class SynthesisEngine(AudioBackend[_Speech]):
 
 
 def _checked(request: SynthesisRequest, ready: SynthesisReady) -> str:
-    """Return the engine's name of the voice, or "" if the request has a reference.
+    """Check a request. Return the name of its voice as the engine knows it, or "" if the request has a reference.
 
     Raises RequestError (400) if the model cannot speak the request.
     """

@@ -38,8 +38,8 @@ def estimated_audio_s(data: bytes) -> float:
 class _Recording(Child):
     """An audio file that a replica transcribes.
 
-    It stores each clip at the replica by id: a future of the transcript, and the sent samples. If there is no other
-    replica, the samples are not kept, because a request has up to 15 MB of them.
+    `clips` has the clips at the replica by id: a future of the transcript, and the message with the samples. The
+    message is kept only if another replica could retry it, because a request has up to 15 MB of samples.
     """
 
     def __init__(self, ticket: Ticket[_Recording], cost: int) -> None:
@@ -47,7 +47,7 @@ class _Recording(Child):
         self.clips: dict[str, tuple[asyncio.Future[Transcript], Transcribe | None]] = {}
 
     def messages(self) -> Sequence[Transcribe]:
-        """Return the clips that have no transcript yet. Transcripts that were already streamed do not change."""
+        """Return the messages of the clips that have no transcript yet. The others are never transcribed again."""
         return [message for _, message in self.clips.values() if message is not None]
 
     def open_ids(self) -> Sequence[str]:
@@ -80,9 +80,9 @@ class TranscriptionEngine(AudioBackend[_Recording]):
     ) -> Transcription:
         """Return the words of an audio file.
 
-        As soon as the words of a clip are known, `on_words` receives them. Clips are in order. Raises RequestError: 400
-        if the audio or the language cannot be served, 429 if the queue is full, 500 if the engine fails, and 504 after
-        the time limit. Cancelling the call ends the work.
+        As soon as the words of a clip are known, `on_words` receives them. Clips are in order. Cancelling the call ends
+        the work. Raises RequestError: 400 if the audio or the language cannot be served, 429 if the queue is full, 500
+        if the engine fails, 504 after the limit.
         """
         ready: TranscriptionReady = self._loaded()
         language = model_language(request.language, ready.languages)
@@ -97,7 +97,10 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         recording: _Recording,
         on_words: Callable[[list[SpokenWord]], None],
     ) -> Transcription:
-        """Send the clips of a file as they are decoded. A bounded number of clips may be without a transcript."""
+        """Send the clips of a file to the replica as they are decoded, and return the joined transcript.
+
+        At most _MAX_OPEN_CLIPS clips are at the replica. `on_words` receives the words of each clip, in order.
+        """
         starts: list[float] = []
         clips: list[asyncio.Future[Transcript]] = []
         words: list[SpokenWord] = []

@@ -30,7 +30,7 @@ class TranscriptionsEndpoint(Endpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         body = await exchange.body(self.limit_bytes)
         is_dwani = exchange.scope["path"] in DWANI_PATHS
         request = await read_form(body, exchange.body_type, exchange.query if is_dwani else {})
@@ -78,7 +78,7 @@ class TranscribeBatchEndpoint(Endpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         body = await exchange.body(self.limit_bytes)
         texts, files = await split_audio_form(body, exchange.body_type, ("files", "files[]"), MAX_BATCH)
         backend, request = transcriber(self.choices, speech_request({**exchange.query, **dict(texts)}, b""))

@@ -31,7 +31,7 @@ class TranslatedTexts(NamedTuple):
 
 @runtime_checkable
 class TranslationBackend(Protocol):
-    """A backend whose model translates, if `translates` is true."""
+    """A backend that may translate. It does if `translates` is true."""
 
     names: tuple[str, ...]
 

@@ -29,7 +29,7 @@ class TranslateEndpoint(Endpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         request = await self.read(exchange, TranslateRequest)
         if not 1 <= len(request.sentences) <= MAX_SENTENCES:
             raise RequestError(

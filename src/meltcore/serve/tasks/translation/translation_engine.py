@@ -87,9 +87,10 @@ class TranslationEngine(BatchBackend):
         return TranslatedTexts(texts, num_source_tokens, num_output_tokens)
 
     async def _documents(self, texts: Sequence[str], source: Language, target: Language) -> list[Document]:
-        """Split texts into tokenized sentences. A thread does this for one request after another. Raises RequestError.
+        """Split texts into tokenized sentences on a thread. Return one document per text, in order.
 
-        Only one thread runs at a time, because each additional thread takes a share of the event loop's time.
+        Only one thread runs at a time, because each additional thread takes a share of the event loop's time. Raises
+        RequestError (400) for a text that cannot be translated.
         """
         limit, normalizer = self._ready.max_source, self.config.normalizer
         documents: list[Document] = []

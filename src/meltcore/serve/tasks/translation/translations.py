@@ -25,7 +25,7 @@ from meltcore.text.translation.tokenizer import (
 
 @dataclass(frozen=True)
 class TranslationText:
-    """Has the tokenizer of a translation checkpoint, and the direction that the checkpoint's name states."""
+    """Has the tokenizer of a translation checkpoint. `direction` is that of the checkpoint's name, or None."""
 
     tokenizer: TranslationTokenizer
     is_synthetic: bool
@@ -33,7 +33,7 @@ class TranslationText:
 
     @property
     def languages(self) -> tuple[list[str], list[str]]:
-        """The FLORES codes of the languages of texts and translations, by vocabulary and direction."""
+        """Two lists of FLORES codes: the languages that the checkpoint translates from, and those it translates to."""
         codes = [each.code for each in LANGUAGES if each.code in self.tokenizer.tags]
         indic = [code for code in codes if code != "eng_Latn"]
         source, _, target = (self.direction or "").partition("-")
@@ -64,7 +64,10 @@ class TranslationText:
         return [prepare(text, self.tokenizer, source, target, limit, normalizer) for text in texts]
 
     def finish(self, documents: Sequence[Document], outputs: Sequence[list[int]], target: Language) -> list[str]:
-        """Return one translation per text. The arguments have the token ids of the translated sentences."""
+        """Return one translation per text.
+
+        `outputs` has the token ids of the translated sentences of all `documents`.
+        """
         rest = iter(outputs)
         return [
             finish(document, list(itertools.islice(rest, len(document.sentences))), self.tokenizer, target)

@@ -69,7 +69,7 @@ class CollectivesCheck(MeasuredCheck):
         ]
 
     def probe_s(self, context: CertifyContext) -> float:
-        """Return the number of seconds that the probe should take, including the start of each group."""
+        """Return the expected number of seconds of the probe, including the start of each group."""
         return super().probe_s(context) + len(_group_sizes(context)) * _GROUP_S
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:

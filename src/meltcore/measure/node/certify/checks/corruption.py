@@ -64,7 +64,7 @@ def _gpu_model(context: CertifyContext, gpu_index: int) -> GpuModel:
 def _usual_digests(context: CertifyContext, results: Sequence[ProbeResult]) -> dict[GpuModel, set[object]]:
     """Return for each GPU model the digest of the result that most GPUs of the model have.
 
-    A tie leaves the set empty, since neither result is certain.
+    After a tie the set is empty, because neither result is certain.
     """
     counts_by_model: dict[GpuModel, Counter[object]] = {}
     for result in results:

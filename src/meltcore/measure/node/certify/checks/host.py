@@ -56,7 +56,7 @@ class HostCheck(MeasuredCheck):
 def local_cpus(context: CertifyContext, gpu: int) -> str:
     """Return the CPUs of the GPU's own socket in the kernel's list form, or "" if the kernel does not list them.
 
-    Copies from another socket's memory also cross the link between sockets, which is not part of the GPU.
+    Copies from another socket's memory also cross the link between sockets, which the check does not judge.
     """
     bus_id = context.snapshot.gpus[gpu].facts.get("bus_id")
     return (context.node.read(Path(f"/sys/bus/pci/devices/{bus_id}/local_cpulist")) or "").strip()

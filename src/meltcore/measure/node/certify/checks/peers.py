@@ -117,7 +117,7 @@ class PeerCopy:
 
 
 def _time_both_directions(forward: PeerCopy, backward: PeerCopy, work: float, seconds: float) -> list[float]:
-    """Time both directions by the host's clock: events of two devices share no clock.
+    """Time both directions with the host's clock, because events of two devices share no clock.
 
     A group is long compared with its start and end. Each direction has a stream of its own: in the null stream a copy
     between two GPUs occupies both of them.

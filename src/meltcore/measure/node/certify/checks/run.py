@@ -131,7 +131,7 @@ def check_hours(tier: Tier, hours: float) -> None:
 
 
 def sampling_interval_s(hours: float) -> float:
-    """Return 0.1 s, and more in a soak, so that no more samples are kept than in one hour.
+    """Return the sampling interval in seconds: 0.1 s, or more in a soak, to limit the number of samples.
 
     No error is missed between samples: errors and slowdown times are counters, and XIDs stay queued.
     """

@@ -41,7 +41,7 @@ class SustainedCheck(MeasuredCheck):
         return expectations.gemm_expectation(context.snapshot.gpus[gpus[0]], "bf16", "model")
 
     def adjust(self, _context: CertifyContext, _results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
-        """Warn where the last quarter is slower than the first."""
+        """Change PASS to WARN on GPUs whose last quarter of samples is slower than their first quarter."""
         for judged_row in judged:
             quarter = len(judged_row.row.samples) // 4
             if judged_row.row.verdict != "PASS" or len(judged_row.row.samples) < _MIN_SAMPLES:
@@ -67,6 +67,6 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
 
 
 def downsample(samples: Sequence[float], maximum: int) -> list[float]:
-    """Return at most `maximum` samples, each the rate over several groups. A soak has more groups than that."""
+    """Return at most `maximum` samples, each the mean rate of several groups. A soak has more groups than `maximum`."""
     group_size = -(-len(samples) // max(1, maximum))
     return [harmonic_mean(samples[start : start + group_size]) for start in range(0, len(samples), group_size)]
