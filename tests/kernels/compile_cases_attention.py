@@ -16,7 +16,7 @@ from meltcore.kernels.fp8.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import CHUNK, GatedDeltaParams, GatedDeltaShape, chunk_rows
-from meltcore.kernels.sampling import argmax, beam_top_k, draw, penalties, top_k_top_p
+from meltcore.kernels.sampling import argmax, beam_top_k, draw, penalties, token_mask, top_k_top_p
 
 Cases = list[CompileCase]
 VOCAB = 151936
@@ -243,6 +243,11 @@ def penalties_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     return [partial(penalties.apply_penalties, *given)]
 
 
+def token_mask_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    masks = meta(65, VOCAB // token_mask.WORD_BITS, dtype=torch.int32)
+    return [partial(token_mask.mask_logits, meta(64, VOCAB), masks, indices(64))]
+
+
 CASES = {
     beam: beam_cases,
     kv_cache: store_kv_cases,
@@ -265,5 +270,6 @@ CASES = {
     draw: draw_cases,
     top_k_top_p: top_k_top_p_cases,
     penalties: penalties_cases,
+    token_mask: token_mask_cases,
 }
 BY_NAME = {module.__name__: cases for module, cases in CASES.items()}

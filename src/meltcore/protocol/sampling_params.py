@@ -12,13 +12,26 @@ MAX_TOP_K = 2**31 - 1  # larger than any vocabulary, and fits the 32 bits of the
 MIN_TEMPERATURE, MIN_REPETITION_PENALTY = 1e-20, 1e-3
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """Holds the grammar that an answer follows, as `text/grammar.py` reads it.
+
+    A model that reasons is free until its reasoning ends: `reasoning_ids` are the start and end token of its reasoning.
+    With `starts_in_reasoning` the prompt has begun the reasoning. Otherwise the first token may begin it.
+    """
+
+    text: str
+    reasoning_ids: tuple[int, int] | None = None
+    starts_in_reasoning: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Holds the sampling parameters of one request, which `check` validates.
 
     The default is greedy. A `temperature` of 0 means greedy sampling, whatever the other fields are. A `top_k` of 0
     means no limit. If `logprobs` is None, no log-probabilities are returned. If it is n, they are returned for the
     sampled token and for the n most probable tokens. `prompt_logprobs` does the same for each prompt token except the
-    first. `max_tokens` counts generated tokens, including the end token.
+    first. `max_tokens` counts generated tokens, including the end token. Where a `grammar` allows no further token, the
+    answer ends.
     """
 
     max_tokens: int = 16
@@ -38,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -72,6 +86,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError("stop holds an empty string, which would end every answer", param="stop")
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id, 0, vocab_size - 1)
+        if self.grammar is not None and self.min_tokens:
+            raise RequestError(
+                f"min_tokens must be 0 for structured output, whose grammar says where it ends; got {self.min_tokens}",
+                param="min_tokens",
+            )
 
 
 def _check_range(

@@ -136,6 +136,11 @@ class Tokenizer:
             text = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def serialize(self) -> str:
+        """Return the whole tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its text in the vocabulary, or None if there is no such token."""
         result: int | None = self._backend.token_to_id(token)

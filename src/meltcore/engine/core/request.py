@@ -12,13 +12,16 @@ from meltcore.protocol.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from meltcore.engine.core.constraint import Constraint
+
 # From the generated token ids so far: which tokens may come next ([vocab] bool), or None for all of them.
 TokenMask = Callable[[Sequence[int]], "torch.Tensor | None"]
 
 
 class RequestStatus(Enum):
-    """The state of a request in the scheduler."""
+    """The state of a request in the scheduler, which gets it once its grammar is compiled."""
 
+    COMPILING = "compiling"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -49,6 +52,8 @@ class Request:
         self.arrival = arrival
         self.stop_ids = stop_ids
         self.token_mask = token_mask
+        self.constraint: Constraint | None = None  # of a request with a grammar, once the grammar is compiled
+        self.is_held = False  # the mask of its next token is late
         self.status = RequestStatus.WAITING
         self.in_flight = 0
         self.num_computed_tokens = 0
@@ -67,12 +72,13 @@ class Request:
         self.penalty_slot = -1  # where its tokens are counted while it runs, if it has penalties
         self.is_counted = False  # that slot holds the counts of its tokens
         self.last_token_on_device = False  # its newest token is in its row of the device's table
-        self.is_greedy = _is_greedy(message.sampling) and token_mask is None
+        self.is_greedy = _is_greedy(message.sampling) and token_mask is None and message.sampling.grammar is None
         # Greedy, and no end token is ever masked: the argmax of the unchanged logits is always its next token.
         self.is_unmasked_greedy = self.is_greedy and (message.sampling.min_tokens == 0 or not stop_ids)
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1 and up, those known so far
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None  # why it ends with the reason "error"
         self.stop_token_id: int | None = None  # the end or stop token that finished it
         self.arrived_s = message.arrived_s
         self.scheduled_s = 0.0

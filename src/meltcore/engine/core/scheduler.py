@@ -144,6 +144,18 @@ class Scheduler:
                 assert self.snapshots is not None
                 self.snapshots.abandon(chunk.request, chunk.end, chunk.snapshot)
 
+    def postpone(self, chunk: Chunk) -> None:
+        """Let a request compute the last token of its chunk again, as no token was sampled after it.
+
+        Its keys and values are written again. Recurrent states would be updated twice, so requests of models that have
+        them are never postponed.
+        """
+        request = chunk.request
+        assert self.states is None, "a recurrent state is updated once per token"
+        request.in_flight -= 1
+        request.num_computed_tokens = chunk.end - 1
+        request.last_token_on_device = request.is_counted = False
+
     def update(self, scheduled: list[Chunk], token_ids: Sequence[int]) -> None:
         """Append the sampled tokens of a step to their requests, and finish requests that end.
 
@@ -183,13 +195,25 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._release(request)
-        else:
+        elif request.status is RequestStatus.WAITING:
             self.waiting_count -= 1
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if self._long_prompt_ids:
             self._long_prompt_ids.discard(request.id)
             self.pacer = self.pacer if self._long_prompt_ids else None
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if pages or states are held without work, which would be a leak."""
+        assert self.pool.num_used == 0, f"{self.pool.num_used} pages are still referenced"
+        self.pool.check()
+        if self.states is not None:
+            assert self.states.num_used == 0, f"{self.states.num_used} recurrent-state slots are still held"
+            self.states.check()
+        if self.cache is not None:
+            self.cache.check()
+        if self.snapshots is not None:
+            self.snapshots.check()
 
     # --- the three passes of a step ---
 
@@ -311,10 +335,11 @@ class Scheduler:
     def _can_schedule(self, request: Request) -> bool:
         """Return whether the request can compute its next token now.
 
-        It cannot if the token in flight is known to be the last, or must be read before the next token is sampled.
+        It cannot if the token in flight is known to be the last, or must be read before the next token is sampled, or
+        if its mask is late.
         """
         if not request.in_flight:
-            return True
+            return not request.is_held
         ends_with_token = request.num_generated >= request.sampling.max_tokens or request.length >= self.max_model_len
         return not (ends_with_token or request.needs_host)
 
@@ -433,5 +458,7 @@ class Scheduler:
         if token_id in request.stop_ids and num_generated >= request.sampling.min_tokens:
             request.stop_token_id = token_id
             self.finish(request, "stop")
+        elif request.constraint is not None and request.constraint.is_over:
+            self.finish(request, "stop" if request.error is None else "error")
         elif num_generated >= request.sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
             self.finish(request, "length")

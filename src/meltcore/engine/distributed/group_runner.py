@@ -12,12 +12,20 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from meltcore.common.errors import RankError
 from meltcore.engine.core.batch import Step
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.distributed.rank_messages import SamplingStep
 from meltcore.engine.distributed.ranks import Ranks
-from meltcore.engine.worker.model_runner import Event, LaunchedStep, LogitsAt, ModelRunner, ModelRunnerConfig
+from meltcore.engine.worker.model_runner import (
+    Event,
+    LaunchedStep,
+    LogitsAt,
+    ModelRunner,
+    ModelRunnerConfig,
+    PrepareSampling,
+)
 from meltcore.engine.worker.sampler import Sampler, SampleResult
 from meltcore.engine.worker.transfer import to_device, to_device_together
 from meltcore.kernels.sampling.draw import argmax_candidates, candidate_tokens, sampled_candidates
@@ -56,10 +64,10 @@ class GroupRunner(ModelRunner):
         with self._ranks.attribute_failures():
             super().capture_graphs(progress, prefill=prefill, capture_all=capture_all)
 
-    def launch(self, scheduled: list[Chunk]) -> LaunchedStep:
+    def launch(self, scheduled: list[Chunk], prepare_sampling: PrepareSampling | None = None) -> LaunchedStep:
         """Start a step on all ranks."""
         with nullcontext() if self._ranks is None else self._ranks.attribute_failures():
-            launched = super().launch(scheduled)
+            launched = super().launch(scheduled, prepare_sampling)
         # Raised within the context, it would be attributed to a rank, and the group aborted.
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -96,12 +104,23 @@ class GroupRunner(ModelRunner):
         """Return the logits of all ranks, gathered on rank 0. Returns None on the other ranks."""
         return self._group.gather(logits)
 
-    def _run(self, step: Step, requests: list[Request]) -> SampleResult:
+    def _run(self, step: Step, requests: list[Request], prepare_sampling: PrepareSampling | None) -> SampleResult:
         sampling = self._sampling_step(requests)
         if self._ranks is not None:
             self._ranks.run(step, sampling)
         token_ids, logits_at = self._compute(step)
+        if prepare_sampling is not None:
+            self._prepare(requests, prepare_sampling)
         return self._sample(logits_at, token_ids, sampling, requests)
+
+    def _prepare(self, requests: list[Request], prepare_sampling: PrepareSampling) -> None:
+        """Prepare sampling. The other ranks sample in any case, so only their own failure ends the step here."""
+        try:
+            prepare_sampling(requests, self._record_event)
+        except RankError:
+            raise
+        except BaseException as error:
+            self._failure = error
 
     def _record_event(self) -> Event | None:
         event = super()._record_event()
@@ -184,6 +203,9 @@ class _RankCheckingEvent:
     def synchronize(self) -> None:
         self._ranks.wait(self._event)
 
+    def query(self) -> bool:
+        return self._event.query()
+
 
 def _is_plain_temperature(request: Request) -> bool:
     """Return whether sampling only needs a temperature: no filters, penalties or log-probabilities."""
@@ -195,4 +217,5 @@ def _is_plain_temperature(request: Request) -> bool:
         and sampling.logprobs is None
         and not request.masks_end_tokens
         and request.token_mask is None
+        and sampling.grammar is None
     )

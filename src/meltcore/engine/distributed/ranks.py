@@ -45,6 +45,7 @@ from meltcore.engine.worker.transfer import cuda_event
 from meltcore.engine.worker.warm_up import StepLimits
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoints.checkpoint import Progress
+from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.config import EngineConfig
 
 START_LIMIT_S = 120.0  # for a process to start; importing torch from a slow disk takes its time
@@ -138,13 +139,21 @@ class Ranks:
         return group
 
     def common_plan(self, local_plan: MemoryPlan) -> MemoryPlan:
-        """Wait until all ranks have loaded their shards. Return the minimum of all ranks' memory plans."""
+        """Wait until all ranks have loaded their shards. Return the minimum of all ranks' memory plans.
+
+        Its rows say that each rank has this memory.
+        """
         plans = [local_plan]
         for message in self._collect(NO_PROGRESS_LIMIT_S, "loaded their weights"):
             assert isinstance(message, RankLoaded)
             plans.append(message.plan)
         smallest_plan = min(plans, key=lambda plan: plan.pages)
+        rows = [
+            MemoryRow(row.name, row.size_bytes, ", ".join(filter(None, [row.note, "on each rank"])))
+            for row in smallest_plan.rows
+        ]
         return smallest_plan._replace(
+            rows=rows,
             recurrent_slots=min(plan.recurrent_slots for plan in plans),
             penalty_slots=min(plan.penalty_slots for plan in plans),
             max_num_seqs=min(plan.max_num_seqs for plan in plans),

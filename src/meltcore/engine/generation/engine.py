@@ -5,28 +5,37 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 
 import msgspec
 import numpy as np
 import torch
 
 from meltcore.common.errors import RequestError, SleepError
+from meltcore.engine.core.constraints import Constraints, Dropped
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, PagePool, PrefixCache
 from meltcore.engine.core.pacing import PromptSpeed
 from meltcore.engine.core.recurrent_states import RecurrentStatePool
-from meltcore.engine.core.request import Request, TokenMask
+from meltcore.engine.core.request import Request, RequestStatus, TokenMask
 from meltcore.engine.core.scheduler import Chunk, Scheduler
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
-from meltcore.engine.host.device import choose_device, describe_device, has_budget, has_mps
+from meltcore.engine.host.device import (
+    choose_device,
+    describe_device,
+    describe_precision,
+    dtype_name,
+    has_budget,
+    has_mps,
+)
 from meltcore.engine.host.sleep import SleepResult
 from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_memory
 from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
-from meltcore.engine.worker.model_runner import LaunchedStep, ModelRunner, ModelRunnerConfig
+from meltcore.engine.worker.model_runner import Event, LaunchedStep, ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
 from meltcore.engine.worker.warm_up import KernelCompiler, StepLimits, make_compiler, warm_up
 from meltcore.kernels.launch import force_implementation
@@ -46,6 +55,7 @@ from meltcore.protocol.generation import (
 )
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.config import EngineConfig
+from meltcore.text.grammar import GrammarCompiler
 
 
 class GenerationEngine:
@@ -87,8 +97,13 @@ class GenerationEngine:
         self._ranks = Ranks(config, ranks) if config.tensor_parallel_size > 1 else None
         if self._ranks is not None:
             atexit.register(_close, weakref.ref(self))  # NCCL must not be left to the interpreter's teardown
+        self._constraints = Constraints(
+            partial(GrammarCompiler.from_checkpoint, self.checkpoint, allow_missing=config.load_format == "dummy"),
+            lambda num_ids: self.runner.sampler.allocate_masks(self.max_num_seqs + 1, num_ids),
+        )
         try:
             self._compiler = make_compiler(config, device)  # it forks, so before the GPU has a context of this process
+            self._constraints.start()  # reads the vocabulary while weights are read, and is no thread of a fork
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)  # for Triton launches and graph captures of this thread
             self._sleep_memory = make_sleep_memory(
@@ -108,6 +123,9 @@ class GenerationEngine:
         self._prompt_speed = PromptSpeed(self.scheduler.max_num_batched_tokens)
         self._was_held = False  # the engine waited for others while a step of its own was in flight
         self._requests: dict[str, Request] = {}
+        self._dropped = Dropped([], [])  # from the step that is being launched
+        self._tokens: tuple[list[int], dict[int, TokenLogprobs]] | None = None  # of the step that is read next
+        self._read_s = 0.0  # when they were read
         self._ended_outputs: list[SequenceOutput] = []
         # Some checkpoints name end tokens of a larger vocabulary, which this model can neither sample nor mask.
         self._eos_token_ids = frozenset(
@@ -135,7 +153,7 @@ class GenerationEngine:
         )
         plan = loaded.plan if ranks is None else ranks.common_plan(loaded.plan)
         self.max_model_len, self.max_num_seqs = loaded.max_model_len, plan.max_num_seqs
-        self.memory = plan.rows if ranks is None else [_on_each_rank(row) for row in plan.rows]
+        self.memory = plan.rows
         self.outside_bytes = 0 if plan.workspace is None else plan.workspace.nodes
         has_states = plan.recurrent_slots > 0
         plan = plan._replace(
@@ -175,7 +193,7 @@ class GenerationEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute, to read or to report."""
-        return self.scheduler.has_work or self._launched is not None or bool(self._ended_outputs)
+        return bool(self._requests or self._ended_outputs) or self._launched is not None
 
     def add(self, message: AddRequest, token_mask: TokenMask | None = None) -> None:
         """Queue a sequence. Raises RequestError if it cannot be served. API servers make the same checks."""
@@ -199,7 +217,10 @@ class GenerationEngine:
             raise RequestError(f"prompt token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
         self._num_added += 1
         self._requests[request.id] = request
-        self.scheduler.add(request)
+        if request.sampling.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self._constraints.add(request, request.sampling.grammar)
 
     def refuse(self, request_id: str, error: str) -> StepOutputs:
         """Return the outputs that end a request which `add` has rejected."""
@@ -211,8 +232,7 @@ class GenerationEngine:
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self.scheduler.finish(request, "abort")
-                self._ended_outputs.append(self._last_output(request, []))
+                self._end(request, "abort")
 
     def take_turn(self, turn: StepTurn) -> None:
         """Limit the prompt tokens of the next step if an engine of a higher class is using the same GPU."""
@@ -226,16 +246,25 @@ class GenerationEngine:
         Return the new outputs.
         """
         start_s = time.monotonic()
+        for request in self._constraints.take_compiled():
+            if request.error is None:
+                self.scheduler.add(request)
+            else:
+                self._end(request, "error")
         scheduled = self.scheduler.schedule()
         for chunk in scheduled:
             if chunk.request.scheduled_s == 0.0:
                 chunk.request.scheduled_s = start_s
                 self._prompt_tokens += chunk.request.prompt_length
+        prepare = self._prepare_sampling if self._constraints.num_open else None
         try:
-            launched = self.runner.launch(scheduled) if scheduled else None
+            launched = self.runner.launch(scheduled, prepare) if scheduled else None
         except BaseException:  # in a caller's token mask, or by Ctrl-C: the offline API continues with other requests
             self.scheduler.abandon(scheduled)
             raise
+        dropped, self._dropped = self._dropped, Dropped([], [])
+        if launched is not None and any(dropped):
+            launched = self._without_dropped(launched, dropped)
         step_to_read, launched_s = (self._launched, self._launched_s) if self._overlap else (launched, start_s)
         self._launched, self._launched_s = (launched, start_s) if self._overlap else (None, 0.0)
         outputs, self._ended_outputs = self._ended_outputs, []
@@ -243,12 +272,46 @@ class GenerationEngine:
             outputs += self._read(step_to_read)
         end_s = time.monotonic()
         if step_to_read is not None and not self._was_held:  # else it may have ended during the wait
-            self._record_time(step_to_read.chunks, end_s - max(launched_s, self._returned_s))
+            self._record_time(step_to_read.chunks, self._read_s - max(launched_s, self._returned_s))
         self._returned_s = end_s
         if scheduled:
             self._steps += 1
+        elif step_to_read is None and not outputs:
+            self._constraints.wait_idle()
         self._step_s += end_s - start_s
         return StepOutputs(outputs, self.stats(), end_s)
+
+    def _prepare_sampling(self, requests: list[Request], record_event: Callable[[], Event | None]) -> None:
+        """Wait for the masks of a step between its forward pass and its sampling.
+
+        The tokens of the step before are read first. Requests whose masks are late miss the step.
+        """
+        requests = [request for request in requests if request.status is not RequestStatus.FINISHED]
+        if all(request.constraint is None for request in requests):
+            return
+        forward = record_event()
+        if self._launched is not None:
+            self._read_tokens(self._launched)
+        self._constraints.fill(requests)
+        # A recurrent state cannot take the same token again.
+        self._dropped = self._constraints.wait(
+            requests, lambda: forward is None or forward.query(), may_be_late=self.states is None
+        )
+
+    def _without_dropped(self, launched: LaunchedStep, dropped: Dropped) -> LaunchedStep:
+        """Postpone the requests whose masks are late, and end those whose grammars have failed."""
+        for chunk in launched.chunks:
+            if chunk.request in dropped.late:
+                self.scheduler.postpone(chunk)
+                self._constraints.hold(chunk.request)
+        for request in dropped.failed:
+            self._end(request, "error")
+        return launched.without(frozenset([*dropped.late, *dropped.failed]))
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """End a request. The next `step` reports it."""
+        self.scheduler.finish(request, reason)
+        self._ended_outputs.append(self._last_output(request, []))
 
     def _record_time(self, chunks: list[Chunk], took_s: float) -> None:
         self._prompt_speed.record(took_s, sum(chunk.size for chunk in chunks if chunk.size > 1))
@@ -259,7 +322,7 @@ class GenerationEngine:
         """Return the current gauges and counters."""
         return EngineStats(
             running=len(self.scheduler.running),
-            waiting=self.scheduler.waiting_count,
+            waiting=self.scheduler.waiting_count + self._constraints.num_compiling,
             pages_used=self.pool.num_used,
             num_pages=self.pool.total,
             steps_total=self._steps,
@@ -280,7 +343,8 @@ class GenerationEngine:
             self._ranks.check()
 
     def close(self) -> None:
-        """End the processes of other ranks. No step may follow."""
+        """End threads and the processes of other ranks. No step may follow."""
+        self._constraints.close()
         if self._compiler is not None:
             self._compiler.close()
         if self._ranks is not None:
@@ -317,7 +381,7 @@ class GenerationEngine:
         """Return the properties of a loaded engine that API servers need."""
         return GenerationReady(
             device=describe_device(self.runner.device, self.config.tensor_parallel_size),
-            dtype=_precision_name(self.runner.model.dtype, self.config),
+            dtype=describe_precision(self.runner.model.dtype, self.config),
             weights="dummy" if self.config.load_format == "dummy" else "real",
             memory=self.memory,
             load_s=self.load_s,
@@ -327,22 +391,15 @@ class GenerationEngine:
             num_pages=self.pool.total,
             page_size=PAGE_SIZE,
             weight_dtypes=weight_dtypes(self.runner.model),
-            kv_cache_dtype=_dtype_name(self.runner.kv_cache_dtype),
+            kv_cache_dtype=dtype_name(self.runner.kv_cache_dtype),
             speculative_decoding="none",  # a step yields one token per sequence
         )
 
     def check_idle(self) -> None:
         """Raise AssertionError if an engine without work still holds memory, which would be a leak."""
         assert not self._requests, f"{len(self._requests)} requests are still known"
-        assert self.pool.num_used == 0, f"{self.pool.num_used} pages are still referenced"
-        self.pool.check()
-        if self.states is not None:
-            assert self.states.num_used == 0, f"{self.states.num_used} recurrent-state slots are still held"
-            self.states.check()
-        if self.scheduler.cache is not None:
-            self.scheduler.cache.check()
-        if self.scheduler.snapshots is not None:
-            self.scheduler.snapshots.check()
+        assert self._constraints.num_open == 0, f"{self._constraints.num_open} grammars are still in use"
+        self.scheduler.check_idle()
 
     def _select_kernels_and_capture(self, device: torch.device, progress: Progress) -> None:
         """Select the implementations of the kernels. On a GPU, compile all kernels and capture steps as CUDA graphs."""
@@ -382,14 +439,27 @@ class GenerationEngine:
             return False
         return not has_mps(self.runner.device)
 
+    def _read_tokens(self, step: LaunchedStep) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """Wait for a step and advance the grammars of its requests. A second call returns the same tokens."""
+        if self._tokens is None:
+            self._tokens, self._read_s = step.read(), time.monotonic()
+            if self._constraints.num_open:
+                sampled = zip(step.requests, self._tokens[0], strict=True)
+                self._constraints.commit([each for each in sampled if each[0] not in step.dropped])
+        return self._tokens
+
     def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
-        token_ids, logprobs = step.read()
-        now = time.monotonic()
-        self.scheduler.update(step.chunks, token_ids)
+        token_ids, logprobs = self._read_tokens(step)
+        self._tokens = None
+        now = self._read_s
+        sampled = zip(step.requests, token_ids, strict=True)
+        self.scheduler.update(step.chunks, [token_id for request, token_id in sampled if request not in step.dropped])
+        if not self._overlap:  # the host prepares the next step meanwhile
+            self._constraints.fill([request for request in step.requests if request.status is RequestStatus.RUNNING])
         outputs = []
         for index, request in enumerate(step.requests):
-            if self._requests.get(request.id) is not request:
-                continue  # aborted while the step was in flight
+            if self._requests.get(request.id) is not request or request in step.dropped:
+                continue  # aborted while the step was in flight, or it missed the step
             self._generated_tokens += 1
             is_first = request.first_token_s == 0.0
             if is_first:
@@ -408,6 +478,8 @@ class GenerationEngine:
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None
     ) -> SequenceOutput:
         del self._requests[request.id]
+        if request.sampling.grammar is not None:
+            self._constraints.remove(request)
         reason: FinishReason = request.finish_reason or "abort"
         return SequenceOutput(
             request.id,
@@ -416,6 +488,7 @@ class GenerationEngine:
             stop_token_id=request.stop_token_id,
             logprobs=logprobs,
             cached_tokens=request.cached_tokens,
+            error=request.error,
             times=RequestTimes(request.arrived_s, request.scheduled_s, request.first_token_s, time.monotonic()),
         )
 
@@ -424,21 +497,3 @@ def _close(engine: weakref.ref[GenerationEngine]) -> None:
     live_engine = engine()
     if live_engine is not None:
         live_engine.close()
-
-
-def _precision_name(dtype: torch.dtype, config: EngineConfig) -> str:
-    """Return the data types of the computation, as names of results contain them."""
-    names = [_dtype_name(dtype)]
-    if config.quantization != "none":
-        names.append(f"{config.quantization}-weights")
-    if config.kv_cache_dtype != "auto":
-        names.append(f"{config.kv_cache_dtype}-kv")
-    return "+".join(names)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _on_each_rank(row: MemoryRow) -> MemoryRow:
-    return MemoryRow(row.name, row.size_bytes, f"{row.note}, on each rank" if row.note else "on each rank")

@@ -100,6 +100,21 @@ def describe_device(device: torch.device, num_ranks: int) -> str:
     return f"{num_ranks} x {name}" if num_ranks > 1 else name
 
 
+def describe_precision(dtype: torch.dtype, config: EngineConfig) -> str:
+    """Return the data types of the computation, as names of results contain them."""
+    names = [dtype_name(dtype)]
+    if config.quantization != "none":
+        names.append(f"{config.quantization}-weights")
+    if config.kv_cache_dtype != "auto":
+        names.append(f"{config.kv_cache_dtype}-kv")
+    return "+".join(names)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a data type without the module's."""
+    return str(dtype).removeprefix("torch.")
+
+
 def has_budget(config: EngineConfig, device: torch.device) -> bool:
     """Return whether an engine on a shared GPU has a budget in bytes. The memory plan of such an engine is exact."""
     return config.memory_bytes is not None and device.type == "cuda"

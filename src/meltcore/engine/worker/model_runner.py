@@ -43,6 +43,8 @@ _SCORED_TOKENS = 256
 
 # Of prompt tokens [n]: their log-probabilities [n], and the highest ones and their ids [n, num_logprobs].
 PromptLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Gets the requests that a step samples, and a function that records an event after its forward pass (None on a CPU).
+PrepareSampling = Callable[[list[Request], Callable[[], "Event | None"]], None]
 # From indices of sampled rows ([rows] int64 on the device) to their logits [rows, vocab] float32.
 LogitsAt = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,15 +55,19 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has passed this point."""
 
+    def query(self) -> bool:
+        """Return whether the device has passed this point."""
+
 
 class LaunchedStep(NamedTuple):
-    """A step in flight on the device."""
+    """A step in flight on the device. `dropped` are those of its `requests` whose sampled tokens are not used."""
 
     chunks: list[Chunk]
     requests: list[Request]
     result: SampleResult
     done_event: Event | None
     prompt_logprobs: PromptLogprobs | None = None
+    dropped: frozenset[Request] = frozenset()
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """Wait for the step.
@@ -74,6 +80,11 @@ class LaunchedStep(NamedTuple):
         if self.prompt_logprobs is not None:
             self._read_prompt_logprobs(*(part.tolist() for part in self.prompt_logprobs))
         return self.result.read(self.requests)
+
+    def without(self, requests: frozenset[Request]) -> LaunchedStep:
+        """Return the step without the sampled tokens of `requests`."""
+        chunks = [chunk._replace(samples=chunk.samples and chunk.request not in requests) for chunk in self.chunks]
+        return self._replace(chunks=chunks, dropped=requests)
 
     def _read_prompt_logprobs(
         self, logprobs: list[float], values: list[list[float]], token_ids: list[list[int]]
@@ -213,11 +224,14 @@ class ModelRunner:
         self._last_token.zero_()
 
     @torch.inference_mode()
-    def launch(self, scheduled: list[Chunk]) -> LaunchedStep:
-        """Start a step and return without waiting for the device."""
+    def launch(self, scheduled: list[Chunk], prepare_sampling: PrepareSampling | None = None) -> LaunchedStep:
+        """Start a step and return without waiting for the device.
+
+        Between the forward pass and sampling, `prepare_sampling` may wait for what sampling needs.
+        """
         chunks, step = self._build_step(scheduled)
         requests = [chunk.request for chunk in chunks if chunk.samples]
-        result = self._run(step, requests)
+        result = self._run(step, requests, prepare_sampling)
         if self._decoded is not None and all(request.is_unmasked_greedy for request in requests):
             host_token_ids = SampleResult(self._decoded.host_token_ids, [], None)  # written by the graph
         else:
@@ -254,9 +268,11 @@ class ModelRunner:
         """Return logits [rows, vocab] of the whole vocabulary. Returns None on a rank that does not sample."""
         return logits
 
-    def _run(self, step: Step, requests: list[Request]) -> SampleResult:
+    def _run(self, step: Step, requests: list[Request], prepare_sampling: PrepareSampling | None) -> SampleResult:
         """Compute a step and sample. `requests` are the requests that sample, in the order of the step."""
         token_ids, logits_at = self._compute(step)
+        if prepare_sampling is not None:
+            prepare_sampling(requests, self._record_event)
         return self.sample(logits_at, token_ids, requests)
 
     def _record_event(self) -> Event | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from meltcore.engine.core.request import Request
@@ -18,6 +19,7 @@ from meltcore.engine.worker.transfer import to_device, to_device_together, to_ho
 from meltcore.kernels.sampling.argmax import argmax
 from meltcore.kernels.sampling.draw import gumbel_sample
 from meltcore.kernels.sampling.penalties import apply_penalties
+from meltcore.kernels.sampling.token_mask import WORD_BITS, mask_logits
 from meltcore.kernels.sampling.top_k_top_p import threshold_tokens
 from meltcore.protocol.generation import TokenLogprobs
 from meltcore.protocol.sampling_params import SEED_LIMIT, SamplingParams
@@ -82,6 +84,17 @@ class Sampler:
         self.device = device
         self._seed = seed
         self._penalties = PenaltyTable(penalty_slots, vocab_size, device)
+        self._masks: torch.Tensor | None = None  # of grammars, [rows of the runner, words] int32 in pinned memory
+
+    def allocate_masks(self, rows: int, num_ids: int) -> np.ndarray:
+        """Allocate the masks of grammars: a bit for each of `num_ids` token ids in each row of the runner.
+
+        Returns [rows, words] int32, which the host writes and the sampling kernel reads.
+        """
+        shape = rows, -(-num_ids // WORD_BITS)
+        self._masks = torch.zeros(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        masks: np.ndarray = self._masks.numpy()
+        return masks
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
         """Sample one token per row, one row per request.
@@ -117,7 +130,11 @@ class Sampler:
         return rows, logits[self._tensor(rows)].float().log_softmax(-1), num_logprobs
 
     def _mask_tokens(self, logits: torch.Tensor, requests: list[Request]) -> None:
-        """Mask end tokens before min_tokens, and the tokens that a request's own mask excludes."""
+        """Mask end tokens before min_tokens, and the tokens that a grammar or a request's own mask excludes."""
+        mask_rows = [0 if request.constraint is None else request.constraint.mask_row for request in requests]
+        if any(mask_rows):
+            assert self._masks is not None
+            mask_logits(logits, self._masks, self._tensor(mask_rows))
         rows: list[int] = []
         tokens: list[int] = []
         for row, request in enumerate(requests):

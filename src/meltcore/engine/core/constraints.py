@@ -1,0 +1,219 @@
+"""Makes answers follow grammars: compiles them, advances them by sampled tokens, and fills the masks of next tokens.
+
+Native threads do this work while the device computes the next forward pass. The mask of a sequence is a row of packed
+bits in pinned memory, which the sampling kernel reads there. It is the row that the sequence has in the model runner.
+So the engine reads the tokens of a step, and with them waits for its kernels, before masks of the next step are filled.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLExecutor
+
+from meltcore.common.errors import MeltcoreError
+from meltcore.engine.core.constraint import Constraint
+from meltcore.engine.core.request import Request, RequestStatus
+from meltcore.protocol.sampling_params import Grammar
+from meltcore.text.grammar import GrammarCompiler
+
+_COMPILE_THREADS, _MAX_MASK_THREADS = 2, 8
+# After its forward pass a step waits this long for masks. Most take 5 to 200 us, those of hard schemas up to 34 ms.
+_GRACE_S, _POLL_S = 0.001, 0.0002
+# A step waits longer if it would sample nothing else, or if the model cannot compute a token again.
+_ALONE_S, _LIMIT_S = 0.1, 30.0
+_IDLE_S = 0.01  # while no step can run
+
+
+class Dropped(NamedTuple):
+    """The requests of a step whose tokens are not used: their masks are late, or their grammars have failed."""
+
+    late: list[Request]
+    failed: list[Request]
+
+
+class Constraints:
+    """Compiles the grammars of an engine's requests, and fills their masks in native threads."""
+
+    def __init__(self, make_compiler: Callable[[], GrammarCompiler], allocate: Callable[[int], np.ndarray]) -> None:
+        """Create the object without a thread, since the engine forks before `start`.
+
+        The error of `make_compiler` is the error of each request with a grammar. Once a grammar is compiled, `allocate`
+        returns masks for a number of token ids, [rows, words] int32.
+        """
+        self._num_threads = max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) - 1))
+        self._compile_pool = ThreadPoolExecutor(_COMPILE_THREADS, "grammar")
+        self._mask_pool = ThreadPoolExecutor(self._num_threads, "mask")
+        self._make_compiler, self._allocate = make_compiler, allocate
+        self._masks: np.ndarray | None = None
+        self._compiling: dict[Request, Future[Constraint]] = {}
+        self._held: list[Request] = []  # until their masks are filled
+        self._written: dict[int, Future[None]] = {}  # by row: the newest task that writes to it
+        self.num_open = 0  # requests with grammars
+        self.compile_s = self.mask_s = 0.0
+        self.num_compiled = self.num_masks = self.num_late = 0
+
+    def start(self) -> None:
+        """Begin to make the compiler in a thread."""
+        self._executor: LLExecutor = LLExecutor(self._num_threads)
+        self._compiler: Future[GrammarCompiler] = self._compile_pool.submit(self._make_compiler)
+
+    @property
+    def num_compiling(self) -> int:
+        """The number of requests that wait for their grammars."""
+        return len(self._compiling)
+
+    def add(self, request: Request, grammar: Grammar) -> None:
+        """Begin to compile the grammar of a request."""
+        self.num_open += 1
+        request.status = RequestStatus.COMPILING
+        self._compiling[request] = self._compile_pool.submit(self._compile, grammar)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self.num_open -= 1
+        self._compiling.pop(request, None)
+
+    def take_compiled(self) -> list[Request]:
+        """Return the requests whose grammars are compiled, or refused: `error` says so.
+
+        Held requests go on if their masks are filled, or if they were preempted.
+        """
+        taken = [request for request, compiled in self._compiling.items() if compiled.done()]
+        for request in taken:
+            try:
+                request.constraint = self._compiling.pop(request).result()
+            except MeltcoreError as error:
+                request.error = str(error)
+                continue
+            if self._masks is None:
+                self._masks = self._allocate(self._compiler.result().num_ids)
+        running = [request for request in self._held if request.status is RequestStatus.RUNNING]
+        self.fill(running)  # if their rows were not free before
+        for request in self._held:
+            request.is_held = request in running and not _constraint(request).is_ready(request.row)
+        self._held = [request for request in running if request.is_held]
+        return taken
+
+    def hold(self, request: Request) -> None:
+        """Let a request miss steps until its mask is filled."""
+        request.is_held = True
+        self._held.append(request)
+
+    def wait_idle(self) -> None:
+        """Wait a moment for threads if they alone have work: the loop of the process would otherwise spin."""
+        tasks = [*self._compiling.values(), *(task for request in self._held if (task := _task(request)) is not None)]
+        wait_for(tasks, _IDLE_S, FIRST_COMPLETED)
+
+    def commit(self, tokens: Sequence[tuple[Request, int]]) -> None:
+        """Advance grammars by the tokens that were sampled for their requests."""
+        taken = [
+            (request, constraint, token_id)
+            for request, token_id in tokens
+            if (constraint := request.constraint) is not None
+            and request.status is not RequestStatus.FINISHED
+            and constraint.takes(token_id)
+        ]
+        if not taken:
+            return
+        accepted = self._executor.consume_token_par([(constraint.matcher, token) for _, constraint, token in taken])
+        for (request, constraint, _), is_accepted in zip(taken, accepted, strict=True):
+            constraint.is_over = constraint.matcher.is_stopped()
+            if not is_accepted:
+                _fail(request, constraint)
+
+    def fill(self, requests: Sequence[Request]) -> None:
+        """Begin to fill the masks of running requests that have no mask for their next token."""
+        missing = [
+            (constraint, request.row)
+            for request in requests
+            if (constraint := request.constraint) is not None
+            and constraint.needs_mask
+            and constraint.mask_row != request.row
+            # The matcher may be busy for a row that the request has left, and the row with a request that has left it.
+            and all(task is None or task.done() for task in (constraint.filling, self._written.get(request.row)))
+        ]
+        if not missing:
+            return
+        size = -(-len(missing) // self._num_threads)
+        for first in range(0, len(missing), size):
+            group = missing[first : first + size]
+            task = self._mask_pool.submit(self._fill_group, group)
+            for constraint, row in group:
+                constraint.mask_row, constraint.filling = row, task
+                self._written[row] = task
+        self.num_masks += len(missing)
+
+    def wait(self, requests: Sequence[Request], is_device_done: Callable[[], bool], *, may_be_late: bool) -> Dropped:
+        """Wait for the masks of the requests that a step samples, which are all rows that it samples.
+
+        If masks are late, the step goes on without their rows, unless it would be empty or they may not be late.
+        """
+        constrained = [request for request in requests if request.constraint is not None]
+        tasks = {task for request in constrained if (task := _task(request)) is not None and not task.done()}
+        while tasks and not is_device_done():
+            tasks = wait_for(tasks, _POLL_S).not_done
+        if tasks:
+            is_alone = sum(_task(request) in tasks for request in constrained) == len(requests)
+            wait_for(tasks, _LIMIT_S if not may_be_late else _ALONE_S if is_alone else _GRACE_S)
+        dropped = Dropped([], [])
+        for request in constrained:
+            constraint, is_ready = _constraint(request), _constraint(request).is_ready(request.row)
+            if is_ready and constraint.needs_mask and constraint.matcher.is_error():
+                _fail(request, constraint)
+            elif not is_ready and not may_be_late:
+                request.error = f"the mask of a token took more than {_LIMIT_S:g} s"
+            if request.error is not None:
+                dropped.failed.append(request)
+            elif not is_ready:
+                dropped.late.append(request)
+        self.num_late += len(dropped.late)
+        return dropped
+
+    def close(self) -> None:
+        """End the threads after their current tasks."""
+        self._compile_pool.shutdown(wait=False, cancel_futures=True)
+        self._mask_pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> Constraint:
+        compiler = self._compiler.result()
+        start_s = time.monotonic()
+        constraint = Constraint(compiler.matcher(grammar.text), grammar)
+        self.compile_s += time.monotonic() - start_s
+        self.num_compiled += 1
+        return constraint
+
+    def _fill_group(self, group: list[tuple[Constraint, int]]) -> None:
+        """Fill masks in the library's threads, without the GIL."""
+        start_s = time.monotonic()
+        masks = self._masks
+        assert masks is not None
+        num_rows, num_words = masks.shape
+        self._executor.unsafe_compute_mask_ptr(
+            [(constraint.matcher, row) for constraint, row in group], masks.ctypes.data, 4 * num_words, num_rows
+        )
+        for constraint, row in group:
+            if constraint.optional_id is not None:
+                word, bit = divmod(constraint.optional_id, 32)
+                masks[row].view(np.uint32)[word] |= np.uint32(1 << bit)
+        self.mask_s += time.monotonic() - start_s
+
+
+def _constraint(request: Request) -> Constraint:
+    assert request.constraint is not None
+    return request.constraint
+
+
+def _task(request: Request) -> Future[None] | None:
+    return None if request.constraint is None else request.constraint.filling
+
+
+def _fail(request: Request, constraint: Constraint) -> None:
+    constraint.is_over = True
+    request.error = f"the grammar has failed: {constraint.matcher.get_error()}"

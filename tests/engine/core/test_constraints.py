@@ -1,0 +1,297 @@
+"""Grammars through the whole engine: valid answers, late masks, failures, preemption and reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+
+import engine_tools as tools
+import pytest
+
+from meltcore.common.errors import RequestError
+from meltcore.engine.core.constraints import Constraints
+from meltcore.protocol.generation import AddRequest, SequenceOutput
+from meltcore.protocol.sampling_params import Grammar, SamplingParams
+from meltcore.text.tokenizer import Tokenizer
+
+PROMPT = tools.random_prompt(30, 0)
+END = 1  # of the random models
+DIGITS = Grammar("start: /[0-9]{3}x[0-9]{3}/")
+LETTERS = Grammar("start: /[a-z]{2,30}/")
+RECORD = Grammar(r'start: /\{"a": [0-9]{1,9}, "b": "(no|yes)"\}/')
+
+
+def with_tokenizer(folder: Path, target: Path) -> Path:
+    """A copy of a checkpoint with a token for each byte, and " t300" for the token 300."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    (target / "tokenizer.json").write_text(Tokenizer.synthetic_bytes(tools.VOCAB).serialize())
+    return target
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tokenizer(checkpoint, tmp_path_factory.mktemp("constrained"))
+
+
+@pytest.fixture(params=[False, True], ids=["in step", "one ahead"])
+def seen(request: pytest.FixtureRequest, folder: Path) -> tools.SeenEngine:
+    return tools.open_engine(folder, overlap=request.param)
+
+
+def run(seen: tools.SeenEngine) -> dict[str, list[SequenceOutput]]:
+    outputs: dict[str, list[SequenceOutput]] = {}
+    for output in seen.outputs():
+        outputs.setdefault(output.request_id, []).append(output)
+    seen.engine.check_idle()
+    return outputs
+
+
+def ids(outputs: list[SequenceOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def text(outputs: list[SequenceOutput]) -> str:
+    return bytes(token for token in ids(outputs) if token != END and token < 256).decode()
+
+
+def test_constrained_answers_follow_their_grammars_and_free_ones_do_not_change(seen: tools.SeenEngine) -> None:
+    seen.add("free", PROMPT, max_tokens=12)
+    free = ids(run(seen)["free"])
+    seen.add("free", PROMPT, max_tokens=12)
+    seen.add("digits", PROMPT, max_tokens=12, grammar=DIGITS)
+    seen.add("record", PROMPT, max_tokens=40, grammar=RECORD, temperature=1.0, seed=1, top_p=0.9)
+    seen.add("cut", PROMPT, max_tokens=5, grammar=DIGITS, temperature=1.0, seed=1, logprobs=2)
+    outputs = run(seen)
+    assert ids(outputs["free"]) == free
+    answer = text(outputs["digits"])
+    assert re.fullmatch(r"\d{3}x\d{3}", answer)
+    assert outputs["digits"][-1].finish_reason == "stop"  # the grammar allows no further token
+    assert json.loads(text(outputs["record"])).keys() == {"a", "b"}
+    assert outputs["cut"][-1].finish_reason == "length"
+    assert len(text(outputs["cut"])) == 5
+    assert all(output.logprobs is not None for output in outputs["cut"])
+
+
+def test_seeds_penalties_and_stop_tokens_work_with_a_grammar(seen: tools.SeenEngine) -> None:
+    for name, seed in (("one", 5), ("same", 5), ("other", 6)):
+        seen.add(name, PROMPT, temperature=1.0, seed=seed, max_tokens=20, grammar=LETTERS, frequency_penalty=0.5)
+    outputs = run(seen)
+    assert ids(outputs["one"]) == ids(outputs["same"]) != ids(outputs["other"])
+    seen.engine.runner.model.lm_head.weight.values.zero_()  # all logits equal: greedy repeats the first letter
+    seen.add("penalized", PROMPT, max_tokens=6, grammar=LETTERS, frequency_penalty=1.0)
+    seen.add("stopped", PROMPT, max_tokens=6, grammar=LETTERS, frequency_penalty=1.0, stop_token_ids=(ord("c"),))
+    outputs = run(seen)
+    assert ids(outputs["penalized"])[:2] == [ord("a"), ord("b")]  # then the end token, which has a lower id
+    assert END in ids(outputs["penalized"])
+    assert outputs["stopped"][-1].finish_reason == "stop"
+
+
+def test_end_token_ends_an_answer_that_may_go_on(seen: tools.SeenEngine) -> None:
+    seen.engine.runner.model.lm_head.weight.values.zero_()  # the end token has the lowest id that is ever allowed
+    seen.add("ends", PROMPT, max_tokens=20, grammar=LETTERS, ignore_eos=False)
+    seen.add("ignores", PROMPT, max_tokens=20, grammar=LETTERS, ignore_eos=True)
+    outputs = run(seen)
+    assert ids(outputs["ends"]) == ids(outputs["ignores"]) == [ord("a"), ord("a"), END]
+    assert outputs["ends"][-1].stop_token_id == END
+    assert outputs["ignores"][-1].finish_reason == "stop"
+
+
+class SlowMasks:
+    """Lets masks of some rows be filled only once they are released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release, self.slow_matchers = Event(), set[int]()
+        fill_group = Constraints._fill_group
+
+        def fill(constraints: Constraints, group: list) -> None:
+            if any(id(constraint) in self.slow_matchers for constraint, _ in group):
+                assert self.release.wait(60)
+            fill_group(constraints, group)
+
+        monkeypatch.setattr(Constraints, "_fill_group", fill)
+        monkeypatch.setattr("meltcore.engine.core.constraints._ALONE_S", 0.01)
+
+
+@pytest.fixture
+def slow_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowMasks]:
+    slow = SlowMasks(monkeypatch)
+    yield slow
+    slow.release.set()
+
+
+@pytest.mark.parametrize("is_prompt", [True, False], ids=["first token", "later token"])
+def test_late_mask_misses_steps_and_stalls_no_other_row(
+    seen: tools.SeenEngine, slow_masks: SlowMasks, is_prompt: bool
+) -> None:
+    """The free row ends while the mask is late. Then the answer is the same as in time."""
+    settings = {"max_tokens": 12, "temperature": 1.0, "seed": 3, "grammar": RECORD, "frequency_penalty": 0.1}
+    seen.add("late", PROMPT, **settings)
+    expected = ids(run(seen)["late"])
+    seen.add("late", PROMPT, **settings)
+    request = seen.engine._requests["late"]
+    while request.constraint is None or (not is_prompt and request.num_generated < 3):
+        seen.engine.step()
+    slow_masks.slow_matchers.add(id(request.constraint))
+    before = len(request.token_ids)
+    seen.add("free", PROMPT, max_tokens=12)
+    while "free" in seen.engine._requests:
+        seen.engine.step()
+    assert len(request.token_ids) <= before + 2  # those whose masks were filled before
+    assert seen.engine._constraints.num_late > 0
+    slow_masks.release.set()
+    list(seen.outputs())
+    seen.engine.check_idle()
+    assert request.token_ids[request.prompt_length :].tolist() == expected
+
+
+def test_aborted_and_preempted_requests_leave_a_late_mask_to_itself(
+    seen: tools.SeenEngine, slow_masks: SlowMasks
+) -> None:
+    """The row of a request whose mask is still being written is given to another, which waits for it."""
+    seen.add("next", PROMPT, max_tokens=12, grammar=DIGITS)
+    expected = ids(run(seen)["next"])
+    seen.add("gone", PROMPT, max_tokens=12, grammar=RECORD)
+    request = seen.engine._requests["gone"]
+    while request.constraint is None:
+        seen.engine.step()
+    slow_masks.slow_matchers.add(id(request.constraint))
+    while not request.is_held:
+        seen.engine.step()
+    row = request.row
+    seen.engine.abort(["gone"])
+    seen.add("next", PROMPT, max_tokens=12, grammar=DIGITS)
+    following = seen.engine._requests["next"]
+    while not following.is_held:
+        seen.engine.step()
+    assert following.row == row
+    slow_masks.release.set()
+    assert ids(run(seen)["next"]) == expected
+
+
+def test_step_of_a_recurrent_model_waits_for_its_masks(
+    tmp_path: Path, slow_masks: SlowMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recurrent state cannot take a token twice: the step waits, and ends the request where the limit is over."""
+    tools.make_reference(family="qwen3_5_moe_text").save_pretrained(tmp_path / "model")
+    seen = tools.open_engine(with_tokenizer(tmp_path / "model", tmp_path / "constrained"))
+    seen.add("expected", PROMPT, max_tokens=12, grammar=DIGITS)
+    expected = ids(run(seen)["expected"])
+    wait, asked = Constraints.wait, []
+
+    def release_in_time(*args: object, may_be_late: bool) -> object:
+        asked.append(may_be_late)
+        if len(asked) == 2:
+            slow_masks.release.set()
+        return wait(*args, may_be_late=may_be_late)
+
+    monkeypatch.setattr(Constraints, "wait", release_in_time)
+    seen.add("one", PROMPT, max_tokens=12, grammar=DIGITS)
+    assert ids(run(seen)["one"]) == expected
+    assert set(asked) == {False}
+
+    monkeypatch.setattr("meltcore.engine.core.constraints._LIMIT_S", 0.01)
+    slow_masks.release.clear()
+    asked.clear()
+    asked += [False] * 3
+    seen.add("stuck", PROMPT, max_tokens=12, grammar=DIGITS)
+    request = seen.engine._requests["stuck"]
+    while request.constraint is None:
+        seen.engine.step()
+    slow_masks.slow_matchers.add(id(request.constraint))
+    seen.add("free", PROMPT, max_tokens=4)
+    outputs = run(seen)
+    assert outputs["stuck"][-1].finish_reason == "error"
+    assert "0.01 s" in str(outputs["stuck"][-1].error)
+    assert len(ids(outputs["free"])) == 4
+
+
+def test_preempted_answers_follow_their_grammars(folder: Path) -> None:
+    """Recomputed tokens are committed once."""
+    alone = tools.open_engine(folder)
+    settings = {"max_tokens": 200, "temperature": 1.0, "grammar": Grammar("start: /([a-z]{3}x){45}/")}
+    expected = {}
+    for seed in range(3):
+        alone.add(str(seed), PROMPT, seed=seed, **settings)
+        expected |= {name: ids(each) for name, each in run(alone).items()}
+    for overlap in (False, True):
+        crowded = tools.open_engine(folder, pages=8, overlap=overlap, max_model_len=300)
+        for seed in range(3):
+            crowded.add(str(seed), PROMPT, seed=seed, **settings)
+        assert {name: ids(each) for name, each in run(crowded).items()} == expected
+        assert crowded.engine.stats().preemptions_total > 0
+
+
+def test_answer_is_constrained_after_its_reasoning(seen: tools.SeenEngine) -> None:
+    seen.add("free", PROMPT, max_tokens=8)
+    free = ids(run(seen)["free"])
+    assert free[3] not in free[:3]
+    started = Grammar(DIGITS.text, (0, free[3]), starts_in_reasoning=True)
+    seen.add("started", PROMPT, max_tokens=20, grammar=started)
+    seen.add("starts", PROMPT, max_tokens=20, grammar=Grammar(DIGITS.text, (free[0], free[3])))
+    seen.add("omits", PROMPT, max_tokens=20, grammar=Grammar(DIGITS.text, (END, free[3])))
+    seen.add("plain", PROMPT, max_tokens=20, grammar=DIGITS)
+    outputs = run(seen)
+    assert ids(outputs["started"])[:4] == ids(outputs["starts"])[:4] == free[:4]
+    assert len(ids(outputs["started"])) == len(ids(outputs["starts"])) == 4 + 7
+    assert re.fullmatch(rb"\d{3}x\d{3}", bytes(ids(outputs["started"])[4:]))
+    assert ids(outputs["omits"]) == ids(outputs["plain"])
+
+
+def test_failing_and_refused_grammars_end_their_requests_only(
+    seen: tools.SeenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen.add("refused", PROMPT, grammar=Grammar("start: missing"))
+    seen.add("also refused", PROMPT, grammar=Grammar('start: %json {"not": {}}'))
+    seen.add("free", PROMPT, max_tokens=4)
+    outputs = run(seen)
+    assert "missing" in str(outputs["refused"][-1].error)
+    assert "not" in str(outputs["also refused"][-1].error)
+    assert outputs["refused"][-1].finish_reason == outputs["also refused"][-1].finish_reason == "error"
+    assert len(ids(outputs["free"])) == 4
+
+    # A sampled token that the grammar does not allow, as if the mask were wrong.
+    monkeypatch.setattr(seen.engine.runner.sampler, "_mask_tokens", lambda _logits, _requests: None)
+    seen.add("wrong", PROMPT, grammar=DIGITS)
+    seen.add("free", PROMPT, max_tokens=4)
+    outputs = run(seen)
+    assert outputs["wrong"][-1].finish_reason == "error"
+    assert "the grammar has failed" in str(outputs["wrong"][-1].error)
+    assert len(ids(outputs["free"])) == 4
+
+
+def test_model_without_a_tokenizer_refuses_grammars_by_name(checkpoint: Path) -> None:
+    seen = tools.open_engine(checkpoint)
+    seen.add("one", PROMPT, grammar=DIGITS)
+    assert "tokenizer.json" in str(run(seen)["one"][-1].error)
+
+
+def test_request_is_aborted_while_its_grammar_is_compiled(
+    seen: tools.SeenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, compile_grammar = Event(), Constraints._compile
+
+    def compile_late(constraints: Constraints, grammar: Grammar) -> object:
+        assert release.wait(60)
+        return compile_grammar(constraints, grammar)
+
+    monkeypatch.setattr(Constraints, "_compile", compile_late)
+    seen.add("gone", PROMPT, grammar=DIGITS)
+    seen.add("stays", PROMPT, max_tokens=12, grammar=DIGITS)
+    seen.add("free", PROMPT, max_tokens=4)
+    while "free" in seen.engine._requests:
+        seen.engine.step()
+    assert seen.engine.stats().waiting == 2
+    seen.engine.abort(["gone"])
+    release.set()
+    outputs = run(seen)
+    assert [output.finish_reason for output in outputs["gone"]] == ["abort"]
+    assert len(text(outputs["stays"])) == 7
+
+
+def test_min_tokens_and_a_grammar_exclude_each_other(seen: tools.SeenEngine) -> None:
+    with pytest.raises(RequestError, match="min_tokens must be 0"):
+        seen.engine.add(AddRequest("one", PROMPT, SamplingParams(min_tokens=2, grammar=DIGITS)))
