@@ -308,9 +308,9 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
         from meltcore.fleet.supervisor import serve
 
     _check_port_free(fleet.spec.server.port)
-    paths: list[Path] = []
+    paths: set[Path] = set()
 
-    def record(port: int, sockets: Path) -> None:
+    def record(spec: FleetSpec, port: int, sockets: Path) -> None:
         ticks = start_ticks(os.getpid())
         assert ticks is not None
         path = state_dir() / f"{options.command}-{port}.json"
@@ -318,8 +318,8 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
             pid=os.getpid(),
             start_ticks=ticks,
             port=port,
-            url=_connect_url(fleet.spec.server.host, port),
-            model=", ".join(options.model_title(name, model) for name, model in fleet.spec.models.items()),
+            url=_connect_url(spec.server.host, port),
+            model=", ".join(options.model_title(name, model) for name, model in spec.models.items()),
             log=log,
             admin=str(sockets / ADMIN_SOCKET),
         )
@@ -330,10 +330,10 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
         except OSError as error:  # a full disk
             unfinished.unlink(missing_ok=True)
             raise ConfigError(_unusable(state_dir(), error.strerror)) from error
-        paths.append(path)
+        paths.add(path)
 
     try:
-        return serve(fleet, on_bound=record, options=options, **settings)
+        return serve(fleet, record=record, options=options, **settings)
     finally:
         for path in paths:
             found = _read(path)

@@ -56,7 +56,7 @@ from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.settings.config import ModelStatus, PriorityClass
-from meltcore.settings.fleet_spec import ModelSection
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
@@ -71,7 +71,7 @@ class FleetOptions:
     """The options in which servers of `meltcore up` and `meltcore serve` differ. The defaults are for `meltcore up`."""
 
     command: str = "up"  # as which it prints lines
-    model_title: Callable[[str, ModelSection], str] = lambda name, _model: name  # in the list of servers
+    model_title: Callable[[str, ModelSection], str] = lambda name, _model: name  # in the record of a server
     policy: RestartPolicy = field(default_factory=RestartAfterPause)
     log_folder: Path | None = None  # with a folder of logs per port and a file per engine; None: our standard error
     planner: FleetPlanner = NoFile()  # noqa: RUF009 - plans the changed fleet.yaml of a reload
@@ -92,7 +92,7 @@ def serve(
     fleet: PlacedFleet,
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
-    on_bound: Callable[[int, Path], None] = lambda _port, _sockets: None,
+    record: Callable[[FleetSpec, int, Path], None] = lambda _spec, _port, _sockets: None,
     options: FleetOptions = SERVE,
 ) -> int:
     """Run a server until a signal or a failure. Return the exit status.
@@ -103,7 +103,7 @@ def serve(
     Args:
         fleet: the models of the server, with the outcome of a plan.
         engine_command: command line that starts an engine.
-        on_bound: is called with the port and the folder of the sockets.
+        record: stores the models, the port and the folder of the sockets, again after a reload. Raises ConfigError.
         options: what differs between `meltcore up` and `meltcore serve`.
     """
     fleet = msgspec.structs.replace(fleet, spec=check_startable(fleet.spec))
@@ -120,13 +120,13 @@ def serve(
     folder = SocketFolder("server")
 
     def announce() -> None:
-        on_bound(port, folder.path)
+        record(config, port, folder.path)
         print_listening(config.server.host, port)
         print_substitutes(config.languages.substitute_lists)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_supervise(fleet, engine_command, folder, listener, options, admin, announce))
+            return runner.run(_supervise(fleet, engine_command, folder, listener, options, admin, announce, record))
     finally:
         folder.remove()
 
@@ -139,8 +139,9 @@ async def _supervise(
     options: FleetOptions,
     admin: socket.socket | None,
     announce: Callable[[], None],
+    record: Callable[[FleetSpec, int, Path], None],
 ) -> int:
-    return await Supervisor(fleet, engine_command, folder, options).run(listener, admin, announce)
+    return await Supervisor(fleet, engine_command, folder, options, record).run(listener, admin, announce)
 
 
 class Supervisor:
@@ -152,15 +153,16 @@ class Supervisor:
         engine_command: Sequence[str],
         folder: SocketFolder,
         options: FleetOptions,
+        record: Callable[[FleetSpec, int, Path], None],
     ) -> None:
-        """Create the parts of the server."""
+        """Create the parts of the server. `serve` explains `record`."""
         config = fleet.spec
         num_processes = 1 + worker_count(config)
         self.fleet = fleet
         self.port = config.server.port
         self.models: dict[int, ServedModel | UpstreamModel] = {}
         self._folder = folder
-        self._options = options
+        self._options, self._record = options, record
         self._stats = stats = ServerStats((), keys=len(config.keys), num_processes=num_processes)
         self._log = Log(config.server.log_format, stats)
         self._pool = WorkerPool(
@@ -323,7 +325,6 @@ class Supervisor:
         """Remove a model whose engines have ended."""
         if (watch := self._watches.pop(model.number, None)) is not None:
             watch.cancel()
-        self.turns.remove(model)
         self._pool.remove_model(model.number)
         self._stats.remove_model(model.number)
         del self.models[model.number]
@@ -333,6 +334,10 @@ class Supervisor:
         self.fleet = fleet
         self.turns.change_config(fleet.spec.residency, fleet.room_bytes)
         self._pool.change_routes(fleet.spec)
+        try:
+            self._record(fleet.spec, self.port, self._folder.path)
+        except ConfigError as error:  # of a full disk: the models have changed
+            self._report(str(error))
 
     def broadcast(self, message: EndRequests) -> None:
         """Send a message about a model to all API servers."""

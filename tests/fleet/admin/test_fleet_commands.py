@@ -20,6 +20,7 @@ from waiting import WAIT_S, wait_until
 import meltcore
 from meltcore.cli.main import main
 from meltcore.common.process import LoggedProcess
+from meltcore.fleet.daemon import find_fleet
 from meltcore.fleet.run.logs import LogFile, print_logs, rotate_large
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
@@ -281,6 +282,7 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
         "meltcore: removed: first",
         "meltcore: changed: second",
     ]
+    assert find_fleet(None).model == "second, third"
     for stream in streams:  # what was open has been finished
         data = b""
         while b"[DONE]" not in data and (chunk := stream.recv(65_536)):
@@ -312,6 +314,32 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
     wait_until(lambda: {row["state"] for row in rows(capsys).values()} == {"ready"}, "the changed default")
     assert [chat_model(fleet) for _ in range(4)] == ["fourth"] * 4, "also where it was replaced"
     assert fleet.server.check_no_leak()["requests_failed_total"] == 0
+
+
+@pytest.mark.slow
+def test_alias_that_moves_in_a_reload_leads_to_a_model_at_every_moment(fleet: Fleet) -> None:
+    """It was unknown, with 404, from the end of its old model until its new one had been drained and added."""
+    sections = {"server": json.loads(fleet.file.read_text())["server"]}
+    slow = {"step_s": 0.005}
+    for models in (
+        {"first": {}, "second": {"aliases": ["one"]}},  # to a model that is replaced later
+        {"first": {}, "third": {"aliases": ["one"], "engine": slow}},  # from a removed model to one that is added
+        {"first": {"aliases": ["one"]}, "third": {}},  # to a model that is replaced earlier
+    ):
+        last = list(json.loads(fleet.file.read_text())["models"])[-1]
+        body = {"model": last, "prompt": "ab", "max_tokens": 200, "stream": True}
+        with ThreadPoolExecutor(1) as pool, fleet.server.open(COMPLETIONS, body) as stream:
+            wait_until(lambda: fleet.server.metrics()["requests_in_flight"] == 1, "the stream, which drains slowly")
+            fleet.write(models, **sections)
+            reload, statuses = pool.submit(main, ["reload"]), set[int]()
+            while not reload.done():
+                statuses.add(fleet.complete("one"))
+            assert reload.result() == 0
+            while b"[DONE]" not in stream.recv(65_536):
+                pass
+        assert statuses <= {200, 503}
+        wait_until(lambda: fleet.complete("one") == 200, "the new model of the alias")
+    assert fleet.server.check_no_leak()["requests_in_flight"] == 0
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,9 @@ import msgspec
 import pytest
 from waiting import WAIT_S
 
+import meltcore
 from meltcore.common.errors import ConfigError
+from meltcore.common.options import Size
 from meltcore.common.process import start_ticks
 from meltcore.fleet import daemon
 from meltcore.fleet.admin.operations import FleetOperations
@@ -21,6 +25,8 @@ from meltcore.fleet.plan.planned import NoFile
 from meltcore.fleet.run.logs import find_logs, log_folder, log_path
 from meltcore.fleet.supervisor import FleetOptions
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection, ServerSection
+
+BUNDLED = Path(meltcore.__file__).parent / "bundled"
 
 
 def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +46,37 @@ def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: p
 
     with pytest.raises(ConfigError, match="a was ended while it was loading"):
         asyncio.run(restart())
+
+
+@pytest.mark.parametrize(("name", "fault"), [("sums", "shard"), ("phrases", "shard"), ("sums", "tokenizer")])
+def test_reload_for_files_that_are_missing_is_refused_before_an_engine_ends(
+    tmp_path: Path, name: str, fault: str
+) -> None:
+    """Missing shards, and a broken tokenizer, were found only when the engine of before had ended."""
+    checkpoint = tmp_path / name
+    shutil.copytree(BUNDLED / name, checkpoint)
+    if fault == "shard":
+        (checkpoint / "model.safetensors").unlink()
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+        (checkpoint / "model-00001-of-00002.safetensors").touch()
+    else:
+        (checkpoint / "tokenizer.json").write_text("{")
+    task = {"sums": "generation", "phrases": "translation"}[name]
+    section = ModelSection(checkpoint=str(checkpoint), device="cpu", memory=Size(2**30), task=task)
+    running, new = (FleetSpec(models={"m": each}) for each in (ModelSection(checkpoint=f"meltcore/{name}"), section))
+
+    async def read_running(_checkpoints: object) -> None:
+        return None
+
+    model = SimpleNamespace(name="m", names=("m",), config=running.models["m"])  # has no method that ends it
+    supervisor: Any = SimpleNamespace(models={0: model}, fleet=PlacedFleet(running), read_running=read_running)
+    planner: Any = SimpleNamespace(
+        check_changeable=lambda: None, checkpoints=list, config=lambda running: PlacedFleet(new)
+    )
+    reason = "missing: model-00002-of-00002.safetensors" if fault == "shard" else "tokenizer.json"
+    with pytest.raises(ConfigError, match=f"models.m: .*{reason}"):
+        asyncio.run(FleetOperations(supervisor, planner).reload())
 
 
 def test_server_without_a_fleet_yaml_is_not_changed() -> None:

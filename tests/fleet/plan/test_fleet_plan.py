@@ -277,6 +277,17 @@ def test_nearest_plan_of_the_written_fleet_keeps_no_less_on_a_larger_card(
     assert before == kept(spec, ())
 
 
+def test_context_above_the_models_is_refused_as_by_its_engine() -> None:
+    """The plan lowered it without a word."""
+    text = "models: {a: {checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_num_seqs: 4, max_model_len: 65536%s}}"
+    with pytest.raises(ConfigError, match=r"models\.a: max_model_len: got 65536; must be at most the 40960 tokens"):
+        plan_fleet(parse_fleet(text % ""), [80 * GIB])
+    rope = "{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 40960}"
+    plan, _ = plan_fleet(parse_fleet(text % f", hf_overrides: {{rope_parameters: {rope}}}"), [80 * GIB])
+    assert plan is not None
+    assert plan.needs["a"].max_model_len == 65536
+
+
 def test_written_fleet_takes_turns_before_it_gets_smaller() -> None:
     """Within 36 GiB it had 1 of 8 sequences of 2,048 of 8,192 tokens, and four models on the CPU."""
     spec = parse_fleet((resources.files("meltcore.fleet") / "examples" / "fleet.yaml").read_text(encoding="utf-8"))

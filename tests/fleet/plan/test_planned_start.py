@@ -252,6 +252,9 @@ def test_reload_may_change_the_room_for_models_that_take_turns(tmp_path: Path, m
     file.write_text(f"residency: {{turn_s: 7}}\nmodels: {{a: {{{QWEN}}}}}")
     with pytest.raises(ConfigError, match=r"and residency\.turn_s changed"):
         check_unchanged(first.spec, planner.config().spec)
+    file.write_text(f"gpus: [{{id: 0}}]\nmodels: {{a: {{{QWEN}}}}}")
+    with pytest.raises(ConfigError, match="and gpus changed"):
+        check_unchanged(first.spec, planner.config().spec)
 
 
 def test_planned_settings_survive_the_way_to_a_daemon() -> None:

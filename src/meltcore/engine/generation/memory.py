@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meltcore.common.errors import ConfigError
 from meltcore.engine.core.kv_cache import PageLayout
 from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency
 from meltcore.engine.memory.memory_plan import PENALTY_FRACTION, RESERVE_FRACTION, ModelShape, plan_memory
@@ -26,7 +27,11 @@ def generation_needs(
         source = "header of the GGUF file"
     if model.kv_cache_dtype == "fp8":
         shape = shape._replace(cache_element_size=1)
-    length = min(model.max_model_len or max_context, max_context)
+    if (length := model.max_model_len or max_context) > max_context:  # an engine would refuse it, too
+        raise ConfigError(
+            f"max_model_len: got {length}; must be at most the {max_context} tokens of {model.checkpoint}, "
+            "unless rope_parameters in hf_overrides extend them"
+        )
     seqs = concurrency(model)
     layout = PageLayout.of(shape.caches)
     batched = model.max_num_batched_tokens or _batched_tokens(layout, on_cpu)

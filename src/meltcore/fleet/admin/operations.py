@@ -22,6 +22,7 @@ from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.keys import resolve_keys
 from meltcore.serve.requests.tracing import resolve_tracing
+from meltcore.serve.tasks.generation.servable import check_servable
 from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
@@ -188,23 +189,34 @@ class FleetOperations:
             )
             supervisor.fleet = fleet  # its engines share the cores as it says
             await asyncio.gather(*(self._end(old[name], "removed from") for name in result.removed))
+            leaving = [old[name] for name in (*result.removed, *result.changed)]
+            # A name that moves to another model leads to the old one until the new one is there.
+            kept = [
+                model
+                for model in leaving
+                if any(fleet.spec.resolve(each) not in (None, model.name) for each in model.names)
+            ]
             for name in result.removed:
-                supervisor.forget_model(old[name])
+                if old[name] not in kept:
+                    supervisor.forget_model(old[name])
             for name in result.changed:
-                await self._replace(old[name])
+                await self._replace(old[name], is_kept=old[name] in kept)
             for name in result.added:
                 await supervisor.add_fleet_model(name)
+            for model in kept:
+                supervisor.forget_model(model)
             supervisor.change_fleet(fleet)
             return result
 
-    async def _replace(self, model: Model) -> Model:
-        """End a model, and add the model that replaces it.
+    async def _replace(self, model: Model, *, is_kept: bool = False) -> Model:
+        """End a model and add its successor. The names of both always lead to one of the two.
 
-        At any time, requests with the model's name find one of the two.
+        With `is_kept`, the caller forgets the model.
         """
         await self._end(model, "replaced in")
         successor = await self._supervisor.add_fleet_model(model.name)
-        self._supervisor.forget_model(model)
+        if not is_kept:
+            self._supervisor.forget_model(model)
         return successor
 
     async def _end(self, model: Model, what: str) -> None:
@@ -219,17 +231,18 @@ class FleetOperations:
         if model.loading is not None:
             model.loading.cancel()
         await model.stop()
+        self._supervisor.turns.remove(model)  # its successor may load
 
 
 def _check_checkpoints(fleet: PlacedFleet, running: Mapping[str, ModelSection]) -> None:
-    """Raise ConfigError if the checkpoint of a model that is new or has changed cannot be opened.
+    """Raise ConfigError if the files of a model that is new or has changed cannot be loaded.
 
-    Checkpoints on other nodes are checked by the plan.
+    Of a model with random weights only the task is read. Checkpoints on other nodes are checked by the plan.
     """
     for name, model in fleet.spec.engines.items():
         if model != running.get(name) and not any(place.node for place in fleet.places.get(name, ())):
             try:
-                find_task(model)
+                find_task(model) if model.load_format == "dummy" else check_servable(model)
             except ConfigError as error:
                 raise ConfigError(f"models.{name}: {error}") from error
 
@@ -272,6 +285,8 @@ def check_unchanged(old: FleetSpec, new: FleetSpec) -> None:
         before, after = getattr(old, section), getattr(new, section)
         names = (name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name))
         changed += [f"{section}.{name}" for name in names]
+    if old.gpus != new.gpus:
+        changed.append("gpus")
     if old.keys != new.keys:
         old_keys, new_keys = ({key.name: key for key in config.keys} for config in (old, new))
         names = (name for name in old_keys | new_keys if old_keys.get(name) != new_keys.get(name))

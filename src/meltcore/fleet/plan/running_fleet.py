@@ -42,7 +42,7 @@ def unchanged_models(
         if name in before
         and _without_place(loaded_section(name, model)) == _without_place(before[name])
         and all(
-            not place.gpus or _allows(spec, name, replica, place)
+            not (pinned := model.replica_gpus[replica]) or set(place.gpus) <= set(pinned)
             for (of_model, replica), place in places.items()
             if of_model == name
         )
@@ -87,9 +87,3 @@ def place_engine(
 def _without_place(model: ModelSection) -> ModelSection:
     device: Literal["cpu", "cuda"] = "cpu" if model.device == "cpu" else "cuda"
     return msgspec.structs.replace(model, device=device, checkpoint=absolute_path(model.model) or model.model)
-
-
-def _allows(spec: FleetSpec, name: str, replica: int, place: Place) -> bool:
-    """Return whether the settings of a model allow the GPUs on which its engine runs."""
-    pinned, limited = spec.models[name].replica_gpus[replica], {gpu.id for gpu in spec.gpus}
-    return all((not pinned or number in pinned) and (not limited or number in limited) for number in place.gpus)

@@ -308,6 +308,12 @@ def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: boo
     return reasons
 
 
+def check_shards(model: str) -> None:
+    """Raise ConfigError if a local folder lacks safetensors files that its index or its numbered shards name."""
+    if (folder := Path(model).expanduser()).is_dir():
+        _ = Checkpoint(model, folder, {}, {}).weight_files
+
+
 def _missing_weights_reason(checkpoint: Checkpoint) -> str | None:
     return None if checkpoint.weight_files else checkpoint.no_weights_reason
 

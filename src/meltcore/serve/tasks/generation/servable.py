@@ -10,7 +10,7 @@ from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.common.host_memory import trim_memory
 from meltcore.common.tasks import DEFAULT, Task
 from meltcore.models.checkpoints import checkpoint as checkpoints
-from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint, find_folder, folder_reasons
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint, check_shards, find_folder, folder_reasons
 from meltcore.serve.tasks.generation.text_model import find_checkpoint, find_task
 from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.chat_template import ChatTemplate
@@ -45,6 +45,8 @@ def _reasons_of_files(config: ModelSection) -> tuple[str | None, list[str]]:
     """
     try:
         if find_task(config) is not DEFAULT:
+            if config.load_format != "dummy":
+                check_shards(config.model)
             return None, []
         checkpoint = find_checkpoint(config)
     except UnservableModelError as error:
