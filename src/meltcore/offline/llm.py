@@ -20,10 +20,10 @@ from meltcore.engine.host.device import choose_device, default_batched_tokens
 from meltcore.protocol.generation import AddRequest, FinishReason, SequenceOutput, TokenLogprobs
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.settings.config import EngineConfig
+from meltcore.text.answer_format import answer_format, template_defaults
 from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate, Message
 from meltcore.text.detokenizer import Detokenizer
-from meltcore.text.reasoning import reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -69,7 +69,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint, allow_missing=config.load_format == "dummy")
         self._template = ChatTemplate.from_checkpoint(checkpoint, template_defaults(hf_config), config.chat_template)
         self._special_tokens_in_messages = config.special_tokens_in_messages
-        self._reasoning_parser = reasoning_parser(self.tokenizer, hf_config, self._template)
+        self._answer_format = answer_format(self.tokenizer, hf_config, self._template)
         self._num_requests = 0
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class LLM:
         ]
         token_ids = (prompt.encode(self.tokenizer) for prompt in prompts)
         sampling_params = _params_per_prompt(sampling or SamplingParams(), len(prompts))
-        detokenizer = partial(Detokenizer, self.tokenizer, reasoning_parser=self._reasoning_parser)
+        detokenizer = partial(Detokenizer, self.tokenizer, answer_format=self._answer_format)
         return self._run(token_ids, sampling_params, [None] * len(prompts), detokenizer)
 
     def _run(
@@ -187,8 +187,8 @@ class LLM:
             completion.text += detokenizer.flush()
             completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_token_id
             completion.cached_tokens = output.cached_tokens
-        completion.reasoning += "".join(detokenizer.reasoning)
-        detokenizer.reasoning.clear()
+        if detokenizer.parser is not None:
+            completion.reasoning += "".join(detokenizer.parser.take()[0])
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

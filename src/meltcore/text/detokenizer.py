@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.text.reasoning import ReasoningParser
+from meltcore.text.answer_format import AnswerFormat
+from meltcore.text.answer_parser import AnswerParser, ToolSet
 from meltcore.text.stop_strings import StopStrings
 from meltcore.text.tokenizer import Tokenizer
 
@@ -159,34 +160,32 @@ class Detokenizer:
     The joined results of `add` and `flush` are the text of all ids. After a stop string no more text is returned, and
     `token_count` counts the tokens up to and including the token that completed the stop string.
 
-    With a `reasoning_parser`, reasoning is not returned but appended to `reasoning`, which the caller empties.
-    Reasoning is not searched for stop strings. Whitespace between reasoning and answer is dropped. `prompt` decides
-    whether the text starts with reasoning.
+    With an `answer_format`, its parser separates reasoning and calls, which wait in `parser`. They are not searched for
+    stop strings. `prompt` decides whether the text starts with reasoning.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         params: SamplingParams,
-        reasoning_parser: ReasoningParser | None = None,
+        answer_format: AnswerFormat | None = None,
         prompt: Sequence[int] = (),
         *,
+        tools: ToolSet | None = None,
         continues_prompt: bool = False,
     ) -> None:
         """Create a detokenizer.
 
-        With `continues_prompt` the text continues the prompt's text, as in the completions API.
+        Without `tools` calls are text. With `continues_prompt` the text continues the prompt's text, as in the
+        completions API.
         """
         context = prompt if continues_prompt else ()
         self._decoder = incremental_decoder(tokenizer, params.skip_special_tokens, context)
         self._hidden_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()
-        self._parser = reasoning_parser
-        self._in_reasoning = False
-        if reasoning_parser is not None:
-            self._hidden_ids |= {reasoning_parser.start_id, reasoning_parser.end_id}
-            self._in_reasoning = reasoning_parser.starts_in_reasoning(prompt)
-        self._after_reasoning = False
-        self.reasoning: list[str] = []
+        self.parser: AnswerParser | None = None
+        if answer_format is not None and (answer_format.reasoning_ids is not None or tools is not None):
+            self.parser = AnswerParser(answer_format, tools, prompt)
+            self._hidden_ids |= self.parser.hidden_ids
         self._stop_strings = (
             StopStrings(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None
         )
@@ -204,9 +203,12 @@ class Detokenizer:
         visible_text = ""
         for token_id in token_ids:
             self.token_count += 1
-            text = self._on_hidden_token(token_id) if token_id in self._hidden_ids else self._decoder.add(token_id)
-            if self._in_reasoning or self._after_reasoning:
-                text = self._take_answer_text(text)
+            if token_id in self._hidden_ids:
+                text = self._on_hidden_token(token_id)
+            else:
+                text = self._decoder.add(token_id)
+                if self.parser is not None:
+                    text = self.parser.feed(text)
             if self._stop_strings is None:
                 visible_text += text
                 continue
@@ -226,8 +228,8 @@ class Detokenizer:
         if self.matched_stop is not None:
             return ""
         text = self._decoder.flush()
-        if self._in_reasoning:
-            text = self._take_answer_text(text)
+        if self.parser is not None:
+            text = self.parser.feed(text) + self.parser.end()
         if self._stop_strings is None:
             return text
         counts = self.token_count > self._min_tokens
@@ -235,22 +237,7 @@ class Detokenizer:
         return released_text if self.matched_stop is not None else released_text + self._stop_strings.release()
 
     def _on_hidden_token(self, token_id: int) -> str:
-        """Return the text that precedes a hidden token. A reasoning mark switches between reasoning and answer."""
-        if self._parser is None or token_id not in (self._parser.start_id, self._parser.end_id):
+        """Return the text that precedes a hidden token. The parser reads the token if it is a mark."""
+        if self.parser is None or token_id not in self.parser.hidden_ids:
             return ""
-        text = self._decoder.flush()
-        if self._in_reasoning:
-            text = self._take_answer_text(text)
-        self._in_reasoning = token_id == self._parser.start_id
-        self._after_reasoning = token_id == self._parser.end_id
-        return text
-
-    def _take_answer_text(self, text: str) -> str:
-        """Return the part of new text that belongs to the answer, and store the reasoning."""
-        if self._in_reasoning:
-            if text:
-                self.reasoning.append(text)
-            return ""
-        text = text.lstrip()
-        self._after_reasoning = not text
-        return text
+        return self.parser.feed(self._decoder.flush()) + self.parser.mark(token_id)

@@ -11,8 +11,9 @@ import msgspec
 from meltcore.protocol.generation import AddRequest, SequenceOutput, TokenLogprobs, pack_token_ids, unpack_token_ids
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.serve.requests.ticket import Child, Ticket
+from meltcore.text.answer_format import AnswerFormat
+from meltcore.text.answer_parser import CallDelta, ToolSet
 from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer, incremental_decoder
-from meltcore.text.reasoning import ReasoningParser
 from meltcore.text.tokenizer import Tokenizer
 
 MAX_UNSENT_CHARS = 256 * 1024  # a streaming client further behind than this is cut off; the sockets buffer more
@@ -35,7 +36,9 @@ class Choice(Child):
 
     __slots__ = (
         "_text_is_ahead",
+        "answer_format",
         "cached_tokens",
+        "calls",
         "continues_prompt",
         "detokenizer",
         "echo",
@@ -52,12 +55,12 @@ class Choice(Child):
         "prompt_token_ids",
         "prompt_tokens",
         "reasoning",
-        "reasoning_parser",
         "requested_echo",
         "role_sent",
         "text",
         "tokenizer",
         "tokens_sent",
+        "tools",
     )
     ticket: GenerationTicket
 
@@ -67,9 +70,10 @@ class Choice(Child):
         prompt: list[int],
         params: SamplingParams,
         tokenizer: Tokenizer,
-        reasoning_parser: ReasoningParser | None = None,
+        answer_format: AnswerFormat | None = None,
         echo: Echo | None = None,
         *,
+        tools: ToolSet | None = None,
         continues_prompt: bool = False,
     ) -> None:
         """Add a prompt to a ticket.
@@ -79,8 +83,9 @@ class Choice(Child):
             prompt: the token ids of the prompt.
             params: how tokens are chosen, and where the answer ends.
             tokenizer: the tokenizer of the model.
-            reasoning_parser: separates the model's reasoning from the answer.
+            answer_format: how the model writes reasoning and tool calls; None takes all as text.
             echo: the prompt as the beginning of the answer.
+            tools: the tools that the model may call. None takes calls as text.
             continues_prompt: whether the text of the answer continues the text of the prompt, as in a completion.
         """
         self.index = len(ticket.children)
@@ -89,7 +94,8 @@ class Choice(Child):
         self.prompt_tokens = len(prompt)
         self.params = params
         self.tokenizer = tokenizer
-        self.reasoning_parser = reasoning_parser
+        self.answer_format = answer_format
+        self.tools = tools
         self.requested_echo = echo
         self.continues_prompt = continues_prompt
         self.first_token_s: float | None = None
@@ -104,10 +110,11 @@ class Choice(Child):
         params, tokenizer = self.params, self.tokenizer
         continues_prompt = self.continues_prompt
         self.detokenizer = Detokenizer(
-            tokenizer, params, self.reasoning_parser, prompt, continues_prompt=continues_prompt
+            *(tokenizer, params, self.answer_format, prompt), tools=self.tools, continues_prompt=continues_prompt
         )
         self.text: list[str] = []  # not sent yet
-        self.reasoning: list[str] = []  # likewise, before the answer
+        self.reasoning: list[str] = []  # likewise
+        self.calls: list[CallDelta] = []  # likewise
         # Token id and its log-probabilities, not sent yet; a prompt's first token has none.
         self.logprobs: list[tuple[int, TokenLogprobs | None]] = []
         self.logprob_offset = 0  # characters of the answer before the next logprobs entry
@@ -151,10 +158,9 @@ class Choice(Child):
 
     def restart(self) -> None:
         """Discard the answer so far, of which the client has received nothing. The time of the first token is kept."""
-        unsent_chars = (
-            sum(map(len, self.text)) + sum(map(len, self.reasoning)) + self.num_unsent_logprobs * LOGPROB_CHARS
-        )
-        self.ticket.unsent_chars -= unsent_chars
+        self.take_calls()
+        unsent_chars = sum(map(len, self.text)) + sum(map(len, self.reasoning))
+        self.ticket.unsent_chars -= unsent_chars + self.num_unsent_logprobs * LOGPROB_CHARS
         self._begin(unpack_token_ids(self.prompt_token_ids))
 
     def accept(self, output: SequenceOutput) -> int:
@@ -190,10 +196,11 @@ class Choice(Child):
         if text:
             self.text.append(text)
             self.ticket.unsent_chars += len(text)
-        if detokenizer.reasoning:
-            self.reasoning += detokenizer.reasoning
-            self.ticket.unsent_chars += sum(map(len, detokenizer.reasoning))
-            detokenizer.reasoning.clear()
+        if detokenizer.parser is not None:
+            reasoning, calls = detokenizer.parser.take()
+            self.reasoning += reasoning
+            self.calls += calls
+            self.ticket.unsent_chars += sum(map(len, reasoning)) + sum(call.size for call in calls)
         return num_counted
 
     def _emit_echo(self, echo: Echo, output: SequenceOutput) -> SequenceOutput:
@@ -249,7 +256,7 @@ class Choice(Child):
         self.end_sent = self.finish_reason is not None
         has_unseen_tokens = self.ticket.every_token and self.output_tokens > self.tokens_sent
         self.tokens_sent = self.output_tokens
-        return has_unseen_tokens or self.end_sent or bool(self.text or self.reasoning)
+        return has_unseen_tokens or self.end_sent or bool(self.text or self.reasoning or self.calls)
 
     def take_text(self) -> str:
         """Return the text that was not sent yet, and count it as sent.
@@ -262,6 +269,18 @@ class Choice(Child):
     def take_reasoning(self) -> str:
         """Return the reasoning that was not sent yet, and count it as sent."""
         return self._take(self.reasoning)
+
+    def take_calls(self) -> list[CallDelta]:
+        """Return the parts of tool calls that were not sent yet, and count them as sent."""
+        calls, self.calls = self.calls, []
+        self.ticket.unsent_chars -= sum(call.size for call in calls)
+        return calls
+
+    @property
+    def shown_finish_reason(self) -> str | None:
+        """The reason why the answer ended, as OpenAI's API says it."""
+        parser = self.detokenizer.parser
+        return "tool_calls" if self.finish_reason == "stop" and parser and parser.has_calls else self.finish_reason
 
     def take_logprobs(self) -> list[tuple[int, TokenLogprobs | None]]:
         """Return the token ids and log-probabilities that were not sent yet, and count them as sent."""

@@ -76,9 +76,9 @@ class LocalEngine(EngineBackend):
         """
         ready: GenerationReady = self._loaded()
         text, limit = self._text, ready.max_model_len
-        reasoning_parser = None
+        answer_format = None
         if isinstance(request, ChatRequest):
-            reasoning_parser = text.reasoning_parser
+            answer_format = text.answer_format
             prompts = [await self._chat_prompt(request, limit, is_only_counted=False)]
         else:
             prompts = await completion_prompts(text.tokenizer, ready.vocab_size, request, limit)
@@ -95,7 +95,7 @@ class LocalEngine(EngineBackend):
         echoes = await self._echoes(request, prompts)
         for prompt, settings, echo in zip(prompts, params, echoes, strict=True):
             Choice(
-                *(ticket, prompt, settings, text.tokenizer, reasoning_parser, echo),
+                *(ticket, prompt, settings, text.tokenizer, answer_format, echo),
                 continues_prompt=isinstance(request, CompletionRequest),
             )
         self._admit(ticket, request.priority or 0)

@@ -1,4 +1,4 @@
-"""Loads the parts of a checkpoint for text: tokenizer, chat template, reasoning parser and sampling defaults."""
+"""Loads the parts of a checkpoint for text: tokenizer, chat template, format of answers and sampling defaults."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from meltcore.models.checkpoints.checkpoint import (
 )
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults
 from meltcore.settings.fleet_spec import ModelSection
-from meltcore.text.chat_template import ChatTemplate, MissingTemplate
-from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
+from meltcore.text.answer_format import AnswerFormat, answer_format, template_defaults
+from meltcore.text.chat_template import ChatTemplate, MissingTemplate, tokenizer_config
 from meltcore.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """Holds the tokenizer, chat template, reasoning parser and sampling defaults of a checkpoint."""
+    """Holds the tokenizer, chat template, format of answers and sampling defaults of a checkpoint."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | MissingTemplate
-    reasoning_parser: ReasoningParser | None  # of a model that may reason before it answers a chat
+    answer_format: AnswerFormat  # how the model writes reasoning and tool calls in a chat
     sampling_defaults: dict[str, Any]
 
     @property
@@ -80,9 +80,13 @@ def load_text_model(config: ModelSection) -> TextModel:
         tokenizer.token_bytes(token_id)
     defaults = template_defaults(checkpoint.config)
     template = ChatTemplate.from_checkpoint(checkpoint, defaults, config.chat_template)
+    folder = checkpoint.text_folder
     return TextModel(
         tokenizer=tokenizer,
         template=template,
-        reasoning_parser=reasoning_parser(tokenizer, checkpoint.config, template),
+        answer_format=answer_format(
+            *(tokenizer, checkpoint.config, template),
+            None if folder is None else tokenizer_config(folder).get("response_template"),
+        ),
         sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config, str(generation_path)),
     )

@@ -12,10 +12,10 @@ import tokenizers
 import meltcore
 from meltcore.models.checkpoints.gguf.gguf_config import FAMILIES
 from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.text.answer_format import AnswerFormat, answer_format, template_defaults
 from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.detokenizer import Detokenizer
-from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
 
 HYBRID = {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}}
@@ -35,11 +35,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def parser(tokenizer: Tokenizer) -> ReasoningParser:
-    found = reasoning_parser(tokenizer, HYBRID, MissingTemplate())
-    assert found is not None
-    assert (found.start_id, found.end_id) == (300, 301)
+def parser(tokenizer: Tokenizer) -> AnswerFormat:
+    found = answer_format(tokenizer, HYBRID, MissingTemplate())
+    assert found.reasoning_ids == (300, 301)
     return found
+
+
+def _reasoning_of(detokenizer: Detokenizer) -> list[str]:
+    return [] if detokenizer.parser is None else detokenizer.parser.take()[0]
 
 
 @pytest.mark.parametrize(
@@ -77,14 +80,14 @@ def test_published_models_that_reason_have_a_parser(tokenizer: Tokenizer, publis
     config = json.loads(
         (Path(meltcore.__file__).parent / "models" / "published" / published / "config.json").read_text()
     )
-    assert reasoning_parser(tokenizer, config, MissingTemplate()) is not None
+    assert answer_format(tokenizer, config, MissingTemplate()).reasoning_ids is not None
     assert template_defaults(config) == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3moe"])
 def test_gguf_files_of_models_that_reason_have_a_parser(tokenizer: Tokenizer, name: str) -> None:
     config = {"model_type": FAMILIES[name].model_type}
-    assert reasoning_parser(tokenizer, config, MissingTemplate()) is not None
+    assert answer_format(tokenizer, config, MissingTemplate()).reasoning_ids is not None
     assert template_defaults(config) == {"enable_thinking": False}
 
 
@@ -102,14 +105,13 @@ PLAIN = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}assistant"
 def test_template_or_model_type_shows_that_a_model_reasons(tokenizer: Tokenizer, model_type: str) -> None:
     config = {"model_type": model_type}
     for source in (OPENING, DROPPING, "assistant: <think>"):
-        found = reasoning_parser(tokenizer, config, ChatTemplate(source))
-        assert found is not None
-        assert (found.start_id, found.end_id) == (300, 301)
+        found = answer_format(tokenizer, config, ChatTemplate(source))
+        assert found.reasoning_ids == (300, 301)
     for template in (ChatTemplate(PLAIN), MissingTemplate()):
-        assert reasoning_parser(tokenizer, config, template) is None
+        assert answer_format(tokenizer, config, template).reasoning_ids is None
     without_tokens = Tokenizer.synthetic_bytes(300)
-    assert reasoning_parser(without_tokens, config, ChatTemplate(OPENING)) is None
-    assert reasoning_parser(without_tokens, HYBRID, MissingTemplate()) is None
+    assert answer_format(without_tokens, config, ChatTemplate(OPENING)).reasoning_ids is None
+    assert answer_format(without_tokens, HYBRID, MissingTemplate()).reasoning_ids is None
     assert template_defaults(config) == {}
 
 
@@ -130,10 +132,10 @@ def test_reasoning_of_a_distilled_model_is_separate(
     messages = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "Hm.</think>4"}]
     prompt = render_chat(tokenizer, template, [*messages, {"role": "user", "content": "again"}])
     assert "Hm." not in prompt.text
-    parser = reasoning_parser(tokenizer, {"model_type": "qwen2"}, template)
+    parser = answer_format(tokenizer, {"model_type": "qwen2"}, template)
     detokenizer = Detokenizer(tokenizer, SamplingParams(), parser, prompt.encode(tokenizer))
     text = "".join(detokenizer.add([each])[0] for each in tokenizer.encode(written, add_special_tokens=False))
-    assert (text + detokenizer.flush(), "".join(detokenizer.reasoning)) == (answer, reasoning)
+    assert (text + detokenizer.flush(), "".join(_reasoning_of(detokenizer))) == (answer, reasoning)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_reasoning_of_a_distilled_model_is_separate(
     ],
 )
 def test_prompt_that_ends_with_the_start_token_starts_reasoning(
-    tokenizer: Tokenizer, parser: ReasoningParser, prompt: str, is_open: bool
+    tokenizer: Tokenizer, parser: AnswerFormat, prompt: str, is_open: bool
 ) -> None:
     assert parser.starts_in_reasoning(tokenizer.encode(prompt, add_special_tokens=False)) == is_open
 
@@ -172,7 +174,7 @@ def test_prompt_that_ends_with_the_start_token_starts_reasoning(
 )
 def test_reasoning_is_separated_for_any_division_into_calls(
     tokenizer: Tokenizer,
-    parser: ReasoningParser,
+    parser: AnswerFormat,
     written: str,
     in_reasoning: bool,
     answer: str,
@@ -181,14 +183,14 @@ def test_reasoning_is_separated_for_any_division_into_calls(
 ) -> None:
     """A stop string counts in an answer only."""
     token_ids = tokenizer.encode(written, add_special_tokens=False)
-    prompt = [parser.start_id] if in_reasoning else []
+    prompt = [parser.reasoning_ids[0]] if in_reasoning else []
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop=["stop"]), parser, prompt)
     text = ""
     for start in range(0, len(token_ids), tokens):
         text += detokenizer.add(token_ids[start : start + tokens])[0]
     text += detokenizer.flush()
     assert text == answer
-    assert "".join(detokenizer.reasoning) == reasoning
+    assert "".join(_reasoning_of(detokenizer)) == reasoning
 
 
 def test_without_a_parser_all_text_is_the_answer(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,288 @@
+"""Reads the arguments of tool calls while they arrive, character by character, and writes them as JSON.
+
+Every scanner consumes all text that it is given, up to the end of its value or the first character that is wrong. So
+the work is linear, and the result does not depend on how a text is divided.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from typing import Any, Literal
+
+MAX_DEPTH = 64  # of nested objects and lists; templates and clients read what is parsed here by recursion
+
+_RUNS = {
+    "string": re.compile(r'[^"\\\x00-\x1f]+'),
+    "scalar": re.compile(r"[-+.0-9A-Za-z]+"),
+    "space": re.compile(r"[ \t\n\r]+"),
+}
+SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_HEX = frozenset("0123456789abcdefABCDEF")
+# What may follow outside of strings and scalars: the characters that are allowed in each state.
+_ALLOWED = {
+    "start": "{", "value": '{["', "first value": '{["]', "key": '"', "first key": '"}', "colon": ":", "after": ",]}",
+}  # fmt: skip
+
+
+class JsonScanner:
+    """Follows one JSON object through a text.
+
+    `is_done` says that the object is complete, `is_broken` that a character cannot belong to it. `depth` counts the
+    open objects and lists. `stop` is the character after which `scan` stopped early: the colon after a field's name of
+    the outermost object, or the brace that opens or closes a field's object.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_broken = False
+        self.stop = ""
+        self._open: list[str] = []
+        self._state = "start"
+        self._scalar: list[str] = []
+        self._is_key = False
+        self._hex_left = 0
+
+    @property
+    def depth(self) -> int:
+        """The number of open objects and lists."""
+        return len(self._open)
+
+    def scan(self, text: str, start: int = 0) -> int:
+        """Read a text from `start`. Return where reading stopped: after the object, at a wrong character, or early."""
+        at, end = start, len(text)
+        self.stop = ""
+        while at < end and not (self.is_done or self.is_broken):
+            if self._state == "string":
+                at = self._string(text, at)
+            elif self._state in ("escape", "hex"):
+                at = self._escape(text[at], at)
+            elif self._scalar or text[at] in "-0123456789tfn":
+                at = self._read_scalar(text, at)
+            elif run := _RUNS["space"].match(text, at):
+                at = run.end()
+            elif text[at] not in _ALLOWED[self._state]:
+                self.is_broken = True
+            else:
+                char = text[at]
+                at += 1
+                self._structure(char)
+                if (self.depth == 1 and char in ":}") or (self.depth == 2 and char == "{"):
+                    self.stop = char
+                    break
+        return at
+
+    def accepts(self, text: str) -> bool:
+        """Read a whole text. Return whether all of it belongs to the object."""
+        at = 0
+        while at < len(text) and not (self.is_done or self.is_broken):
+            at = self.scan(text, at)
+        return at == len(text) and not self.is_broken
+
+    def _string(self, text: str, at: int) -> int:
+        run = _RUNS["string"].match(text, at)
+        at = run.end() if run else at
+        if at == len(text):
+            return at
+        if text[at] == '"':
+            self._state = "colon" if self._is_key else "after"
+        elif text[at] == "\\":
+            self._state = "escape"
+        else:
+            self.is_broken = True
+            return at
+        return at + 1
+
+    def _escape(self, char: str, at: int) -> int:
+        if self._state == "escape" and char in '"\\/bfnrtu':
+            self._state, self._hex_left = ("hex", 4) if char == "u" else ("string", 0)
+        elif self._state == "hex" and char in _HEX:
+            self._hex_left -= 1
+            self._state = "hex" if self._hex_left else "string"
+        else:
+            self.is_broken = True
+            return at
+        return at + 1
+
+    def _read_scalar(self, text: str, at: int) -> int:
+        if self._state not in ("value", "first value"):
+            self.is_broken = True
+            return at
+        run = _RUNS["scalar"].match(text, at)
+        if run:
+            self._scalar.append(run[0])
+            at = run.end()
+        if at < len(text):
+            self.is_broken = SCALAR.fullmatch("".join(self._scalar)) is None
+            self._scalar.clear()
+            self._state = "after"
+        return at
+
+    def _structure(self, char: str) -> None:
+        if char in "{[":
+            self._open.append(char)
+            self._state = "first key" if char == "{" else "first value"
+            self.is_broken = len(self._open) > MAX_DEPTH
+        elif char == '"':
+            self._is_key, self._state = self._state in ("key", "first key"), "string"
+        elif char == ":":
+            self._state = "value"
+        elif char == ",":
+            self._state = "key" if self._open[-1] == "{" else "value"
+        elif {"{": "}", "[": "]"}[self._open[-1]] != char:
+            self.is_broken = True
+        else:
+            self._open.pop()
+            self._state = "after"
+            self.is_done = not self._open
+
+
+class PythonScanner:
+    """Finds the end of one Python literal: the comma or the bracket after it."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_broken = False
+        self._brackets: list[str] = []
+        self._quote = ""  # of the open string
+        self._opening = ""  # quotes that may begin a string
+        self._is_escaped = False
+        self._closing = 0  # closing quotes in a row
+
+    def scan(self, text: str, start: int = 0) -> int:
+        """Read a text from `start`. Return where reading stopped: at the end of the literal, or of the text."""
+        for at in range(start, len(text)):
+            self._read(text[at])
+            if self.is_done or self.is_broken:
+                return at
+        return len(text)
+
+    def _read(self, char: str) -> None:
+        if self._quote:
+            self._read_string(char)
+        elif self._opening:
+            self._read_opening(char)
+        elif char in "'\"":
+            self._opening = char
+        elif char in "([{":
+            self._brackets.append({"(": ")", "[": "]", "{": "}"}[char])
+            self.is_broken = len(self._brackets) > MAX_DEPTH
+        elif char in ")]}":
+            self.is_done = not self._brackets
+            self.is_broken = bool(self._brackets) and self._brackets.pop() != char
+        elif char == ",":
+            self.is_done = not self._brackets
+        elif char == "=" and not self._brackets:
+            self.is_broken = True
+
+    def _read_opening(self, char: str) -> None:
+        """Read the character after one or two quotes: they are an empty string, or begin one."""
+        if char == self._opening[0]:
+            self._opening += char
+            if len(self._opening) == 3:
+                self._quote, self._opening = self._opening, ""
+        elif len(self._opening) == 2:
+            self._opening = ""
+            self._read(char)
+        else:
+            self._quote, self._opening = self._opening, ""
+            self._read_string(char)
+
+    def _read_string(self, char: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == self._quote[0]:
+            self._closing += 1
+            if self._closing == len(self._quote):
+                self._quote, self._closing = "", 0
+            return
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == "\n" and len(self._quote) == 1:
+            self.is_broken = True
+        self._closing = 0
+
+
+def python_to_json(text: str) -> str | None:
+    """Return a Python literal, or a JSON value, as JSON. Return None if the text is neither. Nothing is evaluated."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unknown escapes in strings
+            value = ast.literal_eval(text.strip())
+        return to_json(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        pass
+    try:
+        return to_json(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def to_json(value: Any) -> str:
+    """Return a value as JSON that any client can read: no NaN, and no half of a surrogate pair.
+
+    Raises ValueError or TypeError if JSON cannot write the value.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() or is_encodable(text) else json.dumps(value, allow_nan=False)
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+JsonType = Literal["string", "integer", "number", "boolean", "null", "object", "array"]
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),), "object": (dict,),
+    "array": (list,), "string": (str,),
+}  # fmt: skip
+
+
+def schema_types(schema: Any, depth: int = 0) -> tuple[str, ...]:
+    """Return the JSON types that a schema allows, in the order in which it names them. An empty tuple means any."""
+    if not isinstance(schema, dict) or depth > 8:
+        return ()
+    declared = [schema.get("type"), *_items(schema, "type")]
+    types = [each for each in declared if isinstance(each, str)]
+    for each in (*_items(schema, "anyOf"), *_items(schema, "oneOf"), *_items(schema, "allOf")):
+        types += schema_types(each, depth + 1)
+    constants = [*_items(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
+    if not types:
+        types = [name for name in _PYTHON_TYPES if any(_has_type(each, name) for each in constants)]
+    if schema.get("nullable") is True:
+        types.append("null")
+    return tuple(dict.fromkeys(types))
+
+
+def _items(schema: dict[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _has_type(value: Any, name: str) -> bool:
+    return isinstance(value, _PYTHON_TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+
+
+def typed_json(raw: str, types: tuple[str, ...]) -> str:
+    """Return an untyped argument as JSON of the first type that it can have; text if it can have none.
+
+    `types` is of `schema_types`. Without a type the argument is text.
+    """
+    stripped = raw.strip()
+    if "null" in types and stripped in ("null", "None"):
+        return "null"
+    for name in types:
+        if name == "string":
+            break
+        candidate = stripped.lower() if name == "boolean" else stripped
+        found = python_to_json(candidate)
+        if found is not None and name in _PYTHON_TYPES and _has_type(json.loads(found), name):
+            return found
+    return to_json(raw)
