@@ -14,7 +14,7 @@ import tokenizers
 from call_examples import FAMILIES, VALUES, examples, schemas, write
 
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.text import answer_parser, call_scanners, character_reader
+from meltcore.text import answer_parser, call_scanners
 from meltcore.text.answer_format import CALL_FORMATS, AnswerFormat, answer_format
 from meltcore.text.answer_parser import AnswerParser, CallDelta, ToolSet
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
@@ -209,7 +209,7 @@ HOSTILE = [
 
 def count_steps(form: AnswerFormat, written: str) -> tuple[int, int]:
     """The lines of code that an answer takes, and the characters that are read or moved."""
-    files = {module.__file__ for module in (answer_parser, call_scanners, character_reader)}
+    files = {module.__file__ for module in (answer_parser, call_scanners)}
     lines = characters = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:

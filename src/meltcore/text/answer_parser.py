@@ -20,15 +20,17 @@ from typing import Any, Literal, NamedTuple
 from meltcore.text.answer_format import AnswerFormat, CallFormat
 from meltcore.text.call_scanners import (
     SCALAR,
+    CharacterReader,
     JsonScanner,
     PythonScanner,
+    Steps,
+    find_marks,
     is_encodable,
     python_to_json,
     schema_types,
     to_json,
     typed_json,
 )
-from meltcore.text.character_reader import CharacterReader, Steps, find_marks
 
 _BLANKS, _NAME, _WORD = re.compile(r"[ \t\r\n]+"), re.compile(r"[\w.:/-]+"), re.compile(r"\w+")
 _XML_NAME = re.compile(r"[^\s<>]+")
