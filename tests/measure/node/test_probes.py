@@ -269,10 +269,10 @@ def test_corruption_finds_a_changed_bit(on_the_cpu: None, monkeypatch: pytest.Mo
     assert first.details["digest"] == second.details["digest"]
     gemm = corruption.RepeatedGemm("bf16", 32, 0)
     gemm.enqueue()
-    assert gemm.wrong() == 0
+    assert gemm.num_wrong() == 0
     gemm.left[0, 0] += 1
     gemm.enqueue()
-    assert gemm.wrong() == 1
+    assert gemm.num_wrong() == 1
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from meltcore.measure.documents.schema import (
     IncorrectAnswer,
     LevelResult,
     RunResult,
-    Steady,
+    SteadyWindow,
     TimelinePoint,
 )
 from meltcore.measure.documents.values.percentiles import distribution
@@ -41,7 +41,7 @@ def sample_level(concurrency: int, **changes: object) -> LevelResult:
         output_tokens=requests * 12,
         workload="problems:short",
         warmup_requests=8,
-        steady=Steady(start_s=0.4, end_s=duration_s * 0.7, output_tokens_per_s=rate * 1.15),
+        steady=SteadyWindow(start_s=0.4, end_s=duration_s * 0.7, output_tokens_per_s=rate * 1.15),
         ttft_ms=distribution(ttft),
         itl_ms=distribution(itl),
         tpot_ms=distribution(itl[:requests]),

@@ -1,1 +1,1 @@
-"""Defines the result documents of all commands that measure, and the run folders that hold them."""
+"""Defines the result documents of all commands that measure, and their run folders."""

@@ -20,7 +20,7 @@ START_OF: dict[SetUp, StartKind] = {
     "split": "split",
     "load-balanced": "load-balanced",
 }
-MOST_FAILED = 0.01  # ratio of a level's requests that may fail; random weights give answers without text
+MAX_FAILED_RATIO = 0.01  # ratio of a level's requests that may fail; random weights give answers without text
 
 
 class BackendRun(msgspec.Struct, kw_only=True):
@@ -49,10 +49,10 @@ class BackendRun(msgspec.Struct, kw_only=True):
     def level(self, concurrency: int) -> LevelResult | None:
         """Return the level of this concurrency.
 
-        Returns None if the load of the level stopped early, or if more than MOST_FAILED of its requests failed.
+        Returns None if the load of the level stopped early, or if more than MAX_FAILED_RATIO of its requests failed.
         """
         level = self._completed_level(concurrency)
-        return level if level is not None and level.failed <= MOST_FAILED * level.requests else None
+        return level if level is not None and level.failed <= MAX_FAILED_RATIO * level.requests else None
 
     def failure(self, concurrency: int) -> str:
         """Return the share of failed requests and the most frequent reason as text, if too many requests failed.
@@ -60,15 +60,15 @@ class BackendRun(msgspec.Struct, kw_only=True):
         Returns "" if few enough requests failed, or if the load of the level stopped early.
         """
         level = self._completed_level(concurrency)
-        if level is None or level.failed <= MOST_FAILED * level.requests:
+        if level is None or level.failed <= MAX_FAILED_RATIO * level.requests:
             return ""
         reason = max(level.failures, key=lambda each: level.failures[each], default="no reason was recorded")
         return f"failed {100 * level.failed / level.requests:.0f} %: {reason}"
 
     def _completed_level(self, concurrency: int) -> LevelResult | None:
         """Return the level of this concurrency. Returns None if its load stopped early."""
-        whole = (each for each in self.levels if each.verdict not in CUT_SHORT)
-        return next((each for each in whole if each.concurrency == concurrency), None)
+        completed_levels = (each for each in self.levels if each.verdict not in CUT_SHORT)
+        return next((each for each in completed_levels if each.concurrency == concurrency), None)
 
 
 class BestBackend(msgspec.Struct, kw_only=True):

@@ -65,8 +65,8 @@ def take_fingerprint(arguments: Sequence[str] = (), seed: int | None = None) -> 
 def clean_arguments(arguments: Sequence[str]) -> list[str]:
     """Return arguments without secrets and folders, so that they can be published.
 
-    The value of a secret option or of a NAME_OF_KEY=value becomes "***". An absolute path becomes its last name. A
-    command line in one argument stays one argument whose words are cleaned.
+    The value of a secret option or of a NAME_OF_KEY=value becomes "***". An absolute path becomes its last name. If an
+    argument is a command line, its words are cleaned.
     """
     clean: list[str] = []
     hide_next = False
@@ -90,7 +90,7 @@ def _clean_argument(argument: str) -> str:
 
 
 def _clean_line(line: str) -> str:
-    """Return a command line with each word cleaned; unchanged words keep their quotes and spacing."""
+    """Return a command line with each word cleaned. The quotes and spacing of unchanged words are preserved."""
     matches = list(_WORD.finditer(line))
     arguments = [_unquote(word_match[0]) for word_match in matches]
     parts, end = [], 0

@@ -63,10 +63,10 @@ class KernelPair(msgspec.Struct, kw_only=True):
 
 
 class BudgetRow(msgspec.Struct, kw_only=True):
-    """A group of kernels over the window: their count, their time, and the idle time before them.
+    """A group of kernels in the window: the number of kernels, their time, and the idle time before the kernels.
 
     Over all rows, `ran_us` and `idle_before_us` add up to the window. If kernels overlap, the time belongs to the
-    kernel that began first. Collectives and copies have only the time in which they ran alone.
+    kernel that began first. For collectives and copies, only the time without a concurrent kernel counts.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Defines the documents of a node: its snapshot, and its certificate.
 
-A snapshot has facts, links and topology of the GPUs. A fact is a value, NOT_APPLICABLE (the driver reports "not
-supported", and the GPU type is known to lack the feature) or UNKNOWN (it should be readable and is not). UNKNOWN never
-counts as zero.
+A snapshot has facts, links and topology of the GPUs. A fact is a value, NOT_APPLICABLE or UNKNOWN. NOT_APPLICABLE means
+that the GPU type is known to lack the feature. UNKNOWN means that a value which should be readable is not. UNKNOWN
+never counts as zero.
 
 A certificate has the measured values, the expected values and the findings, with one verdict. The verdict fails closed:
 a value that is unreadable, zero, not finite, skipped or past its time limit is UNKNOWN and never PASS.
@@ -85,7 +85,7 @@ class Snapshot(VersionedDocument, kw_only=True, tag_field="document", tag="snaps
 
 
 class Expectation(msgspec.Struct, kw_only=True, frozen=True):
-    """The `value` that a healthy GPU reaches, the minimum that passes (`floor`), and the `basis` of both."""
+    """The `value` of a healthy GPU, the minimum that passes (`floor`), and the `basis` of the two numbers."""
 
     source: Source
     value: float

@@ -38,7 +38,7 @@ class Distribution(msgspec.Struct, kw_only=True):
     p999: float | None = None
 
 
-class Steady(msgspec.Struct, kw_only=True):
+class SteadyWindow(msgspec.Struct, kw_only=True):
     """The longest window with at least 90 % of the level's requests in flight.
 
     Times count from the release of the level. `work_per_s` is the rate of a task other than generation, as in TaskLoad.
@@ -78,8 +78,8 @@ class TaskLoad(msgspec.Struct, kw_only=True):
 class ClientLoad(msgspec.Struct, kw_only=True):
     """The CPU use and the event-loop lag of the load generator's busiest process.
 
-    `cpu_utilization` is a fraction of one core. It and `loop_lag_p99_ms` are None if the level was too short to measure
-    them (about 1 s).
+    `cpu_utilization` is a fraction of one core. `cpu_utilization` and `loop_lag_p99_ms` are None if the level was too
+    short to measure them (about 1 s).
     """
 
     cpu_utilization: float | None
@@ -161,9 +161,9 @@ class EvalScore(msgspec.Struct, kw_only=True):
 class LevelResult(msgspec.Struct, kw_only=True):
     """One level of load. `requests` counts every request that was tried: succeeded + failed == requests.
 
-    `concurrency` is the number of requests kept in flight (closed loop), or 0 (open loop); `rate_per_s` is the arrival
-    rate of an open loop. `failures` maps a reason to a count. `released_s` is the level's start on the machine's
-    monotonic clock, which GPU recordings use too.
+    `concurrency` is the number of connections of a closed loop, each with one request in flight. It is 0 for an open
+    loop, which has the arrival rate `rate_per_s`. `failures` maps a reason to a count. `released_s` is the level's
+    start on the machine's monotonic clock, which GPU recordings use too.
     """
 
     concurrency: int
@@ -182,7 +182,7 @@ class LevelResult(msgspec.Struct, kw_only=True):
     rate_per_s: float | None = None
     workload: str = ""
     warmup_requests: int = 0
-    steady: Steady | None = None
+    steady: SteadyWindow | None = None
     ttft_ms: Distribution = msgspec.field(default_factory=Distribution)
     itl_ms: Distribution = msgspec.field(default_factory=Distribution)
     event_gap_ms: Distribution = msgspec.field(default_factory=Distribution)
@@ -219,9 +219,9 @@ class LevelResult(msgspec.Struct, kw_only=True):
 class StreamLoad(msgspec.Struct, kw_only=True):
     """The load on one model, which runs alone or beside others.
 
-    `refused` requests got a 429 or 503 with Retry-After. `refusals` counts these responses. After each one the load
-    generator waited and sent the request again. Latencies count from the first try. `lost` requests never got a
-    complete answer.
+    `refused` counts requests that got a 429 or 503 with Retry-After. `refusals` counts such responses. After each
+    refusal the load generator waited and sent the request again. Latencies count from the first try. `lost` requests
+    never got a complete answer.
     """
 
     name: str
@@ -263,12 +263,11 @@ class FleetLevel(msgspec.Struct, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, kw_only=True):
-    """The comparison of answers with the expected ones.
+    """The comparison of answers with the expected answers.
 
-    `ci_low` and `ci_high` are the 95 % Wilson interval of the accuracy. `failed` requests yielded no answer; they count
-    in `total`. `first_failure` is the reason of the first failed request, in the order of the problems.
-    `strict_correct` counts the correct answers by strict extraction. It is None for an evaluation without strict
-    extraction.
+    `ci_low` and `ci_high` are the 95 % Wilson interval of the accuracy. `failed` requests have no answer, and count in
+    `total`. `first_failure` is the reason of the first failed request, in the order of the problems. `strict_correct`
+    counts the correct answers by strict extraction. It is None for an evaluation without strict extraction.
     """
 
     total: int

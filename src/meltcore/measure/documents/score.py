@@ -88,7 +88,7 @@ class MetricRow(msgspec.Struct, kw_only=True):
 class GpuHealth(msgspec.Struct, kw_only=True):
     """The health of one GPU during a run. Metrics and clock reasons (fractions of samples) cover the sustained window.
 
-    `xids` are the XID errors of the whole run, or None if they could not be observed throughout.
+    `xids` are the XID errors of the whole run, or None if XID errors could not be observed for the whole run.
     """
 
     verdict: Verdict
@@ -233,7 +233,7 @@ class Score(msgspec.Struct, kw_only=True):
 
     `output_tokens_per_s` is the sum over the devices, or None if a device has no score. `not_comparable` holds reasons
     why this result is not ranked. `duration_s` is the requested duration. `totals` and `expectations` are computed from
-    the other fields (values/scores.py); results of 0.1.0 lack them.
+    the other fields (values/scores.py); results of version 0.1.0 lack both fields.
     """
 
     workload: str

@@ -22,8 +22,8 @@ class AnswerComparison(msgspec.Struct, kw_only=True):
 
     Of `asked` questions, `correct` were answered correctly, `failed` got no answer, and `identical` got the same text
     as from the first precision. `logprob_diff_*` are absolute differences of the chosen token's log probability over
-    `tokens_compared` tokens. The comparison ends at the first token that differs, so that both sides have the same
-    prefix. The differences are None if the server returns no logprobs.
+    `tokens_compared` tokens. The comparison of an answer ends at the first token that differs, because the prefixes
+    differ after it. The differences are None if the server returns no logprobs.
     """
 
     asked: int

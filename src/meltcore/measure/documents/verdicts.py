@@ -38,7 +38,7 @@ SCORED: tuple[Verdict, ...] = ("OK", "CLIENT_BOUND")  # what such a level or run
 CUT_SHORT: tuple[Verdict, ...] = ("PARTIAL", "SERVER_DIED")  # such a level or run did not reach its end
 
 
-class Meaning(NamedTuple):
+class VerdictMeaning(NamedTuple):
     """The meaning of a verdict: its style on a page, a command's exit code, and the verdict of a card's evidence."""
 
     style: Style
@@ -48,38 +48,38 @@ class Meaning(NamedTuple):
 
 # Words that judge the same thing follow each other from the worst on. 130 is an interrupt, as in shells; of a
 # certificate, 0 to 3 are what Nagios and compatible monitors expect. 2 is also every command's "could not run".
-MEANINGS: dict[str, Meaning] = {
-    "SERVER_DIED": Meaning("bad", 1, "FAIL"),
-    "PARTIAL": Meaning("unsure", 130, "UNKNOWN"),
-    "FAILED": Meaning("bad", 1, "FAIL"),
+MEANINGS: dict[str, VerdictMeaning] = {
+    "SERVER_DIED": VerdictMeaning("bad", 1, "FAIL"),
+    "PARTIAL": VerdictMeaning("unsure", 130, "UNKNOWN"),
+    "FAILED": VerdictMeaning("bad", 1, "FAIL"),
     # The server counted tokens of answers that had no text, so what it generated was not seen.
-    "NO_TEXT": Meaning("unsure", 0, "WARN"),
-    "CLIENT_BOUND": Meaning("unsure", 0, "WARN"),
-    "OK": Meaning("good", 0, "PASS"),
-    "REGRESSION": Meaning("bad", 1, "FAIL"),
-    "UNDERPOWERED": Meaning("unsure", 3, "UNKNOWN"),  # no pass and no failure of the new side
-    "NO EVIDENCE": Meaning("", 0, "PASS"),
-    "IMPROVEMENT": Meaning("good", 0, "PASS"),
-    "REFUSED": Meaning("bad", 1, "FAIL"),
-    "NOT CHECKED": Meaning("unsure", 0, "NOT RUN"),  # collected without rules
-    "ACCEPTED": Meaning("good", 0, "PASS"),
-    "CONTRADICTED": Meaning("bad", 1, "FAIL"),
-    "NOT CONFIRMED": Meaning("unsure", 3, "UNKNOWN"),
-    "CONFIRMED": Meaning("good", 0, "PASS"),
-    "DEGRADED": Meaning("bad", 1, "FAIL"),
-    "FAIL": Meaning("bad", 2, "FAIL"),
-    "UNKNOWN": Meaning("unsure", 3, "UNKNOWN"),
-    "INVALID": Meaning("unsure", 3, "INVALID"),  # another program used the GPU during the measurement
-    "INCOMPLETE": Meaning("unsure", 4, "INCOMPLETE"),  # nothing found is wrong, and required evidence is missing
-    "NOT RUN": Meaning("unsure", 3, "NOT RUN"),
-    "NOT MEASURED": Meaning("unsure", 3, "NOT MEASURED"),
-    "WARN": Meaning("unsure", 1, "WARN"),
-    "PASS": Meaning("good", 0, "PASS"),
-    "HEALTHY": Meaning("good", 0, "PASS"),
+    "NO_TEXT": VerdictMeaning("unsure", 0, "WARN"),
+    "CLIENT_BOUND": VerdictMeaning("unsure", 0, "WARN"),
+    "OK": VerdictMeaning("good", 0, "PASS"),
+    "REGRESSION": VerdictMeaning("bad", 1, "FAIL"),
+    "UNDERPOWERED": VerdictMeaning("unsure", 3, "UNKNOWN"),  # no pass and no failure of the new side
+    "NO EVIDENCE": VerdictMeaning("", 0, "PASS"),
+    "IMPROVEMENT": VerdictMeaning("good", 0, "PASS"),
+    "REFUSED": VerdictMeaning("bad", 1, "FAIL"),
+    "NOT CHECKED": VerdictMeaning("unsure", 0, "NOT RUN"),  # collected without rules
+    "ACCEPTED": VerdictMeaning("good", 0, "PASS"),
+    "CONTRADICTED": VerdictMeaning("bad", 1, "FAIL"),
+    "NOT CONFIRMED": VerdictMeaning("unsure", 3, "UNKNOWN"),
+    "CONFIRMED": VerdictMeaning("good", 0, "PASS"),
+    "DEGRADED": VerdictMeaning("bad", 1, "FAIL"),
+    "FAIL": VerdictMeaning("bad", 2, "FAIL"),
+    "UNKNOWN": VerdictMeaning("unsure", 3, "UNKNOWN"),
+    "INVALID": VerdictMeaning("unsure", 3, "INVALID"),  # another program used the GPU during the measurement
+    "INCOMPLETE": VerdictMeaning("unsure", 4, "INCOMPLETE"),  # nothing found is wrong, and required evidence is missing
+    "NOT RUN": VerdictMeaning("unsure", 3, "NOT RUN"),
+    "NOT MEASURED": VerdictMeaning("unsure", 3, "NOT MEASURED"),
+    "WARN": VerdictMeaning("unsure", 1, "WARN"),
+    "PASS": VerdictMeaning("good", 0, "PASS"),
+    "HEALTHY": VerdictMeaning("good", 0, "PASS"),
     # Neutral words count only where nothing else is present. RECORDED: a usable number or record by which nothing is
     # judged. NOT_APPLICABLE: this machine lacks the feature.
-    "RECORDED": Meaning("plain", 3, "RECORDED"),
-    "NOT_APPLICABLE": Meaning("plain", 3, "NOT_APPLICABLE"),
+    "RECORDED": VerdictMeaning("plain", 3, "RECORDED"),
+    "NOT_APPLICABLE": VerdictMeaning("plain", 3, "NOT_APPLICABLE"),
 }
 SEVERITY = list(MEANINGS)
 

@@ -1,4 +1,4 @@
-"""Starts servers, waits until they are ready, sends requests to them, and ends them with all their processes.
+"""Starts servers, waits until a server is ready, sends requests, and ends all processes of a server.
 
 All experiments use this module. The API client is blocking: it opens one connection per request, sends any bytes as
 body, and never retries. So checks can send invalid requests and see the raw response. It uses the connections of the
@@ -9,8 +9,9 @@ A template in a file is the command that starts any server: ours, vLLM's, llama.
     # comments and line breaks are allowed
     CUDA_VISIBLE_DEVICES=0 meltcore serve meltcore/sums --port {port} {args}
 
-`{port}` is replaced by a free port, `{args}` by the settings that `meltcore tune` tries; without `{args}` they are
-appended. Leading NAME=value assignments are environment variables. No shell reads the line: no globs, pipes, variables.
+`{port}` is replaced by a free port, and `{args}` by the settings that `meltcore tune` tries. Without `{args}` the
+settings are appended. Leading NAME=value assignments are environment variables. No shell reads the line: no globs,
+pipes, variables.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class LoadConfig:
 
     @property
     def levels(self) -> list[Level]:
-        """Return the levels in the order in which they run."""
+        """Return the levels in the order of running."""
         loads: list[tuple[int, float | None, int]] = [
             (0, rate, max(1, round(rate * 30))) for rate in self.request_rate
         ] or [(concurrency, None, max(concurrency, min(200, 20 * concurrency))) for concurrency in self.concurrency]

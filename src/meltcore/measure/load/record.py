@@ -31,7 +31,7 @@ class RequestRecord(msgspec.Struct, array_like=True):
 
     Times are `time.monotonic()` seconds of this machine; the time of an event that did not happen is 0. `event_times`
     holds the arrival times of the events with text (float64, raw bytes). `event_tokens` holds the server's count of
-    output tokens up to each of these events (uint32, raw bytes). It is empty unless every event came with a count.
+    output tokens up to each of these events (uint32, raw bytes). It is empty if any event came without a count.
 
     With `work` the request belongs to a task other than generation. Then `first_text_s` is the arrival of the first
     audio for synthesis, and the end of an answer with text for the other tasks.

@@ -143,9 +143,9 @@ def _topology_lines(snapshot: Snapshot) -> list[str]:
 
 
 def shared_facts(snapshot: Snapshot) -> dict[str, str]:
-    """Return the facts that nodes of one kind have in common, as text by name: no ids, readings or counters.
+    """Return the facts that equal nodes share, as text by name. Ids, readings and counters are left out.
 
-    Host memory is in whole GiB, as kernels keep different parts of it.
+    Host memory is in whole GiB, because kernels reserve different amounts.
     """
     facts = {"driver": snapshot.driver, "CUDA of the driver": snapshot.cuda_driver}
     for field, name in _HOST.items():
@@ -180,11 +180,11 @@ def _node_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
     yield from _table_changes(old.libraries, new.libraries)
     for field, name in _HOST.items():
         yield from _change_line(name, getattr(old.fingerprint, field), getattr(new.fingerprint, field))
-    before, now = (
+    old_versions, new_versions = (
         {name: version for name, version in snapshot.fingerprint.versions.items() if name not in snapshot.libraries}
         for snapshot in (old, new)
     )
-    yield from _table_changes(before, now)
+    yield from _table_changes(old_versions, new_versions)
 
 
 def _table_changes(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
@@ -198,15 +198,15 @@ def _change_line(name: str, old: object, new: object) -> Iterator[str]:
 
 
 def _gpu_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
-    before, now = ({gpu.uuid: gpu for gpu in snapshot.gpus} for snapshot in (old, new))
-    for uuid, gpu in before.items():
-        if uuid not in now:
+    old_gpus, new_gpus = ({gpu.uuid: gpu for gpu in snapshot.gpus} for snapshot in (old, new))
+    for uuid, gpu in old_gpus.items():
+        if uuid not in new_gpus:
             yield f"{gpu.label} {gpu.name} ({uuid}) is gone"
-    for uuid, gpu in now.items():
-        if uuid not in before:
+    for uuid, gpu in new_gpus.items():
+        if uuid not in old_gpus:
             yield f"{gpu.label} {gpu.name} ({uuid}) is new"
         else:
-            yield from _one_gpu_changes(before[uuid], gpu)
+            yield from _one_gpu_changes(old_gpus[uuid], gpu)
 
 
 def _one_gpu_changes(old: GpuSnapshot, new: GpuSnapshot) -> Iterator[str]:
@@ -215,10 +215,12 @@ def _one_gpu_changes(old: GpuSnapshot, new: GpuSnapshot) -> Iterator[str]:
     for key in sorted(old.facts.keys() | new.facts.keys()):
         fact = FACT_BY_KEY.get(key)
         fact_type, name = (fact.type, fact.name) if fact is not None else ("fixed", key.replace("_", " "))
-        before, now = old.number(key), new.number(key)
+        old_value, new_value = old.number(key), new.number(key)
         # A counter that shrank restarted with the driver.
-        restarted = fact_type == "counter" and before is not None and now is not None and now < before
-        if fact_type != "reading" and not restarted:
+        has_restarted = (
+            fact_type == "counter" and old_value is not None and new_value is not None and new_value < old_value
+        )
+        if fact_type != "reading" and not has_restarted:
             yield from _change_line(f"{new.label} {name}", old.facts.get(key, "absent"), new.facts.get(key, "absent"))
     links, new_links = (
         {nvlink.link: (nvlink.state, nvlink.speed_gbps, nvlink.peer) for nvlink in gpu.links} for gpu in (old, new)

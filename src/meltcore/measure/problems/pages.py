@@ -1,4 +1,4 @@
-"""Generates long problems: a page of facts, then a question that needs one or two of them from far back.
+"""Generates long problems: a page of facts, then a question that needs one or two facts from far back.
 
 Every needed fact has look-alikes on the page: the same name with other items, the same item with other names, other
 towns, other prices. Only the needed fact gives the correct number, so a wrong mask, position or memory page causes a
@@ -104,7 +104,7 @@ def _extend_words(rng: random.Random, first_words: list[str], words: list[str], 
 
 
 def _draw_count_keys(rng: random.Random) -> list[tuple[str, str]]:
-    """Draw two different (name, item) keys. Half of the time they share the name or the item."""
+    """Return two different (name, item) keys, which share the name or the item in half of the cases."""
     first_name, second_name = rng.sample(NAMES, 2)
     first_item, second_item = rng.sample(ITEMS, 2)
     return [

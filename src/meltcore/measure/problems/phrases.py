@@ -1,9 +1,9 @@
-"""Sentences of a small English grammar with their translation into a made-up language, and which are held out.
+"""Generates sentences of a small English grammar with their translation into an artificial language.
 
-The made-up language puts the verb last, adjectives and numerals after their noun, and a reported or causal clause
+The artificial language puts the verb last, adjectives and numerals after their noun, and a reported or causal clause
 first. Nouns have one of three classes and take endings for number and case; adjectives, articles and verbs agree with
-them. Words are written in Gujarati letters, so that the texts pass through the usual steps of Indian scripts; they
-mean nothing in Gujarati. Times such as 12:30 are copied.
+the noun. Words are written in Gujarati letters, so that the texts pass through the usual steps of Indian scripts. The
+words mean nothing in Gujarati. Times such as 12:30 are copied.
 
 A keyed hash of subject, verb and object decides whether a clause with an object is held out. One combination in five is
 held out, and no training text contains it. The hash has no seed, so the split is the same on every machine.
@@ -121,7 +121,7 @@ def phrase(rng: random.Random, split: Split) -> Phrase:
     """Return one sentence: a clause, a question, or two clauses that are joined, reported or causal."""
     kind = rng.choices(("one", "question", "and", "but", "that", "because"), (0.3, 0.15, 0.12, 0.12, 0.16, 0.15))[0]
     times: list[str] = []
-    first = _clause(rng, split, times, question=kind == "question", held_out=split == "heldout")
+    first = _clause(rng, split, times, is_question=kind == "question", needs_held_out=split == "heldout")
     if kind in ("one", "question"):
         source, target = first
     elif kind == "that":
@@ -136,11 +136,11 @@ def phrase(rng: random.Random, split: Split) -> Phrase:
             target = [_BECAUSE, *second.target, ",", *first.target]
         else:
             target = [*first.target, ",", _AND if kind == "and" else _BUT, *second.target]
-    mark = "?" if kind == "question" else "."
-    return _finish([*source, mark], [*target, mark], times)
+    end_mark = "?" if kind == "question" else "."
+    return _make_phrase([*source, end_mark], [*target, end_mark], times)
 
 
-def _finish(source: list[str], target: list[str], times: list[str]) -> Phrase:
+def _make_phrase(source: list[str], target: list[str], times: list[str]) -> Phrase:
     """Join words to a Phrase. A model reads a placeholder for each time, numbered in the order of the source."""
     source = [source[0].capitalize(), *source[1:]]
     order = {time: i + 1 for i, time in enumerate(word for word in source if word in times)}
@@ -156,14 +156,14 @@ def _text(words: list[str]) -> str:
 
 
 def _clause(
-    rng: random.Random, split: Split, times: list[str], *, question: bool = False, held_out: bool = False
+    rng: random.Random, split: Split, times: list[str], *, is_question: bool = False, needs_held_out: bool = False
 ) -> _Clause:
-    """Return a clause. With `held_out`, its combination is in no training text.
+    """Return a clause. With `needs_held_out`, its combination is in no training text.
 
     If the clause has a time, append it to `times`.
     """
     tense, is_negative = _tense(rng), rng.random() < 0.2
-    verb, subject, thing = _combination(rng, split, held_out=held_out)
+    verb, subject, thing = _combination(rng, split, needs_held_out=needs_held_out)
     source, target = [], []
     if verb in _DITRANSITIVE:
         receiver = _noun_phrase(rng, _PEOPLE)
@@ -174,9 +174,9 @@ def _clause(
     if verb in _DITRANSITIVE:
         source += ["to", *receiver.source]
     if rng.random() < 0.2:
-        place, where = rng.choice(_PLACES), _noun_phrase(rng, _NOUNS)
-        source += [place, *where.source]
-        target = [*where.target(_LOCATIVE), _stem(place), *target]
+        place, place_noun = rng.choice(_PLACES), _noun_phrase(rng, _NOUNS)
+        source += [place, *place_noun.source]
+        target = [*place_noun.target(_LOCATIVE), _stem(place), *target]
     if rng.random() < 0.2:
         time = f"{rng.randint(10, 23)}:{rng.randint(0, 59):02d}"
         if time not in times:
@@ -184,32 +184,35 @@ def _clause(
             source += ["at", time]
             target = [time, _AT, *target]
     auxiliaries = {"past": "did", "future": "will", "present": "do" if subject.is_plural else "does"}
-    if question:
-        before = [auxiliaries[tense], *subject.source, *(["not"] if is_negative else []), verb]
+    if is_question:
+        source_verb_words = [auxiliaries[tense], *subject.source, *(["not"] if is_negative else []), verb]
     elif is_negative:
-        before = [*subject.source, auxiliaries[tense], "not", verb]
+        source_verb_words = [*subject.source, auxiliaries[tense], "not", verb]
     else:
-        before = [*subject.source, *_english_verb(verb, tense, subject.is_plural).split()]
-    after = [*([_NOT] if is_negative else []), _target_verb(verb, tense, subject)]
-    return _Clause(before + source, [*([_QUESTION] if question else []), *subject.target(None), *target, *after])
+        source_verb_words = [*subject.source, *_english_verb(verb, tense, subject.is_plural).split()]
+    target_verb_words = [*([_NOT] if is_negative else []), _target_verb(verb, tense, subject)]
+    return _Clause(
+        source_verb_words + source,
+        [*([_QUESTION] if is_question else []), *subject.target(None), *target, *target_verb_words],
+    )
 
 
-def _combination(rng: random.Random, split: Split, *, held_out: bool) -> tuple[str, _Noun, _Noun | None]:
+def _combination(rng: random.Random, split: Split, *, needs_held_out: bool) -> tuple[str, _Noun, _Noun | None]:
     """Draw verb, subject and object.
 
-    With `held_out` no training text has the combination. The split "train" never sets it.
+    With `needs_held_out` no training text has the combination. The split "train" never sets it.
     """
     while True:
         kinds = (_TRANSITIVE, _DITRANSITIVE, _INTRANSITIVE)
         verb = rng.choice(list(rng.choices(kinds, (0.6, 0.25, 0.15))[0]))
         subject = _noun_phrase(rng, _PEOPLE)
         if verb in _INTRANSITIVE:
-            if not held_out:
+            if not needs_held_out:
                 return verb, subject, None
             continue
         thing = _noun_phrase(rng, _THINGS if verb in _DITRANSITIVE else _NOUNS)
-        is_out = is_held_out(subject.noun, verb, thing.noun)
-        if is_out == held_out or (split == "heldout" and not held_out):
+        is_combination_held_out = is_held_out(subject.noun, verb, thing.noun)
+        if is_combination_held_out == needs_held_out or (split == "heldout" and not needs_held_out):
             return verb, subject, thing
 
 
@@ -241,10 +244,10 @@ def _tense(rng: random.Random) -> Tense:
 def _english_verb(verb: str, tense: Tense, is_plural: bool) -> str:
     if tense == "future":
         return f"will {verb}"
-    third, past = _VERBS[verb]
+    third_person, past_form = _VERBS[verb]
     if tense == "past":
-        return past
-    return verb if is_plural else third
+        return past_form
+    return verb if is_plural else third_person
 
 
 def _target_verb(verb: str, tense: Tense, subject: _Noun) -> str:
@@ -265,8 +268,8 @@ def _stems() -> dict[str, str]:
         while True:
             rest, syllables = number, []
             for _ in range(2 + number % 2):
-                rest, which = divmod(rest, len(_CONSONANTS) * len(_VOWELS))
-                consonant, vowel = divmod(which, len(_VOWELS))
+                rest, syllable_index = divmod(rest, len(_CONSONANTS) * len(_VOWELS))
+                consonant, vowel = divmod(syllable_index, len(_VOWELS))
                 syllables.append(_CONSONANTS[consonant] + _VOWELS[vowel])
             if "".join(syllables) not in stems.values():
                 break

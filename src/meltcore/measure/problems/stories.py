@@ -1,4 +1,4 @@
-"""Generates word problems of two steps, with both steps worked in the answer."""
+"""Generates word problems of two steps. The answers show both steps."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ _STORIES = [
 
 
 def story_problem(rng: random.Random, split: Split) -> Problem:
-    """Generate a story whose answer works both steps: "61 + 12 = 73. 73 - 20 = 53. The answer is 53"."""
+    """Generate a story whose answer shows both steps: "61 + 12 = 73. 73 - 20 = 53. The answer is 53"."""
     story = rng.choice(_STORIES)
     names, things = rng.sample(NAMES, story.num_people), rng.choice(story.things)
     first = draw_main_operation(split, lambda: random_sum(rng, story.first_operation, max_value=_MAX_VALUE))

@@ -1,4 +1,4 @@
-"""Defines arithmetic problems with one operation on two numbers, and which of them are held out.
+"""Defines arithmetic problems with one operation on two numbers, and the split into training and held-out problems.
 
 A combination is an operation with its two operands, in either order for + and *. A keyed hash decides whether a
 combination is held out. One in five is held out, and no training text contains it, not even as a step. Sums within 20
@@ -65,7 +65,7 @@ def is_held_out(operation: Operation, a: int, b: int) -> bool:
 
 @dataclass(frozen=True)
 class Sum:
-    """Represents `a` `operation` `b`, worked as taught at school.
+    """Represents `a` `operation` `b`, computed as taught at school.
 
     A multiplication has a factor below 10 (`b`) and adds the products of tens and ones. Differences are never negative.
     """
@@ -83,7 +83,10 @@ class Sum:
 
     @property
     def partial_products(self) -> Sum | None:
-        """Return the sum of tens and ones of a multiplication beyond the tables: 34 * 6 is 180 + 24. Otherwise None."""
+        """Return the sum of the two partial products of a multiplication: 34 * 6 is 180 + 24.
+
+        Returns None for other operations, and within the multiplication tables.
+        """
         if self.operation != "*" or self.a < 10:
             return None
         return Sum("+", self.a // 10 * 10 * self.b, self.a % 10 * self.b)
@@ -100,14 +103,14 @@ class Sum:
         return f"{self.expression} = {intermediate_text}{self.value}"
 
     @property
-    def held_out(self) -> bool:
+    def is_held_out(self) -> bool:
         """Return whether the combination appears in held-out problems only."""
         return is_held_out(self.operation, self.a, self.b)
 
     @property
     def is_trainable(self) -> bool:
         """Return whether training may use this sum, that is, whether `solved_text` has no held-out expression."""
-        return not self.held_out and (self.partial_products is None or not self.partial_products.held_out)
+        return not self.is_held_out and (self.partial_products is None or not self.partial_products.is_held_out)
 
 
 def draw_main_operation(split: Split, make_candidate: Callable[[], Sum]) -> Sum:
@@ -117,7 +120,7 @@ def draw_main_operation(split: Split, make_candidate: Callable[[], Sum]) -> Sum:
     """
     while True:
         candidate = make_candidate()
-        if candidate.is_trainable if split == "train" else candidate.held_out:
+        if candidate.is_trainable if split == "train" else candidate.is_held_out:
             return candidate
 
 

@@ -1,10 +1,10 @@
 """Generates artificial speech for transcribers: words and numbers spelled in pairs of tones, with their text.
 
-Every character lasts as long as every other one, 2,560 samples at 24 kHz at normal tempo. A word begins with a key, in
-place of the space before the word. Each character after the key is a pair of tones: one of six low tones and one of
-eight high tones. The key says by how many steps the high tones of its word are moved up. Without the key most words
-have three readings. A clip's first word may lack its key, because text has no space there. Such a word has no moved
-tones. Clips differ in tempo, loudness, pauses and noise.
+All characters have the same length: 2,560 samples at 24 kHz at normal tempo. A word begins with a key, in place of the
+space before the word. Each character after the key is a pair of tones: one of six low tones and one of eight high
+tones. The key says by how many steps the high tones of its word are moved up. Without the key most words have three
+readings. A clip's first word may lack its key, because text has no space there. Such a word has no moved tones. Clips
+differ in tempo, loudness, pauses and noise.
 
 Training clips spell random letters and digits; held-out clips spell the words of a list, which no training clip has.
 """
@@ -178,8 +178,8 @@ def random_word(rng: random.Random, split: Split) -> str:
     while True:
         word = "".join(rng.choices(CHARACTERS[:26], k=rng.randint(1, 8)))
         if rng.random() < 0.3:  # real words have more letters twice in a row
-            at = rng.randrange(len(word))
-            word = word[: at + 1] + word[at:]
+            index = rng.randrange(len(word))
+            word = word[: index + 1] + word[index:]
         if word not in _WORDS:
             return word
 
@@ -188,8 +188,8 @@ def render(clip: ToneClip, sample_rate: int, seed: int = 0) -> npt.NDArray[np.fl
     """Return the samples of a clip, from -1 to 1. `seed` makes the noise."""
     times = np.arange(round(clip.duration_s * sample_rate), dtype=np.float32) / np.float32(sample_rate)
     slots = (np.searchsorted(clip.starts_s, times, side="right") - 1).clip(0, len(clip.low_hz) - 1)
-    begins, ends = clip.starts_s[slots], clip.starts_s[slots + 1]
-    samples = tones(times - begins, ends - times, clip.low_hz[slots], clip.high_hz[slots], np.sin)
+    slot_starts_s, slot_ends_s = clip.starts_s[slots], clip.starts_s[slots + 1]
+    samples = tones(times - slot_starts_s, slot_ends_s - times, clip.low_hz[slots], clip.high_hz[slots], np.sin)
     noise = np.random.default_rng(seed).standard_normal(len(times), dtype=np.float32) * np.float32(clip.noise)
     result: npt.NDArray[np.float32] = np.clip(samples * clip.amplitudes[slots] + noise, -1.0, 1.0)
     return result
@@ -201,8 +201,8 @@ def tones(since_s: Any, left_s: Any, low_hz: Any, high_hz: Any, sine: Callable[[
     `since_s` and `left_s` are the seconds since a tone's start and to its end. `sine` is the library's function.
     """
     edges = (since_s / _EDGE_S).clip(0.0, 1.0) * (left_s / _EDGE_S).clip(0.0, 1.0)
-    turn_s = 2 * math.pi * since_s
-    return edges * 0.5 * (sine(turn_s * low_hz) + sine(turn_s * high_hz))
+    radians_per_hz = 2 * math.pi * since_s
+    return edges * 0.5 * (sine(radians_per_hz * low_hz) + sine(radians_per_hz * high_hz))
 
 
 def _tones(character: str, key: int) -> tuple[float, float]:

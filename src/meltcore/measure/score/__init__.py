@@ -1,1 +1,1 @@
-"""The GPU score: one number that ranks GPUs, the measurements behind it, and the GPU's health during them."""
+"""The GPU score: one number that ranks GPUs, its measurements, and the GPU's health during the measurements."""

@@ -52,7 +52,7 @@ class LevelWindow:
 
 
 class StepCounter:
-    """Counts the tokens and times of one level's requests, which have ids from 0 in the order they were sent."""
+    """Counts the tokens and times of one level's requests. Request ids count from 0 in the order of sending."""
 
     def __init__(self, output_tokens: int) -> None:
         self._expected = output_tokens

@@ -50,16 +50,16 @@ class Device:
 class LevelRun:
     """One level while it runs.
 
-    `first` is the number of its first prompt, `max_num_seqs` the engine's limit per step. `is_interrupted` is called at
-    least twice per second. If it returns True, the level raises RunInterruptedError. `lags_s` collects the delay
-    between the end of each step and the time when we read it.
+    `first_prompt` is the number of the level's first prompt, and `max_num_seqs` the engine's limit per step.
+    `is_interrupted` is called at least twice per second. If it returns True, the level raises RunInterruptedError.
+    `lags_s` collects the delay between the end of each step and the time when we read it.
     """
 
     process: ScoredEngine
     concurrency: int
     max_num_seqs: int
     prompt: Callable[[int], list[int]]
-    first: int
+    first_prompt: int
     is_interrupted: Callable[[], bool]
     output_len: int = workload.OUTPUT_TOKENS
     temperature: float = 0.0
@@ -122,7 +122,7 @@ class LevelRun:
         """
         lengths = []
         for request_id in range(self.counter.num_sent, self.counter.num_sent + num_requests):
-            prompt = self.prompt(self.first + request_id)
+            prompt = self.prompt(self.first_prompt + request_id)
             lengths.append(len(prompt))
             self.process.send(Generate(request_id, prompt, self.output_len, self.temperature))
         now_s = time.monotonic()
@@ -150,7 +150,7 @@ class LevelRun:
 
 @dataclass(kw_only=True)
 class DeviceRun:
-    """A context manager around a device's engine. Its fields keep all measurements, even if the run fails.
+    """A context manager around a device's engine. Its fields hold all measurements so far, even if the run fails.
 
     With `grid`, `run` measures a sweep instead of the ladder and the sustained run.
     """
@@ -260,7 +260,7 @@ class DeviceRun:
             concurrency=concurrency,
             max_num_seqs=self.ready.max_num_seqs,
             prompt=lambda number: self.prompt(number, vocab_size),
-            first=(index + 1) * _MAX_PROMPTS_PER_LEVEL,
+            first_prompt=(index + 1) * _MAX_PROMPTS_PER_LEVEL,
             is_interrupted=self.is_interrupted,
             output_len=output_len,
             temperature=temperature,

@@ -1,4 +1,4 @@
-"""Plans what a run measures: the name of its workload, its prompts, and the grid of a sweep.
+"""Plans the measurements of a run: the name of its workload, its prompts, and the grid of a sweep.
 
 Prompts of a file are read, checked, tokenized, and named by a hash of the file.
 """

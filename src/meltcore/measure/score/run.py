@@ -1,4 +1,4 @@
-"""Runs `meltcore bench`: finds the GPUs, monitors them, measures all concurrently, and writes the result."""
+"""Runs `meltcore bench`: finds, monitors and measures the GPUs concurrently, and writes the result."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def claim(devices: Sequence[Device]) -> Iterator[None]:
     """Lock the GPUs against other benchmarks on this machine: concurrent scores on one GPU would be wrong.
 
     A claim is a name in Linux's abstract socket namespace, which leaves no file and ends with the process. Containers
-    with their own network namespace do not see it. Raises ConfigError for a GPU that is held.
+    with their own network namespace do not see it. Raises ConfigError for a GPU that another benchmark has locked.
     """
     with ExitStack() as stack:
         for device in devices:
@@ -203,7 +203,7 @@ def _announcement(config: BenchConfig, plan: ScorePlan, devices: Sequence[Device
 
 @contextmanager
 def _set_on_interrupt(stop_event: threading.Event) -> Iterator[None]:
-    """Make Ctrl-C set `stop_event` instead of raising, so that the devices' threads end and keep their measurements.
+    """Make Ctrl-C set `stop_event` instead of raising, so that the devices' threads end without losing measurements.
 
     A second Ctrl-C, or one after the measurement, has no effect. Only the main thread is ever interrupted.
     """

@@ -140,12 +140,12 @@ def analyze(
     busy_ns = total_length(
         clip_spans(merge_spans(span for type_spans in spans.values() for span in type_spans), window)
     )
-    whole_ns = window[1] - window[0]
+    window_ns = window[1] - window[0]
     launches, num_graph_kernels = graph_counts(trace, device)
     steps, step_marker = count_steps(gpu_activities, trace.host, window, step)
     return GapReport(
         device=device,
-        window_us=whole_ns / _NS,
+        window_us=window_ns / _NS,
         computing_us=total_length(clip_spans(spans["kernel"], window)) / _NS,
         busy_us=busy_ns / _NS,
         kernels=sum(activity.type != "copy" for activity in gpu_activities),
@@ -153,13 +153,13 @@ def analyze(
         by_cause=_sum_by_cause(gap_list),
         by_size=_sum_by_size(gap_list),
         pairs=_largest_pairs(gap_list),
-        recoverable_share=sum(gap.ns for gap in gap_list if gap.cause != "no work") / whole_ns,
+        recoverable_share=sum(gap.ns for gap in gap_list if gap.cause != "no work") / window_ns,
         graph_launches=launches,
         graph_kernels=num_graph_kernels,
         budget=_budget(gpu_activities, gap_list, window),
         steps=steps,
         step_marker=step_marker,
-        untrusted=trace_warnings(trace, device, busy_ns / whole_ns, activity_share),
+        untrusted=trace_warnings(trace, device, busy_ns / window_ns, activity_share),
     )
 
 
@@ -278,7 +278,7 @@ class TimeBudget:
     def add_kernels(self, activities: Sequence[Activity], window: Span) -> None:
         """Add the computing time within `window`. `activities` overlap it and are sorted by start.
 
-        Collectives and copies are only counted: the caller adds the time in which they ran alone.
+        Collectives and copies are only counted, because the caller adds their time.
         """
         position = window[0]
         for activity in activities:
@@ -311,8 +311,8 @@ def count_steps(
 
     Markers are kernels or ranges whose name begins with `name`, or known ranges.
 
-    A marker counts if its middle is in the window, because the range of the first step begins before its first kernel,
-    at which the window starts. Returns (None, "") for a trace without markers. Raises ConfigError for a `name` without
+    A marker counts if its middle is in the window. The range of the first step may begin before the window, which
+    starts at the first kernel. Returns (None, "") for a trace without markers. Raises ConfigError for a `name` without
     a match.
     """
     marks: list[HostEvent | Activity] = [event for event in host if not event.is_call]

@@ -57,10 +57,10 @@ def record(
     report: Callable[[str], None],
     mark: Callable[[LoggedProcess], None] | None = None,
 ) -> Path:
-    """Run `command` under nsys and return the SQLite export of its report, both in `folder`.
+    """Run `command` under nsys and return the path of the SQLite export of its report. The files are in `folder`.
 
     The command has `limit_s` from its start to the written report. `report` takes lines for the user. `mark` starts and
-    stops the capture of a running command, such as a server; without it the whole command is recorded.
+    stops the capture of a running command, such as a server. Without `mark` the whole command is recorded.
 
     Raises ConfigError if nsys is missing, exceeds the limit or leaves no report. nsys and the command are ended on
     every exception.

@@ -1,8 +1,8 @@
 """Reads a trace from a file of the torch profiler or of Nsight Systems.
 
 The torch profiler writes Chrome JSON (https://github.com/pytorch/kineto, libkineto's output_json.cpp): complete events
-("ph": "X") with times in microseconds. "cat" is the type of an event. "args" hold the device, the stream, the
-correlation id of a launch and its kernels and, for kernels of CUDA graphs, the id of the graph.
+("ph": "X") with times in microseconds. "cat" is the type of an event. "args" hold the device, the stream, and the
+correlation id of a launch and its kernels. Kernels of CUDA graphs also have the id of the graph.
 
 An export of Nsight Systems is SQLite: `nsys export --type sqlite REPORT.nsys-rep`. Tables and columns: "SQLite Schema
 Reference" of the exporter, https://docs.nvidia.com/nsight-systems/UserGuide/index.html. A table exists only if it has
@@ -216,7 +216,7 @@ def _make_activity(
 
 
 def _correlation_key(correlation: int | None, global_id: int | None) -> int | None:
-    """Return a correlation id that is unique over all processes of the report."""
+    """Return a correlation id that is unique over all processes of the report, or None without a correlation."""
     if correlation is None:
         return None
     return ((global_id or 0) >> _THREAD_BITS << _CORRELATION_BITS) + correlation

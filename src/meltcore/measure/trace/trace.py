@@ -1,4 +1,4 @@
-"""Defines a trace: GPU activities, the host calls that launched them, time spans, and the groups of kernels.
+"""Defines a trace: GPU activities, the host calls that launch activities, time spans, and the groups of kernels.
 
 Times are whole nanoseconds, so sums are exact. `read.py` makes traces from files.
 """

@@ -1,6 +1,7 @@
-"""Definitions of all metrics. The load generator computes these; the report and the CLI's help quote them.
+"""Definitions of all metrics. The load generator computes the metrics.
 
-Tools use the same words for different numbers. So each definition states when a time starts and ends, and what counts.
+The report and the CLI's help quote the definitions. Tools use the same words for different numbers. So each definition
+states when a time starts and ends, and what counts.
 """
 
 import textwrap

@@ -47,7 +47,7 @@ _LOAD_SETTINGS = ("workload", "concurrency", "request_rate", "num_prompts", "max
 
 
 def format_number(value: float | None) -> str:
-    """Format 1234.5 as "1,234", None as a dash; small values keep two or three significant digits."""
+    """Format 1234.5 as "1,234", and None as a dash. Small values have two or three significant digits."""
     if value is None:
         return NOT_MEASURED
     if value == 0 or abs(value) >= 100:
@@ -66,12 +66,12 @@ def format_percent(ratio: float | None) -> str:
 
 
 def format_change(ratio: float | None) -> str:
-    """Format 0.0512 as "+5.1 %", None as a dash."""
+    """Format 0.0512 as "+5.1 %", and None as a dash."""
     return NOT_MEASURED if ratio is None else f"{100 * ratio:+.1f} %"
 
 
 def format_percentile(distribution: Distribution, name: str) -> str:
-    """Format one percentile ("p50"), or "n too small" where there are too few samples for it."""
+    """Format one percentile ("p50"). Returns "n too small" if there are too few samples for it."""
     if distribution.n == 0:
         return NOT_MEASURED
     value = getattr(distribution, name)

@@ -189,8 +189,8 @@ def _findings(document: NodeDocument) -> str:
         return "; ".join(
             reason for device in document.score.devices if device.health is not None for reason in device.health.reasons
         )
-    found = document.findings if isinstance(document, Certificate) else []
-    return "; ".join(f"{each.code} {each.subject}: {each.message}" for each in found)
+    findings = document.findings if isinstance(document, Certificate) else []
+    return "; ".join(f"{each.code} {each.subject}: {each.message}" for each in findings)
 
 
 def _hardware(document: NodeDocument) -> str:
@@ -227,15 +227,23 @@ def _metrics(nodes: Sequence[NodeResult], slow_below: Callable[[str], float]) ->
             by_metric.setdefault((node.hardware, key, unit), []).append((node.node, value, subject))
     metrics = []
     for (hardware, key, unit), values in by_metric.items():
-        middle = median(value for _, value, _ in values)
-        if len(values) > 1 and middle > 0:
+        median_value = median(value for _, value, _ in values)
+        if len(values) > 1 and median_value > 0:
             limit = slow_below(key)
-            of_nodes = [
-                NodeValue(node=node, value=value, ratio=value / middle, is_slow=value < limit * middle, subject=subject)
+            node_values = [
+                NodeValue(
+                    node=node,
+                    value=value,
+                    ratio=value / median_value,
+                    is_slow=value < limit * median_value,
+                    subject=subject,
+                )
                 for node, value, subject in sorted(values, key=lambda each: each[1])
             ]
             metrics.append(
-                NodeMetric(key=key, unit=unit, hardware=hardware, median=middle, slow_below=limit, values=of_nodes)
+                NodeMetric(
+                    key=key, unit=unit, hardware=hardware, median=median_value, slow_below=limit, values=node_values
+                )
             )
     return metrics
 
@@ -273,8 +281,8 @@ def _has_gpus(document: NodeDocument | None) -> bool:
 
 def _differences(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[NodeDifference]:
     by_hardware: dict[str, list[tuple[NodeResult, Mapping[str, str]]]] = {}
-    for node, of_node in facts:
-        by_hardware.setdefault(node.hardware, []).append((node, of_node))
+    for node, node_facts in facts:
+        by_hardware.setdefault(node.hardware, []).append((node, node_facts))
     return [difference for group in by_hardware.values() for difference in _compare(group)]
 
 
@@ -283,14 +291,14 @@ def _compare(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[Node
 
     If there are only two nodes, the difference belongs to the second node.
     """
-    names = dict.fromkeys(name for _, of_node in facts for name in of_node)
-    found = []
+    names = dict.fromkeys(name for _, node_facts in facts for name in node_facts)
+    differences = []
     for name in names:
-        values = [(node.node, of_node.get(name, "absent")) for node, of_node in facts]
+        values = [(node.node, node_facts.get(name, "absent")) for node, node_facts in facts]
         [(common, _)] = Counter(value for _, value in values).most_common(1)
-        found += [
+        differences += [
             NodeDifference(node=node, name=name, value=value, common=common)
             for node, value in values
             if value != common
         ]
-    return found
+    return differences

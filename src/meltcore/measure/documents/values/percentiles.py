@@ -1,4 +1,4 @@
-"""Computes percentiles, and states only those for which there are enough samples.
+"""Computes the percentiles for which there are enough samples.
 
 The rule is MLPerf's early stopping at 99 % confidence (https://github.com/mlcommons/inference_policies, appendix on
 early stopping). It assumes that the true fraction below the estimate of a percentile p is only p. The percentile may be

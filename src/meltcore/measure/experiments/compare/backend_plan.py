@@ -122,7 +122,7 @@ class BackendsPlan:
                 raise ConfigError(f"options are given for {name!r}, which is not among --backends {','.join(names)}")
 
     def runs(self) -> list[PlannedRun]:
-        """Return the starts in order: all backends in one kind of start before the next kind.
+        """Return the starts in the order of running: all backends in one kind of start, then the next kind.
 
         Servers that run already come last.
         """
@@ -189,7 +189,7 @@ class BackendsPlan:
         return "" if len(self.gpus) >= 2 else f"it needs 2 GPUs; {len(self.gpus)} can be used"
 
     def _values(self, kind: StartKind) -> dict[str, Any]:
-        """Return the settings of a start by name. A template may have a flag for each of them."""
+        """Return the settings of a start, under the names by which templates map settings to flags."""
         values = self.settings.given
         if kind == "data-parallel":
             values["data_parallel_size"] = len(self.gpus)
@@ -236,8 +236,8 @@ class BackendsPlan:
 
     def _variables(self, name: str, options: BackendOptions) -> dict[str, str]:
         """Return the environment variables of a backend. Meltcore's own server inherits PYTHONPATH."""
-        own = {"PYTHONPATH": os.environ["PYTHONPATH"]} if name == OURS and "PYTHONPATH" in os.environ else {}
-        return own | options.environment
+        inherited = {"PYTHONPATH": os.environ["PYTHONPATH"]} if name == OURS and "PYTHONPATH" in os.environ else {}
+        return inherited | options.environment
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,13 @@ def run_backends(
     )
     for planned in plan.runs():
         try:
-            alone = comparison.run(planned.backend, "single")
-            if planned.start == "load-balanced" and alone is not None and alone.command and alone.ready_s is None:
+            single_run = comparison.run(planned.backend, "single")
+            if (
+                planned.start == "load-balanced"
+                and single_run is not None
+                and single_run.command
+                and single_run.ready_s is None
+            ):
                 planned = replace(planned, reason="it did not start alone")
             run = _run(planned, plan, options, folder.path, report=warning_printer(console))
         except KeyboardInterrupt:
@@ -180,15 +185,15 @@ def _answers(url: str, deadline_s: float) -> bool:
 
 def backend_version(url: str) -> str | None:
     """Return the version that vLLM, SGLang or llama.cpp reports over HTTP. Returns None if the server reports none."""
-    found = (server_version(url, path, key) for path, key in _VERSION_ROUTES.items())
-    return next(filter(None, found), None)
+    versions = (server_version(url, path, key) for path, key in _VERSION_ROUTES.items())
+    return next(filter(None, versions), None)
 
 
 def published_reason(text: str) -> str:
     """Return the text of an error for results: its first line and the last exception of its output, without folders."""
-    first, _, output = text.strip().partition("\n")
-    kept = dict.fromkeys(filter(None, [first.strip(), last_error(output)]))
-    return " ".join(" ".join(clean_arguments(line.split())) for line in kept)[:400]
+    first_line, _, output = text.strip().partition("\n")
+    lines = dict.fromkeys(filter(None, [first_line.strip(), last_error(output)]))
+    return " ".join(" ".join(clean_arguments(line.split())) for line in lines)[:400]
 
 
 def _failure(result: RunResult) -> str:
@@ -229,13 +234,13 @@ def _host_memory_bytes(root: int) -> int | None:
 
     Returns None if the memory cannot be read.
     """
-    found = {int(path.name): stat_fields(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
-    parents = {pid: int(fields[1]) for pid, fields in found.items() if fields is not None}
-    family = {root}
-    while children := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= children
+    stats_by_pid = {int(path.name): stat_fields(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    parents = {pid: int(fields[1]) for pid, fields in stats_by_pid.items() if fields is not None}
+    process_ids = {root}
+    while children := {pid for pid, parent in parents.items() if parent in process_ids} - process_ids:
+        process_ids |= children
     total = 0
-    for pid in family:
+    for pid in process_ids:
         try:
             text = Path(f"/proc/{pid}/smaps_rollup").read_text()
         except OSError:  # it has just ended, or is another user's

@@ -8,7 +8,7 @@ from statistics import geometric_mean
 
 from meltcore.common.sizes import GIB, size_text
 from meltcore.measure.documents.backends import (
-    MOST_FAILED,
+    MAX_FAILED_RATIO,
     START_OF,
     Aspect,
     BackendComparison,
@@ -20,10 +20,10 @@ from meltcore.measure.documents.backends import (
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.formatting import format_number
 
-LEAST_LEAD = 0.05  # each level is one run: a smaller lead is no lead
-MOST_TTFT_MS, MOST_ITL_MS = 2000.0, 100.0  # of interactive use, 95th percentiles
+MIN_LEAD = 0.05  # each level is one run: a smaller lead is no lead
+MAX_TTFT_MS, MAX_ITL_MS = 2000.0, 100.0  # of interactive use, 95th percentiles
 UNMEASURED = "not measured"
-_LONGEST_REASON = 60  # characters, in a cell of the aspects
+_MAX_REASON_CHARS = 60  # characters, in a cell of the aspects
 
 
 def best_backends(comparison: BackendComparison) -> list[BestBackend]:
@@ -31,7 +31,7 @@ def best_backends(comparison: BackendComparison) -> list[BestBackend]:
 
     Each model has two entries: at the lowest and at the highest concurrency.
     """
-    found = [_best_of_set_up(comparison, set_up) for set_up in comparison.set_ups]
+    best = [_best_of_set_up(comparison, set_up) for set_up in comparison.set_ups]
     levels = [int(level) for level in comparison.load["concurrency"]]
     starts = list(dict.fromkeys(START_OF[set_up] for set_up in comparison.set_ups))
     groups: dict[str, list[StartKind]] = {comparison.model: [start for start in starts if start != "quantized"]}
@@ -39,8 +39,8 @@ def best_backends(comparison: BackendComparison) -> list[BestBackend]:
         groups[f"{comparison.model}, quantized"] = ["quantized"]
     for model, kinds in groups.items():
         runs = [run for run in comparison.runs if run.start in kinds]
-        found += [_best(model, "", [level], runs) for level in dict.fromkeys((min(levels), max(levels)))]
-    return found
+        best += [_best(model, "", [level], runs) for level in dict.fromkeys((min(levels), max(levels)))]
+    return best
 
 
 def _best_of_set_up(comparison: BackendComparison, set_up: SetUp) -> BestBackend:
@@ -60,26 +60,26 @@ def mean_rate(run: BackendRun, levels: Sequence[int]) -> float | None:
 
 def _best(model: str, set_up: str, levels: list[int], runs: Sequence[BackendRun]) -> BestBackend:
     best = BestBackend(model=model, set_up=set_up, levels=levels)
-    rated = [(rate, run) for run in runs if (rate := mean_rate(run, levels)) is not None]
-    if not rated:
+    rated_runs = [(rate, run) for run in runs if (rate := mean_rate(run, levels)) is not None]
+    if not rated_runs:
         best.reason = "no backend completed all levels" if levels else "it has no level of its own"
         best.reason += _failed_shares(runs, levels)
         return best
-    rated.sort(key=lambda pair: pair[0], reverse=True)
-    rate, first = rated[0]
+    rated_runs.sort(key=lambda pair: pair[0], reverse=True)
+    rate, leader = rated_runs[0]
     best.output_tokens_per_s = rate
-    rivals = [(other, run) for other, run in rated if run.backend != first.backend]
-    where = "" if set_up else f" ({first.start})"
+    rivals = [(other, run) for other, run in rated_runs if run.backend != leader.backend]
+    start_note = "" if set_up else f" ({leader.start})"
     if not rivals:
-        best.reason = f"no comparison: only {first.backend} completed all levels{where}"
-    elif rate < (1 + LEAST_LEAD) * rivals[0][0]:
+        best.reason = f"no comparison: only {leader.backend} completed all levels{start_note}"
+    elif rate < (1 + MIN_LEAD) * rivals[0][0]:
         best.reason = (
-            f"no clear best: {first.backend} leads {rivals[0][1].backend} by {100 * (rate / rivals[0][0] - 1):.1f} %, "
-            f"and a lead below {100 * LEAST_LEAD:.0f} % may be noise"
+            f"no clear best: {leader.backend} leads {rivals[0][1].backend} by {100 * (rate / rivals[0][0] - 1):.1f} %, "
+            f"and a lead below {100 * MIN_LEAD:.0f} % may be noise"
         )
     else:
-        best.backend = first.backend
-        best.reason = f"{rate / rivals[0][0]:.2f} times {rivals[0][1].backend}{where}"
+        best.backend = leader.backend
+        best.reason = f"{rate / rivals[0][0]:.2f} times {rivals[0][1].backend}{start_note}"
     best.reason += _failed_shares(runs, levels)
     return best
 
@@ -114,7 +114,7 @@ def find_aspects(comparison: BackendComparison) -> list[Aspect]:
         ),
         (
             "Concurrency",
-            f"highest level at which at most {100 * MOST_FAILED:.0f} % of requests fail",
+            f"highest level at which at most {100 * MAX_FAILED_RATIO:.0f} % of requests fail",
             of_single(_concurrency),
         ),
         (
@@ -135,8 +135,8 @@ def find_aspects(comparison: BackendComparison) -> list[Aspect]:
         ("Ease of use and deployment", "start to first answer, arguments, settings that it lacks", of_single(_ease)),
         (
             "Use case fit",
-            f"highest level for interactive use: TTFT p95 up to {MOST_TTFT_MS:,.0f} ms, ITL p95 up to "
-            f"{MOST_ITL_MS:.0f} ms",
+            f"highest level for interactive use: TTFT p95 up to {MAX_TTFT_MS:,.0f} ms, ITL p95 up to "
+            f"{MAX_ITL_MS:.0f} ms",
             of_single(_fit),
         ),
         (
@@ -147,8 +147,8 @@ def find_aspects(comparison: BackendComparison) -> list[Aspect]:
         ("Community and ecosystem", "no run shows it", lambda _: UNMEASURED),
     ]
     return [
-        Aspect(name=name, measured_as=how, findings={each: find(each) for each in comparison.backends})
-        for name, how, find in finders
+        Aspect(name=name, measured_as=measured_as, findings={each: find(each) for each in comparison.backends})
+        for name, measured_as, find in finders
     ]
 
 
@@ -159,10 +159,10 @@ def unmeasured(run: BackendRun | None, levels: Sequence[int] = ()) -> str:
     """
     if run is None:
         return f"{UNMEASURED}: not part of this comparison"
-    failed = next((each for each in levels if run.failure(each)), None)
-    if failed is not None:
-        return f"at {failed} {run.failure(failed)}"
-    if run.reason and run.ready_s is None and (run.command or len(run.reason) > _LONGEST_REASON):
+    failed_concurrency = next((each for each in levels if run.failure(each)), None)
+    if failed_concurrency is not None:
+        return f"at {failed_concurrency} {run.failure(failed_concurrency)}"
+    if run.reason and run.ready_s is None and (run.command or len(run.reason) > _MAX_REASON_CHARS):
         return f"{UNMEASURED}: it did not start"
     if run.command and run.reason:
         return f"{UNMEASURED}: it did not finish the load"
@@ -176,12 +176,12 @@ def _measured(run: BackendRun | None, levels: Sequence[int]) -> list[LevelResult
 
 def _speed(run: BackendRun | None, levels: Sequence[int]) -> str:
     low, high = levels[0], levels[-1]
-    if run is None or (most := run.level(high)) is None or (least := run.level(low)) is None:
+    if run is None or (highest_level := run.level(high)) is None or (lowest_level := run.level(low)) is None:
         return unmeasured(run, (high, low))
-    ttft = format_number(most.ttft_ms.p50) if most.ttft_ms.p50 is not None else UNMEASURED
+    ttft = format_number(highest_level.ttft_ms.p50) if highest_level.ttft_ms.p50 is not None else UNMEASURED
     return (
-        f"{format_number(most.output_tokens_per_s)} tok/s at {high}, {format_number(least.output_tokens_per_s)} at "
-        f"{low}; TTFT {ttft} ms"
+        f"{format_number(highest_level.output_tokens_per_s)} tok/s at {high}, "
+        f"{format_number(lowest_level.output_tokens_per_s)} at {low}; TTFT {ttft} ms"
     )
 
 
@@ -203,19 +203,19 @@ def _ratio(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
     level = run.level(high) if run is not None else None
     if level is None:
         return unmeasured(run, (high,))
-    base = single.level(high) if single is not None else None
+    single_level = single.level(high) if single is not None else None
     rate = f"{format_number(level.output_tokens_per_s)} tok/s at {high}"
-    if base is None or not base.output_tokens_per_s:
+    if single_level is None or not single_level.output_tokens_per_s:
         return rate
-    return f"{rate}, {level.output_tokens_per_s / base.output_tokens_per_s:.2f} times"
+    return f"{rate}, {level.output_tokens_per_s / single_level.output_tokens_per_s:.2f} times"
 
 
 def _multi_gpu(comparison: BackendComparison, backend: str) -> str:
     kinds: tuple[tuple[str, StartKind], ...] = (("data parallel", "data-parallel"), ("split model", "split"))
-    found = {name: _ratio(comparison, backend, kind) for name, kind in kinds}
-    if len(set(found.values())) == 1:
-        return next(iter(found.values()))
-    return "; ".join(f"{name} {text}" for name, text in found.items())
+    text_by_kind = {name: _ratio(comparison, backend, kind) for name, kind in kinds}
+    if len(set(text_by_kind.values())) == 1:
+        return next(iter(text_by_kind.values()))
+    return "; ".join(f"{name} {text}" for name, text in text_by_kind.items())
 
 
 def _quantization(comparison: BackendComparison, backend: str) -> str:
@@ -245,10 +245,15 @@ def _fit(run: BackendRun | None, levels: Sequence[int]) -> str:
     if not measured:
         return unmeasured(run, levels)
     latencies = [(level.concurrency, level.ttft_ms.p95, level.itl_ms.p95) for level in measured]
-    judged = [(at, ttft, itl) for at, ttft, itl in latencies if ttft is not None and itl is not None]
-    if not judged:
+    measured_latencies = [
+        (concurrency, ttft, itl) for concurrency, ttft, itl in latencies if ttft is not None and itl is not None
+    ]
+    if not measured_latencies:
         return f"{UNMEASURED}: too few requests for a 95th percentile"
-    highest = max((at for at, ttft, itl in judged if ttft <= MOST_TTFT_MS and itl <= MOST_ITL_MS), default=None)
+    highest = max(
+        (concurrency for concurrency, ttft, itl in measured_latencies if ttft <= MAX_TTFT_MS and itl <= MAX_ITL_MS),
+        default=None,
+    )
     return "interactive at no measured level" if highest is None else f"interactive up to {highest}"
 
 

@@ -226,7 +226,7 @@ def run_comparison(
 ) -> ComparisonResult:
     """Run all starts, write each set to `folder` as it grows, then write the comparison.
 
-    Raises MeltcoreError if a start fails, and ConfigError if the sets are not comparable, unless `force` is set.
+    Raises MeltcoreError if a start fails. Without `force`, raises ConfigError if the sets are not comparable.
     """
     if comparison.concurrency is not None and comparison.concurrency not in options.load.concurrency:
         raise ConfigError(

@@ -82,13 +82,13 @@ _CHECKS: list[_Check] = []
 def _opens(name: str, *paths: str, needs: Collection[str] = ()) -> Callable[[_Run], _Run]:
     """Return a decorator that registers a function as the check called `name`, which requests `paths`.
 
-    The check runs if the fleet has the tasks of the paths in `needs`. By default these are the paths in `paths` that
-    belong to a task, or the chat path if none does.
+    The check runs if the fleet has the tasks of the paths in `needs`. The default of `needs` is the paths in `paths`
+    that belong to a task, or the chat path without such paths.
     """
 
     def register(function: _Run) -> _Run:
-        asked = needs or {task.path for task in tasks().values()}.intersection(paths) or (default_task().path,)
-        _CHECKS.append(_Check(name, paths, tuple(asked), function))
+        needed_paths = needs or {task.path for task in tasks().values()}.intersection(paths) or (default_task().path,)
+        _CHECKS.append(_Check(name, paths, tuple(needed_paths), function))
         return function
 
     return register
@@ -199,10 +199,10 @@ def _chat_stream(fleet: _Fleet) -> str:
 @_opens("openai: completions.create, whole and streamed", "/v1/completions")
 def _completions(fleet: _Fleet) -> str:
     fields = {"model": fleet.models[_CHAT], "prompt": "7 * 8 =", "max_tokens": 8, "temperature": 0}
-    whole = fleet.openai.completions.create(**fields).choices[0].text
-    parts = [chunk.choices[0].text for chunk in fleet.openai.completions.create(**fields, stream=True)]
-    _expect(whole and whole == "".join(parts), f"{whole!r} and {parts}")
-    return repr(whole)
+    text = fleet.openai.completions.create(**fields).choices[0].text
+    chunk_texts = [chunk.choices[0].text for chunk in fleet.openai.completions.create(**fields, stream=True)]
+    _expect(text and text == "".join(chunk_texts), f"{text!r} and {chunk_texts}")
+    return repr(text)
 
 
 @_opens("openai: audio.speech.create, read back by audio.transcriptions.create", _SPEECH, _TRANSCRIPTIONS)
@@ -210,11 +210,11 @@ def _speech(fleet: _Fleet) -> str:
     model = fleet.models[_SPEECH]
     audio = fleet.openai.audio.speech.create(model=model, voice="seven", input=_TEXT, response_format="wav").content
     _expect(audio[:4] == b"RIFF", f"it begins with {audio[:4]!r}")
-    heard = fleet.openai.audio.transcriptions.create(
+    transcript = fleet.openai.audio.transcriptions.create(
         model=fleet.models[_TRANSCRIPTIONS], file=("speech.wav", audio), language=DEMO_LANGUAGE
     ).text
-    _expect(heard, "nothing was heard in it")
-    return f"{len(audio):,} bytes, heard as {heard!r}"
+    _expect(transcript, "nothing was heard in it")
+    return f"{len(audio):,} bytes, heard as {transcript!r}"
 
 
 @_opens("openai: audio.speech.with_streaming_response.create", _SPEECH)
@@ -327,9 +327,9 @@ def _speech_to_speech(fleet: _Fleet) -> str:
     lines = [line.removeprefix(b"data: ") for line in response.iter_lines() if line.startswith(b"data: ")]
     events = [json.loads(line) for line in lines]
     _expect(not any("error" in event for event in events), lines[-1].decode(errors="replace"))
-    heard = next(event["text"] for event in events if event["type"] == "transcript.text.done")
+    transcript = next(event["text"] for event in events if event["type"] == "transcript.text.done")
     audio = b"".join(base64.b64decode(each["audio"]) for each in events if each["type"] == "speech.audio.delta")
-    _expect(heard == fleet.clip.answer, f"{heard!r}, not {fleet.clip.answer!r}")
+    _expect(transcript == fleet.clip.answer, f"{transcript!r}, not {fleet.clip.answer!r}")
     _expect(audio.startswith(_SPEECH_STARTS) and events[-1]["type"] == "speech.audio.done", str(events[-1])[:120])
     return f"{len(events)} events, {len(audio):,} bytes of MP3"
 
@@ -401,6 +401,6 @@ def _all_opened(fleet: _Fleet) -> str:
     Checks of tasks that the fleet lacks count too.
     """
     listed = set(fleet.send("/openapi.json", "GET").json()["paths"])
-    left = sorted(listed.difference(*(check.paths for check in _CHECKS)))
-    _expect(not left, f"not opened: {', '.join(left)}")
+    unchecked_paths = sorted(listed.difference(*(check.paths for check in _CHECKS)))
+    _expect(not unchecked_paths, f"not opened: {', '.join(unchecked_paths)}")
     return f"{len(listed)} routes"

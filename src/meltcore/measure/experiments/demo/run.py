@@ -95,8 +95,8 @@ def converse(api: Api, model: str) -> tuple[list[CheckResult], list[DemoSample]]
         samples += [
             DemoSample(given=given, answer=answer) for given, answer in zip(conversation.messages, answers, strict=True)
         ]
-        right = all(answers) and conversation.expected in answers[-1]
-        checks.append(CheckResult(name=name, status="PASS" if right else "FAIL", detail=answers[-1][:120]))
+        is_correct = all(answers) and conversation.expected in answers[-1]
+        checks.append(CheckResult(name=name, status="PASS" if is_correct else "FAIL", detail=answers[-1][:120]))
     return checks, samples
 
 
@@ -170,13 +170,13 @@ def speak(address: str, model: str, task: MeasuredTask, problems: Sequence[Probl
     Raises MeltcoreError if a request gets no answer.
     """
     assert task.read_back is not None
-    api, spoken = Api(address), []
+    api, reader_problems = Api(address), []
     for problem in problems:
         response = api.post(task.path, {"model": model, **task.read_back.fields(problem.given)})
         if response.status != 200:
             raise MeltcoreError(f"no speech of {problem.given!r}: status {response.status}, {response.body[:200]!r}")
-        spoken.append(task.read_back.heard(problem, response.body))
-    return spoken
+        reader_problems.append(task.read_back.make_reader_problem(problem, response.body))
+    return reader_problems
 
 
 @dataclass
@@ -370,10 +370,10 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
     return result.exit_code
 
 
-def _print_checks(console: Console, checks: Sequence[CheckResult], what: str) -> None:
+def _print_checks(console: Console, checks: Sequence[CheckResult], subject: str) -> None:
     """Print how many checks passed, and each failed check."""
     num_passed = sum(check.status == "PASS" for check in checks)
-    console.print(f"{num_passed} of {len(checks)} {what}", highlight=False)
+    console.print(f"{num_passed} of {len(checks)} {subject}", highlight=False)
     for check in checks:
         if check.status == "FAIL":
             print_check(console, check)
@@ -392,9 +392,11 @@ def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = Non
 
     Raises ProcessError if `meltcore fleet init` fails.
     """
-    done = run([*COMMAND, "fleet", "init", "--tiny", str(path)], limit_s=INIT_LIMIT_S)
-    if done.returncode != 0:
-        raise ProcessError(f"meltcore fleet init ended with {done.returncode}: {done.stderr.decode().strip()}")
+    completed = run([*COMMAND, "fleet", "init", "--tiny", str(path)], limit_s=INIT_LIMIT_S)
+    if completed.returncode != 0:
+        raise ProcessError(
+            f"meltcore fleet init ended with {completed.returncode}: {completed.stderr.decode().strip()}"
+        )
     fleet = yaml.safe_load(path.read_text(encoding="utf-8"))
     fleet["server"]["port"] = 0
     models = fleet["models"]

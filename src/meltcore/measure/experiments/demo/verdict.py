@@ -66,24 +66,26 @@ def _task_reasons(level: LevelResult, min_accuracy: float) -> list[str]:
 
 
 def _mixed_reasons(evaluation: Evaluation, mixed: Sequence[FleetLevel], planned: Sequence[int]) -> list[str]:
-    run = [level.connections for level in mixed]
-    missing = [f"{connections:,}" for connections in planned if connections not in run]
+    measured_connections = [level.connections for level in mixed]
+    missing = [f"{connections:,}" for connections in planned if connections not in measured_connections]
     reasons = [f"levels not run: {', '.join(missing)}"] if missing else []
     graded: list[LevelResult] = []
     for level in mixed:
         for load in level.streams:
-            own = _answer_reasons(load.level)
+            load_reasons = _answer_reasons(load.level)
             if load.level.task is None and load.level.requests >= MIN_GRADED:
-                own += _drift_reasons(evaluation, load.level.accuracy)
+                load_reasons += _drift_reasons(evaluation, load.level.accuracy)
             graded += [load.level] if load.level.task is None else []
-            reasons += [f"{level.label}, {load.name}: {reason}" for reason in own]
+            reasons += [f"{level.label}, {load.name}: {reason}" for reason in load_reasons]
         refused = sum(load.refused for load in level.streams)  # they waited, and were not in flight meanwhile
         if level.peak_in_flight + refused < level.connections:
             reasons.append(f"{level.label}: only {level.peak_in_flight:,} were in flight together")
-    answers = [(level.accuracy, level.requests) for level in graded if level.accuracy is not None]
-    num_requests = sum(requests for _, requests in answers)
-    share = sum(accuracy * requests for accuracy, requests in answers) / num_requests if num_requests else None
-    return [*reasons, *(f"mixed levels: {reason}" for reason in _drift_reasons(evaluation, share) if mixed)]
+    accuracies = [(level.accuracy, level.requests) for level in graded if level.accuracy is not None]
+    num_requests = sum(requests for _, requests in accuracies)
+    mean_accuracy = (
+        sum(accuracy * requests for accuracy, requests in accuracies) / num_requests if num_requests else None
+    )
+    return [*reasons, *(f"mixed levels: {reason}" for reason in _drift_reasons(evaluation, mean_accuracy) if mixed)]
 
 
 def _answer_reasons(level: LevelResult) -> list[str]:

@@ -72,7 +72,7 @@ class Server:
 
     @cached_property
     def plain_answer(self) -> dict[str, Any]:
-        """Return the answer to the short question, which is asked only once."""
+        """Return the answer to the short question. The answer is requested once and cached."""
         return self.chat()
 
     @property
@@ -84,7 +84,10 @@ class Server:
 def run_checks(
     api: Api, model: str, on_progress: Callable[[CheckResult], None] = lambda _check: None
 ) -> list[CheckResult]:
-    """Run every check in order and return the results. `on_progress` receives each result as it arrives."""
+    """Run all checks and return their results, in the order of registration.
+
+    `on_progress` receives each result as it arrives.
+    """
     server = Server(api, model)
     results: list[CheckResult] = []
     num_timeouts = 0  # consecutive ones

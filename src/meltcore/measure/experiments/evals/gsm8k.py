@@ -66,9 +66,9 @@ def run_gsm8k(
     """Evaluate GSM8K with the problems of `config`. The verdict is FAILED if a gate or a request fails.
 
     `harness` is a Python that has lm-evaluation-harness. The harness then runs the same problems, and its items are
-    compared with Meltcore's. If the harness fails, the comparison is a failed gate, and Meltcore's answers are kept.
-    Every answer is written into `folder` as it arrives. If the server dies, the run is partial and has the verdict
-    SERVER_DIED.
+    compared with Meltcore's. If the harness fails, the comparison is a failed gate, and Meltcore's answers are still in
+    the result. Every answer is written into `folder` as it arrives. If the server dies, the run is partial and has the
+    verdict SERVER_DIED.
 
     Raises ConfigError if data or examples cannot be read, or if the server cannot be reached or names no model.
     """
@@ -135,8 +135,8 @@ def ask_items(
 ) -> list[GradedAnswer]:
     """Ask every item once, greedily and unstreamed, and return the graded answers in the order of `items`.
 
-    Each answer is appended as a line of JSON to `answers_path` as it arrives, so that an interrupted run keeps its
-    answers. Raises ConfigError if a line cannot be written.
+    Each answer is appended as a line of JSON to `answers_path` as it arrives, so that an interrupted run loses no
+    answer. Raises ConfigError if a line cannot be written.
     """
     common_fields = {
         "model": model,

@@ -1,4 +1,4 @@
-"""Reads problems in GSM8K's format and the worked examples before them, and grades answers.
+"""Reads problems in GSM8K's format and the worked examples of the prompt, and grades answers.
 
 The data set is from Cobbe et al. 2021, and the prompt from Wei et al. 2022. Answers are graded exactly as `gsm8k_cot`
 of lm-evaluation-harness 0.4 does (task version 3.0). The corner cases of its rules are included, because an accuracy is
@@ -228,7 +228,7 @@ class GradedAnswer(NamedTuple):
 
     @property
     def grades(self) -> dict[str, bool]:
-        """Return both grades by the name of their extraction."""
+        """Return the two grades by the name of the extraction: strict or flexible."""
         return {"strict": bool(self.strict_correct), "flexible": self.flexible_correct}
 
 

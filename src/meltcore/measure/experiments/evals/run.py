@@ -64,7 +64,7 @@ def ask_and_grade(
     grade: Callable[[int, Answer], GradedAnswer],
     on_progress: OnAnswer | None,
 ) -> list[GradedAnswer]:
-    """Send every chat body once, and return the graded answers in order.
+    """Send every chat body once, and return the graded answers in the order of `bodies`.
 
     `grade` receives the index and the answer of each body as it arrives.
     """
@@ -78,7 +78,7 @@ def ask_and_grade(
 
 
 def make_evaluation(graded: Sequence[GradedAnswer]) -> Evaluation:
-    """Count the answers that are correct by flexible extraction, and keep the first incorrect ones."""
+    """Return an Evaluation: the number of correct answers by flexible extraction, and the first incorrect answers."""
     num_correct = sum(each.flexible_correct for each in graded)
     ci_low, ci_high = wilson_interval(num_correct, len(graded))
     has_strict_grades = all(each.strict_correct is not None for each in graded)

@@ -1,7 +1,7 @@
 """Collects a submission from finished runs: start script, write-up, result files and a record of the checks.
 
 A run's settings hold the fields that the server reported about itself in /v1/models (`served_model.py`). The rules of a
-competition are checked against them. A rule about a setting that a run lacks is NOT RUN, which does not pass.
+competition are checked against these settings. A rule about a setting that a run lacks is NOT RUN, which does not pass.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _problems_gate(runs: Sequence[SubmittedRun]) -> CheckResult:
 
 
 class SubmissionEvidence(NamedTuple):
-    """Holds the chosen runs, and one result that combines them."""
+    """Holds the chosen runs, and one result that combines all runs."""
 
     runs: list[SubmittedRun]
     result: RunResult
@@ -261,7 +261,7 @@ def collect(folder: Path, evidence: SubmissionEvidence, config: SubmissionConfig
 
 
 def find_source(source_option: str | None) -> Path:
-    """Return the checkout with the documents and the start script. Raises ConfigError if they are missing."""
+    """Return the checkout with the documents and the start script. Raises ConfigError if a file is missing."""
     source = Path(source_option) if source_option is not None else Path(meltcore.__file__).parents[2]
     missing = [name for name in ("docs", f"scripts/{START_SCRIPT}") if not (source / name).exists()]
     if missing:

@@ -81,30 +81,30 @@ def max_sequences(capacity: int, length: int, page_size: int) -> int:
     return capacity // (-(-length // page_size) * page_size)
 
 
-def find_largest_fitting(fits_length: Callable[[int], bool], low: int, high: int, step: int) -> int | None:
-    """Return the largest multiple of `step` in [low, high] that fits. Returns None if none fits.
+def find_largest_fitting(fits_length: Callable[[int], bool], low: int, high: int, granularity: int) -> int | None:
+    """Return the largest multiple of `granularity` in [low, high] that fits. Returns None if none fits.
 
     The search assumes that every value below a fitting value fits too. Each try costs a server start, so the order
     matters. `high` is tried first and is often the answer. Then `low` is doubled, because a start far above the limit
     fails slowest. Then the interval is bisected.
     """
-    largest_fitting, smallest_failing = -(-low // step), high // step
+    largest_fitting, smallest_failing = -(-low // granularity), high // granularity
     if smallest_failing < largest_fitting:
-        raise ValueError(f"no multiple of {step} lies from {low} to {high}")
-    if fits_length(smallest_failing * step):
-        return smallest_failing * step
-    if largest_fitting == smallest_failing or not fits_length(largest_fitting * step):
+        raise ValueError(f"no multiple of {granularity} lies from {low} to {high}")
+    if fits_length(smallest_failing * granularity):
+        return smallest_failing * granularity
+    if largest_fitting == smallest_failing or not fits_length(largest_fitting * granularity):
         return None
-    while 2 * largest_fitting < smallest_failing and fits_length(2 * largest_fitting * step):
+    while 2 * largest_fitting < smallest_failing and fits_length(2 * largest_fitting * granularity):
         largest_fitting *= 2
     smallest_failing = min(smallest_failing, 2 * largest_fitting)
     while smallest_failing - largest_fitting > 1:
         middle = (largest_fitting + smallest_failing) // 2
-        if fits_length(middle * step):
+        if fits_length(middle * granularity):
             largest_fitting = middle
         else:
             smallest_failing = middle
-    return largest_fitting * step
+    return largest_fitting * granularity
 
 
 @dataclass
@@ -169,7 +169,7 @@ class ContextSearch:
         )
 
     def _measure_default(self) -> int | None:
-        """Return the context of a server with default settings."""
+        """Return the context of a server with default settings, or None if the server does not report it."""
 
         def inspect(server: ServerProcess, point: TuningPoint) -> None:
             listing: Any = Api(server.url).get("/v1/models").json()
@@ -239,7 +239,7 @@ class _GaugeWatch:
         self._api = api
         self._peak: int | None = None
         self._stopping = threading.Event()
-        self._first = self._read().get("num_preemptions_total")
+        self._first_preemptions = self._read().get("num_preemptions_total")
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -248,7 +248,9 @@ class _GaugeWatch:
         self._stopping.set()
         self._thread.join(15.0)
         last = self._read().get("num_preemptions_total")
-        return self._peak, None if last is None or self._first is None else round(last - self._first)
+        return self._peak, None if last is None or self._first_preemptions is None else round(
+            last - self._first_preemptions
+        )
 
     def _run(self) -> None:
         while not self._stopping.wait(_POLL_S):

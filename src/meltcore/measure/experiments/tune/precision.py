@@ -61,7 +61,7 @@ def tune_precision(tuner: Tuner, options: PrecisionOptions, load: LoadConfig) ->
 
 
 def bundled_items(count: int) -> list[EvalItem]:
-    """Return held-out arithmetic problems, as `meltcore eval` asks them."""
+    """Return held-out arithmetic problems, with the prompts of `meltcore eval`."""
     return [
         EvalItem(
             {"messages": [{"role": "user", "content": problem.question}], "max_tokens": MAX_TOKENS},
@@ -173,9 +173,9 @@ def _ask_and_compare(
     server: ServerProcess,
     point: TuningPoint,
 ) -> None:
-    """Send the items to the running server, add the answers to `answers`, and compare them with `reference`.
+    """Send the items to the running server, append the answers to `answers`, and store their comparison in `point`.
 
-    While `reference` is empty, the answers are compared with themselves.
+    The answers are compared with `reference`, or with themselves while `reference` is empty.
     """
     answers += ask_items(Api(server.url), items, model)
     point.answers = compare_answers(items, reference or answers, answers)
@@ -184,7 +184,7 @@ def _ask_and_compare(
 
 
 def _ask(api: Api, body: dict[str, Any]) -> Answer:
-    """Return the answer with log probabilities, or without them if the server rejects the request for them."""
+    """Return the answer, with log probabilities of its tokens if the server accepts the field `logprobs`."""
     body = {**body, "temperature": 0.0}
     try:
         reply = api.post("/v1/chat/completions", {**body, "logprobs": True})

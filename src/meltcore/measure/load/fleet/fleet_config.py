@@ -179,10 +179,10 @@ def shares_of(models: Sequence[ServedModel], mix: Mapping[str, float]) -> list[f
     has a share.
     """
     counts = {task: sum(model.task == task for model in models) for task in mix}
-    raw = [mix.get(model.task, 0.0) / counts.get(model.task, 1) for model in models]
-    if not sum(raw) > 0:
+    weights = [mix.get(model.task, 0.0) / counts.get(model.task, 1) for model in models]
+    if not sum(weights) > 0:
         raise ConfigError(f"--mix: no model has a share; the tasks are {', '.join({each.task for each in models})}")
-    return [share / sum(raw) for share in raw]
+    return [share / sum(weights) for share in weights]
 
 
 def split_connections(total: int, shares: Sequence[float]) -> list[int]:
@@ -190,15 +190,17 @@ def split_connections(total: int, shares: Sequence[float]) -> list[int]:
 
     Each model gets at least one connection if there are enough connections.
     """
-    wanted = [share > 0 for share in shares]
-    least = 1 if total >= sum(wanted) else 0
-    exact = [share * total for share in shares]
-    counts = [max(int(each), least) if want else 0 for each, want in zip(exact, wanted, strict=True)]
+    has_share = [share > 0 for share in shares]
+    min_count = 1 if total >= sum(has_share) else 0
+    exact_counts = [share * total for share in shares]
+    counts = [
+        max(int(each), min_count) if is_wanted else 0 for each, is_wanted in zip(exact_counts, has_share, strict=True)
+    ]
     while (missing := total - sum(counts)) != 0:
         # Who has lost the most gets the next one; who has gained the most gives one back.
-        gaps = [each - count for each, count in zip(exact, counts, strict=True)]
+        gaps = [each - count for each, count in zip(exact_counts, counts, strict=True)]
         if missing > 0:
-            counts[max(range(len(counts)), key=lambda i: gaps[i] if wanted[i] else -total)] += 1
+            counts[max(range(len(counts)), key=lambda i: gaps[i] if has_share[i] else -total)] += 1
         else:
-            counts[min(range(len(counts)), key=lambda i: gaps[i] if counts[i] > least else total)] -= 1
+            counts[min(range(len(counts)), key=lambda i: gaps[i] if counts[i] > min_count else total)] -= 1
     return counts

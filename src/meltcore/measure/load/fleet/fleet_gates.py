@@ -53,18 +53,18 @@ def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]
     loads = [load for load in _loads(result) if load.model == name]
     if not sum(load.level.requests for load in loads):
         return CheckResult(name=name, status="NOT RUN", detail="no requests")
-    details, is_well = [_counts(loads)], not any(load.lost for load in loads)
+    details, passes = [_counts(loads)], not any(load.lost for load in loads)
     failures: dict[str, int] = {}
     for load in loads:
         for reason, count in load.level.failures.items():
             failures[reason] = failures.get(reason, 0) + count
     details += [f"{count:,} x {reason}" for reason, count in sorted(failures.items(), key=lambda each: -each[1])[:2]]
     for metric, limit in p95_limits_ms.items():
-        found = _against_limit(name, result, metric, limit)
-        if found is not None:
-            details.append(found[1])
-            is_well = is_well and found[0]
-    return CheckResult(name=name, status="PASS" if is_well else "FAIL", detail="; ".join(details))
+        outcome = _against_limit(name, result, metric, limit)
+        if outcome is not None:
+            details.append(outcome[1])
+            passes = passes and outcome[0]
+    return CheckResult(name=name, status="PASS" if passes else "FAIL", detail="; ".join(details))
 
 
 def _against_limit(name: str, result: FleetLoad, metric: str, limit: float) -> tuple[bool, str] | None:
@@ -82,14 +82,14 @@ def _against_limit(name: str, result: FleetLoad, metric: str, limit: float) -> t
     if not measured:
         has_samples = any(_latency(load, metric) is not None for load in _loads(result) if load.model == name)
         return (True, f"p95 of {metric}: too few samples, {SAMPLES_NEEDED['p95']} needed") if has_samples else None
-    kept = []
+    passing_connections = []
     for connections, p95 in measured:
         if p95 > limit:
             break
-        kept.append(connections)
+        passing_connections.append(connections)
     first_connections, first_p95 = measured[0]
     text = f"p95 of {metric} {format_number(first_p95)} ms at {first_connections:,} connections, limit {limit:g} ms"
-    return bool(kept), f"{text}, kept up to {kept[-1]:,}" if kept else text
+    return bool(passing_connections), f"{text}, kept up to {passing_connections[-1]:,}" if passing_connections else text
 
 
 def _latency(load: StreamLoad, metric: str) -> Distribution | None:
@@ -102,12 +102,12 @@ def _latency(load: StreamLoad, metric: str) -> Distribution | None:
 def _loads(result: FleetLoad) -> Iterator[StreamLoad]:
     for level in result.levels:
         yield from level.streams
-    seen: set[str] = set()
+    seen_victims: set[str] = set()
     for pair in result.interference:
         yield from (pair.beside, pair.aggressor_load)
-        if pair.victim not in seen:
+        if pair.victim not in seen_victims:
             yield pair.alone
-        seen.add(pair.victim)
+        seen_victims.add(pair.victim)
     if result.experiment is not None:
         yield from (*result.experiment.alone, *result.experiment.together)
 
@@ -175,19 +175,21 @@ def choose_models(spec: ExperimentSpec, models: Sequence[ServedModel]) -> list[S
     preferred = [stream.prefer for stream in spec.streams]
     for stream in spec.streams:
         if stream.model is not None:
-            found = [model for model in models if model.name == stream.model]
+            candidates = [model for model in models if model.name == stream.model]
         else:
-            found = [model for model in models if model.task == stream.task and model not in chosen]
-            others = [name for name in preferred if name and name != stream.prefer]
+            candidates = [model for model in models if model.task == stream.task and model not in chosen]
+            other_preferences = [name for name in preferred if name and name != stream.prefer]
             # The one that is meant, then one that no other stream means.
-            found.sort(key=lambda model: (not _has(model, stream.prefer), any(_has(model, name) for name in others)))
-        if not found:
-            wanted = stream.model or f"another model of the task {stream.task}"
+            candidates.sort(
+                key=lambda model: (not _has(model, stream.prefer), any(_has(model, name) for name in other_preferences))
+            )
+        if not candidates:
+            description = stream.model or f"another model of the task {stream.task}"
             raise ConfigError(
-                f"the experiment {spec.name} needs {wanted} for its stream {stream.name}; "
+                f"the experiment {spec.name} needs {description} for its stream {stream.name}; "
                 f"there are {', '.join(f'{model.name} ({model.task})' for model in models)}"
             )
-        chosen.append(found[0])
+        chosen.append(candidates[0])
     return chosen
 
 
@@ -214,8 +216,8 @@ def experiment_gates(
 
 def _p95_gate(name: str, metric: str, limit: float, alone: LevelResult, together: LevelResult) -> CheckResult:
     before, after = (level.e2e_ms if metric == "e2e" else first_latency(level) for level in (alone, together))
-    word = "end to end" if metric == "e2e" else task_of(alone).first_word
-    title = f"{name}: p95 of {word}"
+    latency_name = "end to end" if metric == "e2e" else task_of(alone).first_word
+    title = f"{name}: p95 of {latency_name}"
     if before is None or after is None or before.p95 is None or after.p95 is None or not before.p95:
         counts = ", ".join(str(0 if each is None else each.n) for each in (before, after))
         return CheckResult(name=title, status="NOT RUN", detail=f"{counts} samples, p95 needs {SAMPLES_NEEDED['p95']}")

@@ -89,7 +89,7 @@ class RequestLoop(ABC):
     def stop(self, *, fail_remaining: str | None = None) -> None:
         """Stop sending. With `fail_remaining`, each unsent request gets a record with this failure reason.
 
-        Refused requests that wait to be sent again get such a record in any case, since they have been sent before.
+        Refused requests that wait to be sent again always get such a record.
         """
         for index, (timer, intended_s) in self._refused.items():
             timer.cancel()
@@ -187,7 +187,7 @@ class ClosedLoop(RequestLoop):
         self._first_requests = [(connection, self._builder.build(next(self._indexes))) for connection in connections]
 
     def release(self, at_s: float) -> None:
-        """Send all first requests in one burst: no answer is read before the last of them is written."""
+        """Send all first requests in one burst. No answer is read before the last request is written."""
         self._ends_s = at_s + self._duration_s
         first_requests, self._first_requests = self._first_requests, []
         unconnected_requests = []

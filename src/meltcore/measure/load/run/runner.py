@@ -47,11 +47,11 @@ _PHASE_NOTES: dict[str, Callable[[Progress], str]] = {
 def run_levels(
     config: LoadConfig, on_progress: OnProgress | None = None, on_level: OnLevel | None = None
 ) -> list[LevelResult]:
-    """Run every level and return the results in order. The call blocks while an event loop of its own runs.
+    """Run every level and return the results in the order of the levels.
 
-    After the first Ctrl-C, the current level ends as PARTIAL and the other levels are skipped. If the server dies, the
-    current level ends as SERVER_DIED and the other levels are skipped. Raises ConfigError if the run cannot start
-    because of its address, limits, workload or model.
+    The call blocks while an event loop of its own runs. After the first Ctrl-C, the current level ends as PARTIAL and
+    the other levels are skipped. If the server dies, the current level ends as SERVER_DIED and the other levels are
+    skipped. Raises ConfigError if the run cannot start because of its address, limits, workload or model.
     """
     return run_coroutine(run_levels_async(config, on_progress, on_level), uvloop.new_event_loop)
 
@@ -59,7 +59,7 @@ def run_levels(
 async def run_levels_async(
     config: LoadConfig, on_progress: OnProgress | None = None, on_level: OnLevel | None = None
 ) -> list[LevelResult]:
-    """Run every level within a running event loop and return the results in order.
+    """Run every level in the running event loop and return the results in the order of the levels.
 
     Interrupts, a dead server and errors have the same effects as in `run_levels`.
     """

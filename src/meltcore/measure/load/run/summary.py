@@ -1,4 +1,4 @@
-"""Computes the metrics of a level from its records, as definitions.py defines them."""
+"""Computes the metrics of a level from its records. definitions.py defines the metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from meltcore.measure.documents.schema import ClientLoad, LevelResult, Steady, TaskLoad, TimelinePoint
+from meltcore.measure.documents.schema import ClientLoad, LevelResult, SteadyWindow, TaskLoad, TimelinePoint
 from meltcore.measure.documents.values.percentiles import distribution
 from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.load.config import Level
@@ -182,13 +182,13 @@ def _count_failures(records: list[RequestRecord]) -> dict[str, int]:
     }
 
 
-def _steady_rate(measurement: LevelMeasurement, in_flight: InFlight, token_times: TokenTimes) -> Steady | None:
+def _steady_rate(measurement: LevelMeasurement, in_flight: InFlight, token_times: TokenTimes) -> SteadyWindow | None:
     window = in_flight.steady_window(measurement.level.concurrency) if measurement.level.rate is None else None
     if window is None:
         return None
     start_s, end_s = window
     tokens_per_s = token_times.count_between(start_s, end_s) / (end_s - start_s)
-    return Steady(
+    return SteadyWindow(
         start_s=start_s - measurement.released_s, end_s=end_s - measurement.released_s, output_tokens_per_s=tokens_per_s
     )
 
@@ -206,7 +206,7 @@ def _task_load(task: MeasuredTask, complete_records: list[RequestRecord], work: 
 
 def _report_as_work(result: LevelResult) -> None:
     """Report the rates of a task's level as work instead of tokens, because such a level counts no output tokens."""
-    rates: list[TimelinePoint | Steady] = [*result.timeline, *filter(None, [result.steady])]
+    rates: list[TimelinePoint | SteadyWindow] = [*result.timeline, *filter(None, [result.steady])]
     for rate in rates:
         rate.work_per_s, rate.output_tokens_per_s = rate.output_tokens_per_s, 0.0
 

@@ -194,7 +194,7 @@ class InterruptHandler:
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
-        """Create a handler that calls `stop` in the event loop after the signal, unless the loop ends first."""
+        """Create a handler that calls `stop` in the event loop after the signal, if the loop still runs."""
         # Set by the signal's own handler: the loop may not run again before the run returns its results.
         self.arrived = False
         self._stop = stop

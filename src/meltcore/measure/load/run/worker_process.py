@@ -72,7 +72,7 @@ def _encode_frame(message: Any) -> bytes:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Return the body of the next frame. Raises asyncio.IncompleteReadError where the pipe was closed."""
+    """Return the body of the next frame. Raises asyncio.IncompleteReadError if the pipe was closed."""
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
     return await reader.readexactly(length)
 

@@ -142,7 +142,7 @@ def _facts(level: LevelResult) -> list[tuple[str, str]]:
 
 
 def spoken_texts(seed: int) -> list[Problem]:
-    """Return texts to speak. Their words were held out from training."""
+    """Return texts to speak, made of words that no training text has."""
     from meltcore.measure.problems.tones import random_word
 
     rng = random.Random(f"demo/texts/{seed}")  # noqa: S311 - must repeat for a seed
@@ -150,7 +150,7 @@ def spoken_texts(seed: int) -> list[Problem]:
     return [Problem(text, text) for text in texts]
 
 
-def _heard(problem: Problem, speech: bytes) -> Problem:
+def _make_reader_problem(problem: Problem, speech: bytes) -> Problem:
     import numpy as np
 
     from meltcore.measure.load.workloads.clips import encode_wav
@@ -206,5 +206,7 @@ TASK = MeasuredTask(
         ),
     ),
     facts=_facts,
-    read_back=ReadBack(READER_PATH, spoken_texts, lambda text: {"input": text, "response_format": "pcm"}, _heard),
+    read_back=ReadBack(
+        READER_PATH, spoken_texts, lambda text: {"input": text, "response_format": "pcm"}, _make_reader_problem
+    ),
 )

@@ -130,14 +130,14 @@ class DemoStep:
 class ReadBack:
     """The demo's grading of a task whose answers have no single right form: a reader task turns the answers into text.
 
-    `reader` is the path of the reader task. `fields(text)` returns the fields of a request. `heard(problem, answer)`
-    returns the problem that is sent to the reader.
+    `reader` is the path of the reader task. `fields(text)` returns the fields of a request.
+    `make_reader_problem(problem, answer)` returns the problem whose input is the answer, for the reader task.
     """
 
     reader: str
     make_problems: Callable[[int], list[Problem]]
     fields: Callable[[str], dict[str, Any]]
-    heard: Callable[[Problem, bytes], Problem]
+    make_reader_problem: Callable[[Problem, bytes], Problem]
 
 
 def work(record: RequestRecord) -> TaskWork:
@@ -155,36 +155,26 @@ def task_load(level: LevelResult) -> TaskLoad:
 class MeasuredTask:
     """Holds everything that measurements need to know about one task.
 
-    Args:
-        name: The name of the task in cards of models, in documents and in options, from its declaration.
-        aliases: Names of the task in the cards of other servers.
-        word: The word with which the task's workloads begin, such as `speak` in `speak:words=8`. It is empty for the
-            task of all other workloads. None uses the name of the task.
-        usage: The task's workloads for `meltcore load --help`, each with a description of its requests.
-        path: The route of the task's requests, from its declaration.
-        uploads: True if requests upload audio. A burst of such requests costs the client CPU time.
-        share: The task's share of a mixed level of `load --fleet`, in percent.
-        demo_share: The task's share of a mixed level of the demo, in percent.
-        open: Opens the workload of a configuration for a number of requests. If another process has made the clips of
-            the run, it receives them. Raises ConfigError for a malformed description and an unreadable file.
-        default_workload: Returns the workload for a model if none is given. A small model gets short requests.
-        slo_metrics: The latencies that `--goodput` may limit.
-        work_of: Returns the work of a complete answer, in the unit of the throughput. By default each answer is one
-            unit. None counts output tokens.
-        details: Returns fields of TaskLoad that only this task has, from the complete answers and the duration.
-        notes: Returns the notes on the complete answers of a level.
-        may_be_empty: True if an answer without text may be right.
-        unit: The unit of the task's throughput.
-        first_key: The key of the latency to the first part of an answer. None means that answers arrive whole.
-        first_word: The name of the first part of an answer.
-        latencies: The latencies that tables and charts show.
-        distributions: The distributions of the full table of a level.
-        metrics: The metrics that comparisons show beside the throughput and `shared_metrics`.
-        shared_metrics: The metrics that other tasks have too.
-        definitions: The definitions of metrics that only this task has.
-        facts: Returns what the succeeded requests of a level have done, as names and texts.
-        step: The demo's step of the task.
-        read_back: The demo's step of a task whose answers have no single right form.
+    Args: name: The name of the task in cards of models, in documents and in options, from its declaration. aliases:
+    Names of the task in the cards of other servers. word: The word with which the task's workloads begin, such as
+    `speak` in `speak:words=8`. It is empty for the task of all other workloads. None uses the name of the task. usage:
+    The task's workloads for `meltcore load --help`, each with a description of its requests. path: The route of the
+    task's requests, from its declaration. uploads: True if requests upload audio. A burst of such requests costs the
+    client CPU time. share: The task's share of a mixed level of `load --fleet`, in percent. demo_share: The task's
+    share of a mixed level of the demo, in percent. open: Opens the workload of a configuration for a number of
+    requests. If another process has made the clips of the run, it receives those clips. Raises ConfigError for a
+    malformed description and an unreadable file. default_workload: Returns the workload for a model if none is given. A
+    small model gets short requests. slo_metrics: The latencies that `--goodput` may limit. work_of: Returns the work of
+    a complete answer, in the unit of the throughput. By default each answer is one unit. None counts output tokens.
+    details: Returns fields of TaskLoad that only this task has, from the complete answers and the duration. notes:
+    Returns the notes on the complete answers of a level. may_be_empty: True if an answer without text may be right.
+    unit: The unit of the task's throughput. first_key: The key of the latency to the first part of an answer. None
+    means that answers arrive whole. first_word: The name of the first part of an answer. latencies: The latencies that
+    tables and charts show. distributions: The distributions of the full table of a level. metrics: The metrics that
+    comparisons show beside the throughput and `shared_metrics`. shared_metrics: The metrics that other tasks have too.
+    definitions: The definitions of metrics that only this task has. facts: Returns what the succeeded requests of a
+    level have done, as names and texts. step: The demo's step of the task. read_back: The demo's step of a task whose
+    answers have no single right form.
     """
 
     name: str = ""
@@ -216,7 +206,7 @@ class MeasuredTask:
 
     @property
     def own_metrics(self) -> tuple[Metric, ...]:
-        """The throughput, which gives the verdict unless another metric is chosen, and the metrics of this task."""
+        """The throughput, which is the default metric of a verdict, and then the metrics of this task."""
         return (Metric(self.unit.unit, lambda level: level.throughput, "higher"), *self.metrics)
 
 
@@ -291,10 +281,10 @@ def throughput_text(level: LevelResult) -> str:
 
 
 def open_workload(config: LoadConfig, num_requests: int, clips: Sequence[Clip] = ()) -> Workload:
-    """Open the workload of `config` for `num_requests` requests.
+    """Return the workload of `config` for `num_requests` requests.
 
     If another process has made the clips of the run, `clips` holds them. Raises ConfigError for a malformed
-    description, a file that cannot be read, and an option that has no meaning for the task.
+    description, a file that cannot be read, and an option that is not for the task.
     """
     task, spec = workload_task(config.workload), config.workload
     unknown = [name for name in config.slo_ms if name not in task.slo_metrics]

@@ -102,9 +102,9 @@ def _pair(card: Mapping[str, Any]) -> tuple[str, str]:
     if not sources or not targets:
         return "eng_Latn", _PREFERRED[0]
     source = next((each for each in ("eng_Latn", *_PREFERRED) if each in sources), sources[0])
-    others = [each for each in targets if each != source]
-    wanted = _PREFERRED if source == "eng_Latn" else ("eng_Latn", *_PREFERRED)
-    return source, next((each for each in wanted if each in others), others[0])
+    other_targets = [each for each in targets if each != source]
+    preferred_targets = _PREFERRED if source == "eng_Latn" else ("eng_Latn", *_PREFERRED)
+    return source, next((each for each in preferred_targets if each in other_targets), other_targets[0])
 
 
 def _details(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any]:

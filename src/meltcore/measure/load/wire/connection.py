@@ -168,7 +168,7 @@ class HttpConnection(asyncio.Protocol):
         return self._num_sent > 1 and not self._answered
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the current request, unless its response may end by closing the connection."""
+        """Fail the current request if its response is not complete. Some responses end by closing the connection."""
         self.is_open = False
         handler, parser = self._handler, self._parser
         if handler is None or parser is None:
@@ -233,7 +233,7 @@ class Response(NamedTuple):
 
 
 class _BufferedResponse:
-    """Collects one response of at most MAX_BODY_BYTES. It is used for single requests, never for measured ones."""
+    """Collects one response of at most MAX_BODY_BYTES. Measured requests do not use this class."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -125,7 +125,7 @@ class ResponseParser:
                 return
 
     def feed_eof(self) -> None:
-        """Handle the end of the connection. Raises HttpError unless the response is complete."""
+        """Handle the end of the connection. Raises HttpError if the response is incomplete."""
         if self._state is _State.BODY_UNTIL_CLOSE:
             self._state = _State.DONE
             self._handler.on_end()

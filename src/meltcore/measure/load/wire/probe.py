@@ -94,7 +94,8 @@ class InFlightProbe:
     async def finish(self, start_s: float, end_s: float) -> int | None:
         """Stop sampling and return the peak of the level, which lasted from `start_s` to `end_s` (monotonic clock).
 
-        Samples before the release and after the last answer are left out, since they read 0.
+        Samples before the release and after the last answer are ignored. Without samples and a reported maximum, return
+        None.
         """
         if self._sampling_task is None:
             return None

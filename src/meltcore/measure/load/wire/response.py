@@ -62,7 +62,7 @@ def whole_text(text: str) -> str:
 
 
 def whole_count(count: float | None) -> int | None:
-    """Return a token count as an integer for messages between processes. A fraction becomes -1."""
+    """Return a token count as an integer for messages between processes. A fraction becomes -1, and None stays None."""
     if count is None:
         return None
     return max(-_MAX_COUNT, min(int(count), _MAX_COUNT)) if isinstance(count, int) or count.is_integer() else -1
@@ -139,7 +139,7 @@ class BaseResponse:
         self._finish(reason, detail)
 
     def _find_failure(self) -> tuple[str | None, str | None]:
-        """Return (reason, detail) of a failed response that ended in order. Returns (None, None) if it is complete."""
+        """Return (reason, detail) of the failure if the response ended without a complete answer, else (None, None)."""
         raise NotImplementedError
 
     def _finish(self, failure: str | None, detail: str | None) -> None:

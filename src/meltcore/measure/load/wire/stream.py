@@ -63,7 +63,7 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """The token counts of an answer. Some servers send them as floats. null means that the server reports no count."""
+    """The token counts of an answer. Some servers send floats. A count is None if the server reports none."""
 
     prompt_tokens: int | float | None = None
     completion_tokens: int | float | None = None
@@ -105,7 +105,7 @@ def _is_error(error: Any) -> bool:
 
 
 def _text_of(content: str | list[Any] | None) -> str | None:
-    """Return the text of an answer's content. Some servers send the content in parts."""
+    """Return the text of an answer's content, or None without content. Some servers send the content in parts."""
     if not isinstance(content, list):
         return content
     texts = (part.get("text") for part in content if isinstance(part, dict))
@@ -115,13 +115,14 @@ def _text_of(content: str | list[Any] | None) -> str | None:
 class StreamedResponse(BaseResponse):
     """Reads one streamed answer into `record`, then calls `on_done` exactly once.
 
-    An answer is complete if its response ended in order after a finish reason, with text or with counted tokens. Any
-    other answer is a failure with its reason; `rules` can require more. The first token arrives with the first event of
-    any output: content, reasoning, a refusal, a tool call or audio. Only the content is the answer. The record says
-    whether `[DONE]` and the usage arrived. Without usage, the number of events with output is the token count.
+    An answer is complete if it has a finish reason, a proper end of the response, and text or counted tokens. Any other
+    answer is a failure with its reason; `rules` can require more. The first token arrives with the first event of any
+    output: content, reasoning, a refusal, a tool call or audio. Only the content is the answer. The record says whether
+    `[DONE]` and the usage arrived. Without usage, the number of events with output is the token count.
 
     Impossible token counts fail the request: negative counts, more cached than prompt tokens, or no token for an answer
-    with text. More output tokens than `max_output_tokens` fail it too, unless that is None.
+    with text. More output tokens than `max_output_tokens` fail the request too. A `max_output_tokens` of None is no
+    limit.
     """
 
     __slots__ = (
@@ -209,14 +210,14 @@ class StreamedResponse(BaseResponse):
         try:
             event = decode_json(_event_decoder, data)
         except BadJsonError as error:
-            if self._is_aside(data):
+            if self._is_gateway_event(data):
                 return
             self._finish("bad json", f"{error}: {data[:80]!r}")
             return
         choice = event.choices[0] if event.choices else _NO_CHOICE
         is_error = _is_error(event.error) or _is_error(choice.error) or "error" in (event.object, event.type)
         is_detail = _is_error(event.detail) and event.choices is None and event.usage is None
-        if is_error or isinstance(data, ErrorEvent) or (is_detail and not self._is_aside(data)):
+        if is_error or isinstance(data, ErrorEvent) or (is_detail and not self._is_gateway_event(data)):
             self._finish("error event", error_message(data.decode("utf-8", "replace")))
             return
         usage = event.usage if isinstance(event.usage, _Usage) else None
@@ -229,7 +230,7 @@ class StreamedResponse(BaseResponse):
         if usage is not None:
             self._on_usage(usage)
 
-    def _is_aside(self, data: bytes) -> bool:
+    def _is_gateway_event(self, data: bytes) -> bool:
         """Return whether an event is probably from a gateway and not part of the answer."""
         return self._saw_done or isinstance(data, NamedEvent)
 
@@ -273,7 +274,7 @@ class StreamedResponse(BaseResponse):
     def _wrong_usage(self) -> str | None:
         """Return a text that names an impossible count of a complete answer, or None if all counts are possible.
 
-        `completion_tokens` are checked when they arrive.
+        `completion_tokens` are checked earlier, with each event.
         """
         prompt_tokens, cached_tokens = self.record.prompt_tokens, self.record.cached_tokens
         if not 0 <= prompt_tokens <= MAX_TOKENS:
@@ -285,7 +286,7 @@ class StreamedResponse(BaseResponse):
         return None
 
     def _find_failure(self) -> tuple[str | None, str | None]:
-        """Return (reason, detail) of a failed response that ended in order. Returns (None, None) if it is complete."""
+        """Return (reason, detail) of the failure if the response ended without a complete answer, else (None, None)."""
         record = self.record
         if self._event_parser.unfinished.strip() in (b"[DONE]", b"data: [DONE]", b"data:[DONE]"):
             self._saw_done = True  # some servers send no blank line after it

@@ -102,18 +102,18 @@ def _read_clip(line: str, folder: Path, location: str) -> Clip:
 
 def _samples(rng: np.random.Generator, num_samples: int) -> np.ndarray:
     """Return tones of changing pitch with pauses, over noise: [num_samples] int16."""
-    low, high = (int(bound * SAMPLE_RATE) for bound in _SEGMENT_S)
+    low, high = (int(seconds * SAMPLE_RATE) for seconds in _SEGMENT_S)
     lengths = rng.integers(low, high, num_samples // low + 1)
-    steps = (rng.uniform(*_PITCH_HZ, len(lengths)) * _PERIOD / SAMPLE_RATE).astype(np.float32)
+    phase_steps = (rng.uniform(*_PITCH_HZ, len(lengths)) * _PERIOD / SAMPLE_RATE).astype(np.float32)
     loudness = (rng.uniform(0.2, 0.5, len(lengths)) * (rng.random(len(lengths)) > _PAUSE_RATIO)).astype(np.float32)
     signal = np.empty(lengths.sum(), dtype=np.float32)
     start, ramp = 0, np.arange(high, dtype=np.float32)
-    for length, step, level in zip(lengths, steps, loudness, strict=True):
-        part = signal[start : start + length]
-        np.take(_TONE, (ramp[:length] * step).astype(np.int32), mode="wrap", out=part)
-        part *= level
-        part[: len(_FADE)] *= _FADE
-        part[-len(_FADE) :] *= _FADE[::-1]
+    for length, phase_step, level in zip(lengths, phase_steps, loudness, strict=True):
+        segment = signal[start : start + length]
+        np.take(_TONE, (ramp[:length] * phase_step).astype(np.int32), mode="wrap", out=segment)
+        segment *= level
+        segment[: len(_FADE)] *= _FADE
+        segment[-len(_FADE) :] *= _FADE[::-1]
         start += length
     signal = signal[:num_samples] + _NOISE_LEVEL * rng.standard_normal(num_samples, dtype=np.float32)
     return np.asarray(signal * 32767, dtype=np.int16)

@@ -27,7 +27,7 @@ OnStale = Callable[[int, float], None]  # called with the request's index and it
 
 
 class Dispatcher:
-    """Sends requests and calls `on_record` exactly once for each request, also for failed ones."""
+    """Sends requests and calls `on_record` exactly once for each request, failed requests included."""
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ class WavReader:
         self._left_bytes = size if 0 < size < UNKNOWN_BYTES else None
 
     def _read_samples(self, data: bytes, left_bytes: int) -> bytes:
-        """Count samples, of which `left_bytes` are left in the file. Returns the bytes after them."""
+        """Count samples, of which `left_bytes` are left in the file. Return the bytes after the samples."""
         size = min(len(data), left_bytes)
         self._num_bytes += size
         self._left_bytes = left_bytes - size

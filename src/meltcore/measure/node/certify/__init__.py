@@ -1,1 +1,1 @@
-"""Certifies a node: a check plans metrics, its probe measures them in a process of its own, and `judge` judges them."""
+"""Certifies a node: a check plans metrics, its probe measures in a separate process, and `judge` gives verdicts."""

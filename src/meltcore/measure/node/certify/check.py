@@ -11,7 +11,7 @@ from meltcore.measure.node.certify.conditions import ConditionsWatch
 from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.expectations import shipped_expectation
 from meltcore.measure.node.certify.faults import FaultCode
-from meltcore.measure.node.certify.judge import Expected, Judgement, judge, make_findings, warn_throttled
+from meltcore.measure.node.certify.judge import Expected, Judgment, judge, make_findings, warn_throttled
 from meltcore.measure.node.certify.probe import ProbeJob, ProbeRequest, ProbeResult, Setting, encode, read_results
 from meltcore.measure.node.node import last_line
 
@@ -95,7 +95,7 @@ class MeasuredCheck(HardwareCheck):
         """Return the expectation that follows from the topology for a metric, or None if there is none."""
         raise NotImplementedError
 
-    def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
+    def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgment]) -> None:
         """Change verdicts in `judged` by rules other than a floor."""
 
     def measure(self, context: CertifyContext) -> CheckReport:
@@ -112,7 +112,7 @@ class MeasuredCheck(HardwareCheck):
         judged = judge(self._expected_values(context, requests), results, _missing_reason(completed, limit_s), busy)
         self.adjust(context, results, judged)
         warn_throttled(judged, throttled)
-        rows = [judgement.row for judgement in judged]
+        rows = [judgment.row for judgment in judged]
         return self.report(rows, [*make_findings(self.name, judged), *findings], conditions)
 
     def _expectations(

@@ -1,4 +1,4 @@
-"""The conditions of the GPUs during a check, and the findings derived from them."""
+"""Records the conditions of the GPUs during a check, and derives findings from the conditions."""
 
 from collections.abc import Sequence
 
@@ -85,15 +85,19 @@ class ConditionsWatch:
 
     def _new_errors(self, gpu_index: int, summary: GpuSummary, nvlink_errors_now: int | None) -> dict[str, int]:
         keys = ("ecc_corrected", "ecc_uncorrected", "pcie_replays", *SLOWDOWN_COUNTERS)
-        growth = {key: summary.metrics[key].increase for key in keys}
-        new = {key: max(1, round(increase)) for key, increase in growth.items() if increase}
-        new.update({f"{_XID}{xid}": summary.xids.count(xid) for xid in summary.xids})
-        before = self._nvlink_errors[gpu_index]
-        if before is not None and nvlink_errors_now is not None and nvlink_errors_now > before:
-            new["nvlink_errors"] = nvlink_errors_now - before
+        increases = {key: summary.metrics[key].increase for key in keys}
+        new_errors = {key: max(1, round(increase)) for key, increase in increases.items() if increase}
+        new_errors.update({f"{_XID}{xid}": summary.xids.count(xid) for xid in summary.xids})
+        nvlink_errors_before = self._nvlink_errors[gpu_index]
+        if (
+            nvlink_errors_before is not None
+            and nvlink_errors_now is not None
+            and nvlink_errors_now > nvlink_errors_before
+        ):
+            new_errors["nvlink_errors"] = nvlink_errors_now - nvlink_errors_before
         if summary.lost:
-            new["lost"] = 1
-        return new
+            new_errors["lost"] = 1
+        return new_errors
 
     def _unreadable_values(self, gpu_index: int, summary: GpuSummary) -> list[str]:
         """Return the names of values that were never readable. Values that were readable at times are left out."""

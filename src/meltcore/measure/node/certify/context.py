@@ -39,7 +39,7 @@ class CertifyContext:
         return tuple(range(len(self.gpus)))
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of a program that must see these GPUs, in this order.
+        """Return the environment variables of a program that must see exactly `gpus`, in this order.
 
         NVLink multicast stays off: a program that is killed while it uses multicast can leave the fabric of a whole
         node unusable.

@@ -1,7 +1,7 @@
 """Computes the expectation of each metric, from topology, shipped priors and the user's baseline.
 
 The strictest expectation counts. Topology expectations need no table of GPU types: links times speed, SMs times clock,
-PCIe generation and width, bus width times memory clock. The constants here are the fractions of these ceilings that
+PCIe generation and width, bus width times memory clock. The constants here are the fractions of such ceilings that
 healthy GPUs reach.
 """
 
@@ -79,7 +79,7 @@ def data_sheet_peak(name: str, dtype: str) -> float | None:
 def gemm_expectation(gpu: GpuSnapshot, dtype: str, shape: str) -> Expectation | None:
     """Return the expected TFLOP/s, by data sheet or else by the GPU's own SMs and clock.
 
-    `shape` is "square" or "model".
+    `shape` is "square" or "model". Returns None if the SMs, the clock or the architecture are unknown.
     """
     fraction = (_FP8_FRACTION if dtype == "fp8" else _GEMM_FRACTION)[shape]
     ceiling, peak = gemm_ceiling(gpu, dtype), data_sheet_peak(gpu.name, dtype)
@@ -89,14 +89,17 @@ def gemm_expectation(gpu: GpuSnapshot, dtype: str, shape: str) -> Expectation | 
 
 
 def memory_expectation(gpu: GpuSnapshot, operation: str) -> Expectation | None:
-    """Return the expected GB/s of device memory. `operation` is "copy", "read" or "write"."""
+    """Return the expected GB/s of device memory, or None if a fact is missing.
+
+    `operation` is "copy", "read" or "write".
+    """
     bits, clock_mhz = gpu.number("memory_bus_bits"), gpu.number("memory_clock_max_mhz")
     ceiling = None if bits is None or clock_mhz is None else bits / 8 * clock_mhz * 2 / 1e3
     return _topology(ceiling, _MEMORY_FRACTION[operation], "bus width x memory clock")
 
 
 def host_expectation(gpu: GpuSnapshot) -> Expectation | None:
-    """Return the expected GB/s between host and device in one direction."""
+    """Return the expected GB/s between host and device in one direction, or None if a fact is missing."""
     generation, width = gpu.number("pcie_generation_max"), gpu.number("pcie_width_max")
     lane_gbps = None if generation is None else _PCIE_LANE_GBPS.get(int(generation))
     ceiling = None if lane_gbps is None or width is None else lane_gbps * width
@@ -104,7 +107,10 @@ def host_expectation(gpu: GpuSnapshot) -> Expectation | None:
 
 
 def peer_expectation(link_gbps: float | None, links: int, directions: int) -> Expectation | None:
-    """Return the expected GB/s between two GPUs; `link_gbps` is the sum over their links in one direction."""
+    """Return the expected GB/s between two GPUs, or None if `link_gbps` is None.
+
+    `link_gbps` is the sum over the links between the two GPUs in one direction.
+    """
     ceiling = None if link_gbps is None else link_gbps * directions
     return _topology(ceiling, _PEER_FRACTION, f"{links} NVLinks x speed")
 
@@ -112,7 +118,7 @@ def peer_expectation(link_gbps: float | None, links: int, directions: int) -> Ex
 def collective_expectation(link_gbps: float | None, operation: str, gpus: int) -> Expectation | None:
     """Return the expected bus bandwidth of a ring in GB/s.
 
-    `link_gbps` is the lowest speed between neighbors of the ring, in GB/s.
+    `link_gbps` is the lowest speed between neighbors of the ring, in GB/s. Returns None if it is None.
     """
     fraction = _RING_FRACTION.get((operation, gpus), _MULTI_GPU_RING_FRACTION[operation])
     return _topology(link_gbps, fraction, "NVLinks x speed, ring")
@@ -213,7 +219,7 @@ def shipped_expectation(gpus: Sequence[GpuSnapshot], key: str) -> Expectation | 
 class Baseline:
     """A node's own values from an earlier certificate: `values[key][uuids]`, with the UUIDs joined by "+".
 
-    `medians[key]` is used for GPUs that the baseline does not contain, if they are of one of its `gpu_types`.
+    `medians[key]` is used for other GPUs whose type is in `gpu_types`.
     """
 
     taken: str
@@ -222,7 +228,7 @@ class Baseline:
     medians: dict[str, float]
 
     def expectation(self, gpus: Sequence[GpuSnapshot], key: str) -> Expectation | None:
-        """Return the expectation of these GPUs for one metric."""
+        """Return the expectation of `gpus` for the metric `key`, or None if the baseline has no value."""
         value = self.values.get(key, {}).get("+".join(gpu.uuid for gpu in gpus))
         basis = f"the same GPUs on {self.taken}"
         if value is None and {gpu.name for gpu in gpus} <= set(self.gpu_types):
@@ -264,7 +270,10 @@ def is_power_limited(key: str) -> bool:
 
 
 def strictest_expectation(expectations: Sequence[Expectation]) -> Expectation | None:
-    """Return the expectation with the highest floor, so that the baseline of a slow node cannot lower the limit."""
+    """Return the expectation with the highest floor, or None without expectations.
+
+    A slow node's baseline lowers no limit.
+    """
     return max(expectations, key=lambda expectation: expectation.floor, default=None)
 
 

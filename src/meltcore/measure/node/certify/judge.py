@@ -18,7 +18,7 @@ from meltcore.measure.node.certify.probe import ProbeResult
 # Healthy GPUs of one node are within 4 % of each other (H200 SXM, 2026-11-20). GEMMs differ more: at the power limit
 # GPUs of one type are as far apart as GEMM_FLOOR allows.
 STRAGGLER_FRACTION = 0.93
-STRAGGLERS_FROM = 3  # with two GPUs it is undecidable which one is the outlier
+MIN_STRAGGLER_GROUP = 3  # with two GPUs it is undecidable which one is the outlier
 ASYMMETRY_FRACTION = 0.90
 
 # Expectations are at least 0.5 of a physical ceiling, so a value beyond this multiple is a measurement error.
@@ -42,7 +42,7 @@ class Expected:
 
 
 @dataclass
-class Judgement:
+class Judgment:
     """A row, and the fault code of its verdict if it has one."""
 
     row: CertificateRow
@@ -55,16 +55,16 @@ class Judgement:
 
 def judge(
     expected: Sequence[Expected], results: Sequence[ProbeResult], missing: tuple[FaultCode, str], busy: set[int]
-) -> list[Judgement]:
+) -> list[Judgment]:
     """Judge every expected metric.
 
     `missing` is the (fault code, note) of a metric without a result. Another program used the GPUs in `busy`.
     """
     results_by_key = {(result.key, result.gpus): result for result in results}
     judged = [_judge_one(metric, results_by_key.get((metric.key, metric.gpus)), missing, busy) for metric in expected]
-    groups: dict[str, list[Judgement]] = defaultdict(list)
-    for judgement in judged:
-        groups[judgement.row.key].append(judgement)
+    groups: dict[str, list[Judgment]] = defaultdict(list)
+    for judgment in judged:
+        groups[judgment.row.key].append(judgment)
     for group in groups.values():
         _find_stragglers(group)
     _find_asymmetry(judged)
@@ -73,7 +73,7 @@ def judge(
 
 def _judge_one(
     expected: Expected, result: ProbeResult | None, missing: tuple[FaultCode, str], busy: set[int]
-) -> Judgement:
+) -> Judgment:
     row = CertificateRow(
         key=expected.key,
         subject=expected.subject,
@@ -82,7 +82,7 @@ def _judge_one(
         verdict="UNKNOWN",
         expectations=list(expected.expectations),
     )
-    judged = Judgement(row)
+    judged = Judgment(row)
     if result is None:
         judged.set_verdict("UNKNOWN", *missing)
         return judged
@@ -96,7 +96,7 @@ def _judge_one(
     return judged
 
 
-def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequence[float | None]) -> None:
+def _compare_with_floor(judged: Judgment, expected: Expected, unusable: Sequence[float | None]) -> None:
     """Set the verdict from the floor. One unusable sample makes the metric UNKNOWN, as its cause may affect others."""
     row = judged.row
     floor = strictest_expectation(expected.expectations)
@@ -131,55 +131,53 @@ def straggler_fraction(key: str) -> float:
     return GEMM_FLOOR if is_power_limited(key) else STRAGGLER_FRACTION
 
 
-def _find_stragglers(group: Sequence[Judgement]) -> None:
+def _find_stragglers(group: Sequence[Judgment]) -> None:
     """Change PASS to WARN in rows of one metric that are far below the median of all GPUs or pairs."""
-    values = [judgement.row.measured for judgement in group if judgement.row.measured is not None]
-    if len(values) < STRAGGLERS_FROM:
+    values = [judgment.row.measured for judgment in group if judgment.row.measured is not None]
+    if len(values) < MIN_STRAGGLER_GROUP:
         return
     middle = median(values)
-    for judgement in group:
-        measured = judgement.row.measured
-        minimum = straggler_fraction(judgement.row.key) * middle
-        if judgement.row.verdict == "PASS" and measured is not None and measured < minimum:
-            judgement.set_verdict(
-                "WARN", "STRAGGLER", f"{100 * measured / middle:.0f} % of the median of {len(values)}"
-            )
+    for judgment in group:
+        measured = judgment.row.measured
+        minimum = straggler_fraction(judgment.row.key) * middle
+        if judgment.row.verdict == "PASS" and measured is not None and measured < minimum:
+            judgment.set_verdict("WARN", "STRAGGLER", f"{100 * measured / middle:.0f} % of the median of {len(values)}")
 
 
-def _find_asymmetry(judged: Sequence[Judgement]) -> None:
+def _find_asymmetry(judged: Sequence[Judgment]) -> None:
     """Change PASS to WARN for pairs whose copies are slower than in the opposite direction."""
-    pair_judgements = [judgement for judgement in judged if len(judgement.row.gpus) == 2]
-    pairs = {(judgement.row.key, tuple(judgement.row.gpus)): judgement for judgement in pair_judgements}
-    for (key, (first, second)), judgement in pairs.items():
+    pair_judgments = [judgment for judgment in judged if len(judgment.row.gpus) == 2]
+    pairs = {(judgment.row.key, tuple(judgment.row.gpus)): judgment for judgment in pair_judgments}
+    for (key, (first, second)), judgment in pairs.items():
         opposite = pairs.get((key, (second, first)))
-        if opposite is None or judgement.row.verdict != "PASS":
+        if opposite is None or judgment.row.verdict != "PASS":
             continue
-        measured, opposite_measured = judgement.row.measured, opposite.row.measured
+        measured, opposite_measured = judgment.row.measured, opposite.row.measured
         if measured is None or opposite_measured is None:
             continue
         if measured < ASYMMETRY_FRACTION * opposite_measured:
             percent = 100 * measured / opposite_measured
-            judgement.set_verdict("WARN", "ASYMMETRY", f"{percent:.0f} % of the other direction")
+            judgment.set_verdict("WARN", "ASYMMETRY", f"{percent:.0f} % of the other direction")
 
 
-def warn_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
+def warn_throttled(judged: Sequence[Judgment], throttled: set[int]) -> None:
     """Change PASS to WARN on throttled GPUs; the conditions give the finding."""
-    for judgement in judged:
-        if judgement.row.verdict == "PASS" and throttled & set(judgement.row.gpus):
-            judgement.row.verdict = "WARN"
-            judgement.row.note = "reached while its clocks were held down"
+    for judgment in judged:
+        if judgment.row.verdict == "PASS" and throttled & set(judgment.row.gpus):
+            judgment.row.verdict = "WARN"
+            judgment.row.note = "reached while its clocks were held down"
 
 
-def make_findings(check: str, judged: Sequence[Judgement]) -> list[Finding]:
+def make_findings(check: str, judged: Sequence[Judgment]) -> list[Finding]:
     """Return one finding per fault code and set of GPUs, with the text of the worst row.
 
     A fault of the check itself, such as a crash, gives one finding in total.
     """
     groups: dict[tuple[FaultCode, str], list[CertificateRow]] = defaultdict(list)
-    for judgement in judged:
-        if judgement.code:
-            gpus = "" if judgement.code in _WHOLE_CHECK_FAULTS else _gpu_indices_key(judgement.row)
-            groups[(judgement.code, gpus)].append(judgement.row)
+    for judgment in judged:
+        if judgment.code:
+            gpus = "" if judgment.code in _WHOLE_CHECK_FAULTS else _gpu_indices_key(judgment.row)
+            groups[(judgment.code, gpus)].append(judgment.row)
     return [
         Finding(
             code=code,

@@ -41,18 +41,18 @@ def gpu_line(gpu: GpuInfo, samples: Sequence[Sample], start_s: float) -> str:
     that the GPU type lacks are left out.
     """
     parts = [f"{samples[-1].t_s - start_s:6.1f} s  {gpu.label}"]
-    alive = [sample for sample in samples if not sample.lost]
+    readable_samples = [sample for sample in samples if not sample.lost]
     for key, before, after in _COLUMNS:
-        value = _mean(alive, key)
+        value = _mean(readable_samples, key)
         if value is not None:
             parts.append(f"{before}{value}{after}")
-    if any(sample.clock_reasons == UNKNOWN for sample in alive):
+    if any(sample.clock_reasons == UNKNOWN for sample in readable_samples):
         parts.append("clock reasons ?")
-    clock_reasons = [sample.clock_reasons for sample in alive if isinstance(sample.clock_reasons, list)]
+    clock_reasons = [sample.clock_reasons for sample in readable_samples if isinstance(sample.clock_reasons, list)]
     parts += sorted({reason for reasons in clock_reasons for reason in reasons if reason != GPU_IDLE})
     parts += [describe(xid) for sample in samples if isinstance(sample.xids, list) for xid in sample.xids]
     for key in ("ecc_uncorrected", "ecc_corrected"):
-        counts = readable_values(alive, key)
+        counts = readable_values(readable_samples, key)
         if counts and counts[-1] > counts[0]:
             parts.append(f"{METRIC_BY_KEY[key].name}: {counts[-1] - counts[0]:.0f} NEW")
     if samples[-1].lost:

@@ -34,7 +34,7 @@ class RecordingStart(msgspec.Struct, kw_only=True, tag="start"):
 
 
 class RecordingEnd(msgspec.Struct, kw_only=True, tag="end"):
-    """Last line of a sampler that ended in order, after `cpu_s` of processor time.
+    """The last line of a sampler that exited normally, after `cpu_s` of processor time.
 
     `missed` counts intervals without a sample, because earlier readings took longer than the interval.
     """

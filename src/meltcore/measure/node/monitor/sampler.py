@@ -74,8 +74,8 @@ class Monitor:
     def __init__(self, settings: SamplerSettings) -> None:
         """Start the sampler.
 
-        Raises NoDriverError without an NVIDIA driver, ConfigError for GPUs that do not exist or a file that cannot be
-        written, and MeltcoreError if the sampler does not start.
+        Raises NoDriverError without an NVIDIA driver. Raises ConfigError for GPUs that do not exist or a file that
+        cannot be written. Raises MeltcoreError if the sampler does not start.
         """
         self.path = Path(settings.path)
         self.end = None
@@ -106,7 +106,7 @@ class Monitor:
         return self._process.poll() is None
 
     def new_samples(self) -> list[Sample]:
-        """Return the samples written since the last call; after `stop`, the last ones."""
+        """Return the samples that were written since the last call."""
         with self.path.open("rb") as file:
             file.seek(self._read_bytes)
             text = file.read()

@@ -1,9 +1,10 @@
 """Summarizes a GPU's samples per metric, and judges its health from the summary.
 
-A level has a mean and a maximum, a counter its increase. Samples are added one by one and not kept, so a recording can
-run for days. The judgment is a pure function. DEGRADED: an event that a healthy GPU does not show. UNKNOWN: no such
-event, but some required value was unreadable. HEALTHY: every required value was readable, and there was no such event.
-NOT_APPLICABLE values count neither way, and NVML's utilization is never used (common/gpus/metrics.py says why).
+A gauge has a mean and a maximum, and a counter has its increase. Samples are added one by one and not stored, so a
+recording can run for days. The judgment is a pure function. DEGRADED: an event that a healthy GPU does not show.
+UNKNOWN: no such event, but some required value was unreadable. HEALTHY: every required value was readable, and there
+was no such event. NOT_APPLICABLE values count neither way, and NVML's utilization is never used (common/gpus/metrics.py
+says why).
 """
 
 from array import array
@@ -49,7 +50,8 @@ class MetricSummary(msgspec.Struct, kw_only=True):
     `readable` samples have a number. `unknown` samples should have a number and have none. To other samples the metric
     does not apply.
 
-    `mean` and `maximum` are set for levels and fixed values, `increase` (first number to last) for counters.
+    `mean` and `maximum` are set for gauges and fixed values. `increase`, from the first to the last number, is set for
+    counters.
     """
 
     key: str
@@ -88,7 +90,7 @@ class GpuSummary(msgspec.Struct, kw_only=True):
 
 
 class SummaryBuilder:
-    """Accumulates the samples of one GPU, in the order they were taken."""
+    """Accumulates the samples of one GPU, in the order of time."""
 
     def __init__(self) -> None:
         self._metrics = {metric.key: _MetricBuilder(metric) for metric in METRICS}
@@ -169,7 +171,7 @@ class _MetricBuilder:
 
 
 def summarize(samples: Iterable[Sample]) -> GpuSummary:
-    """Summarize samples of one GPU, in the order they were taken."""
+    """Return the summary of the samples of one GPU, which must be in the order of time."""
     builder = SummaryBuilder()
     for sample in samples:
         builder.add(sample)
@@ -185,9 +187,9 @@ def readable_values(samples: Iterable[Sample], key: str) -> list[float]:
 def bucket_means(
     samples: Iterable[Sample], key: str, start_s: float, bucket_s: float, count: int
 ) -> list[float | None]:
-    """Return the mean of a metric in each of `count` buckets from `start_s` on; None for a bucket without a number.
+    """Return the mean of a metric in each of `count` buckets from `start_s` on, or None for a bucket without a number.
 
-    No sample is older than `start_s`. The last bucket has all later ones.
+    No sample may be older than `start_s`. The last bucket has all later samples.
     """
     buckets: list[list[float]] = [[] for _ in range(count)]
     for sample in samples:

@@ -129,9 +129,9 @@ def _rate_table(runs: Sequence[BackendRun], levels: Sequence[int]) -> Table:
     columns += [Column("Why it does not count", align="text", console="does not count")] if any_failed else []
     rows = []
     for level in levels:
-        found = [(run, run.level(level)) for run in runs]
-        best = max((each.output_tokens_per_s for _, each in found if each is not None), default=0.0)
-        for run, each in found:
+        levels_of_runs = [(run, run.level(level)) for run in runs]
+        best = max((each.output_tokens_per_s for _, each in levels_of_runs if each is not None), default=0.0)
+        for run, each in levels_of_runs:
             cells = [NOT_MEASURED] * num_cells if each is None else _level_cells(each)
             cells += [run.failure(level)] if any_failed else []
             is_best = each is not None and each.output_tokens_per_s == best

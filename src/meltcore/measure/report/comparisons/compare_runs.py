@@ -46,7 +46,7 @@ class MetricRatio:
 
     @property
     def ratio(self) -> float | None:
-        """The ratio second / first."""
+        """The second value divided by the first value, or None if it is undefined."""
         if self.first is None or self.second is None or self.first == 0:
             return None
         return self.second / self.first
@@ -55,7 +55,7 @@ class MetricRatio:
 def compare_runs(first: RunResult, second: RunResult, *, force: bool = False) -> list[MetricRatio]:
     """Compare two runs on every load that both have. Return one ratio per metric and load.
 
-    Raises ConfigError for runs that are not comparable, unless `force`.
+    Without `force`, raises ConfigError for runs that are not comparable.
     """
     reasons = comparability_notes(first, second)
     if reasons and not force:

@@ -65,8 +65,8 @@ def compare_starts(
 
     `control` holds starts of `old`'s server before the comparison. `order` says how starts were interleaved, such as
     "ABBA". A `metric` of None judges the throughput of the task. `load` is the concurrency of the level that gives the
-    verdict; None picks the highest that both sets have. Raises ConfigError for sets that are not comparable (unless
-    `force`), an unknown metric, or a load that was not measured.
+    verdict; None picks the highest concurrency that both sets have. Raises ConfigError for an unknown metric, for a
+    load that was not measured, and, without `force`, for sets that are not comparable.
     """
     reasons = start_set_comparability_notes(old, new)
     if reasons and not force:

@@ -166,7 +166,7 @@ def _precision_chart(tuning: Tuning) -> Markup | None:
             note=format_change(relative_gain)
             if point.settings and (relative_gain := gain(point, tuning.default)) is not None
             else "",
-            faded=not point.settings,
+            is_faded=not point.settings,
         )
         for point in tuning.points
         if point.ok and point.output_tokens_per_s

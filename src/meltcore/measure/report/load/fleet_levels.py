@@ -111,9 +111,9 @@ def _gpu_text(level: FleetLevel) -> str:
     """Return the means of each GPU over the level, or "" without a measurement."""
     texts = []
     for gpu in level.gpus:
-        found = [f"{title.replace(',', ' ' + format_number(gpu.means[key] / unit))}"
+        metric_texts = [f"{title.replace(',', ' ' + format_number(gpu.means[key] / unit))}"
                  for key, title, unit in _GPU_METRICS if key in gpu.means]  # fmt: skip
-        texts.append(f"{gpu.gpu}: {', '.join(found)}" if found else "")
+        texts.append(f"{gpu.gpu}: {', '.join(metric_texts)}" if metric_texts else "")
     return "; ".join(filter(None, texts))
 
 

@@ -133,11 +133,16 @@ def named_distributions(task: MeasuredTask, level: LevelResult) -> list[tuple[st
     return [(each.name + " (ratio)" * (each.unit == "ratio"), distribution_of(level, each.key)) for each in definitions]
 
 
-def relevant_definitions(found: Collection[MeasuredTask]) -> list[Definition]:
-    """Return the definitions of the metrics of the tasks `found`. An empty `found` means the default task."""
-    own = [definition for task in tasks().values() if task in found for definition in task.definitions]
-    has_all = not found or default_task() in found
-    return [*own, *(definition for definition in DEFINITIONS if has_all or definition.key in _COMMON_KEYS)]
+def relevant_definitions(shown_tasks: Collection[MeasuredTask]) -> list[Definition]:
+    """Return the definitions of the metrics of `shown_tasks`, or of the default task if there are none."""
+    task_definitions = [
+        definition for task in tasks().values() if task in shown_tasks for definition in task.definitions
+    ]
+    includes_common = not shown_tasks or default_task() in shown_tasks
+    return [
+        *task_definitions,
+        *(definition for definition in DEFINITIONS if includes_common or definition.key in _COMMON_KEYS),
+    ]
 
 
 def load_charts(levels: Sequence[LevelResult]) -> list[Figure]:
@@ -160,8 +165,8 @@ def timeline_figure(level: LevelResult) -> Figure | None:
     points = level.timeline
     rates = [(point.t_s, point.rate) for point in points]
     strips = [
-        Strip("output tokens/s" if level.task is None else task_of(level).unit.unit, [("", 1, rates)], filled=True),
-        Strip("in flight", [("", 2, [(point.t_s, float(point.in_flight)) for point in points])], filled=True),
+        Strip("output tokens/s" if level.task is None else task_of(level).unit.unit, [("", 1, rates)], is_filled=True),
+        Strip("in flight", [("", 2, [(point.t_s, float(point.in_flight)) for point in points])], is_filled=True),
     ]
     # Latencies are drawn where GPUs stand below them to be read against; the tables hold them anyway.
     for title, name in (("mean TTFT, ms", "ttft_ms"), ("mean ITL, ms", "itl_ms")):
@@ -226,7 +231,10 @@ def _charts(levels: Sequence[LevelResult]) -> list[Figure]:
 def _level_line(
     name: str, color: int, levels: Sequence[LevelResult], values: Sequence[float | None], unit: str
 ) -> Line:
-    """Return the chart line of `values` over the offered load of levels, with a gap where the workload changes."""
+    """Return the chart line of `values` over the offered load of levels.
+
+    The line has a gap between different workloads.
+    """
     marks: list[Mark] = []
     workload = None
     for level, value in sorted(
@@ -261,5 +269,5 @@ def _gpu_strips(gpus: Sequence[GpuTimeline]) -> list[Strip]:
             if key in gpu.values
         ]
         if lines:
-            strips.append(Strip(title, lines, min_axis_top, filled=len(gpus) == 1))
+            strips.append(Strip(title, lines, min_axis_top, is_filled=len(gpus) == 1))
     return strips

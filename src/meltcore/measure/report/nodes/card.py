@@ -49,7 +49,7 @@ _TYPE_ORDER: list[EvidenceType] = list(COMMANDS)
 
 
 def newest_documents(documents: Sequence[DocumentFile]) -> tuple[list[DocumentFile], list[DocumentFile]]:
-    """Return the newest document of each subject, and all older ones, both in the order of a card's evidence."""
+    """Return the newest document of each subject, and all older documents, in the order of a card's evidence."""
     by_subject: dict[tuple[str, ...], list[DocumentFile]] = {}
     for document in sorted(documents, key=_document_time, reverse=True):
         if document.type is not None:
@@ -334,7 +334,7 @@ def _benchmark_and_run_sections(card: Card) -> list[Section]:
 
 
 def _newest_fingerprint(card: Card) -> Fingerprint | None:
-    """Return the fingerprint of the certificate or the snapshot, else the fingerprint of the newest measurement."""
+    """Return the fingerprint of the certificate or snapshot, else of the newest measurement, or None."""
     if card.certificate is not None:
         return card.certificate.snapshot.fingerprint
     if card.snapshot is not None:

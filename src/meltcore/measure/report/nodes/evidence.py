@@ -32,7 +32,7 @@ from meltcore.measure.report.nodes.profile import profile_headline
 EvidenceParts = tuple[CheckVerdict, str, list[str]]  # verdict, summary, reasons
 _STORY_STATES: dict[str, Verdict] = {"IMPROVEMENT": "CONFIRMED", "REGRESSION": "CONTRADICTED"}
 # Below it a gain of one start each is no story: two starts of one setting may differ as much.
-_LEAST_ONE_START_GAIN = 0.05
+_MIN_ONE_START_GAIN = 0.05
 _SAME_LOAD = ("workload", "concurrency", "max_tokens", "seed")
 
 
@@ -227,7 +227,7 @@ def _tuning_story(index: int, tuning: Tuning) -> Story | None:
     fastest = max(successful_points, key=lambda point: point.output_tokens_per_s or 0.0)
     knee = fastest if tuning.knee is None else tuning.points[tuning.knee]
     point = fastest if repeats_default(tuning, knee) else knee
-    if (gain(point, tuning.default) or 0.0) < _LEAST_ONE_START_GAIN:
+    if (gain(point, tuning.default) or 0.0) < _MIN_ONE_START_GAIN:
         return None
     return Story(
         change=_describe_change([], point.args),

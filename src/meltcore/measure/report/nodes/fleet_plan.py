@@ -32,12 +32,12 @@ def plan_page(plan: FleetPlan) -> Page:
     sections = [Section("Models", [_models(plan)])] if plan.models else []
     if plan.gpus:
         pictures = Figures([_picture(gpu) for gpu in plan.gpus], is_full_width=True)
-        others = [
+        usage_notes = [
             f"Other processes use {size_text(gpu.others_bytes)} of {_name(gpu)}, which the plan leaves to them."
             for gpu in plan.gpus
             if gpu.others_bytes >= GIB / 100
         ]
-        note = " ".join([_NOTE, *others, plan.context_note])
+        note = " ".join([_NOTE, *usage_notes, plan.context_note])
         sections.insert(0, Section("GPUs", [_gpus(plan), pictures, Text(note)]))
         rows = [Row([Cell(layout), Cell("fits" if fits else "does not fit")]) for layout, fits in plan.mig]
         columns = [Column("slices", align="text"), Column("all models", align="text")]
@@ -70,13 +70,15 @@ def _conclusion(plan: FleetPlan) -> str:
     if plan.fits and not any(len(gpu.parts) > 1 for gpu in plan.gpus):
         return "The fleet needs no GPU."
     if plan.fits:
-        sleeping = [model.name for model in plan.models if model.takes_turns]
-        turns = f"; {', '.join(sleeping)} take turns and sleep" if sleeping else "; all models stay awake"
-        return f"The fleet fits{_gpus_text(plan)}{turns}."
+        sleeping_models = [model.name for model in plan.models if model.takes_turns]
+        sleep_note = (
+            f"; {', '.join(sleeping_models)} take turns and sleep" if sleeping_models else "; all models stay awake"
+        )
+        return f"The fleet fits{_gpus_text(plan)}{sleep_note}."
     if plan.reason:
         return plan.reason
-    changes = f"{len(plan.changes)} change{'s' * (len(plan.changes) != 1)}"
-    return f"The fleet does not fit as it is. With {changes} it fits{_gpus_text(plan)}."
+    change_count = f"{len(plan.changes)} change{'s' * (len(plan.changes) != 1)}"
+    return f"The fleet does not fit as it is. With {change_count} it fits{_gpus_text(plan)}."
 
 
 def _gpus_text(plan: FleetPlan) -> str:
@@ -137,9 +139,9 @@ def _picture(gpu: PlannedGpu) -> Figure:
 def _host_text(host: PlannedHost) -> str:
     """Return a sentence about the host memory of a machine."""
     parts = [(host.engine_bytes, "for models on the CPU"), (host.pinned_bytes, "pinned for weights that sleep")]
-    text = " and ".join(f"{size_text(size)} {what}" for size, what in parts if size)
-    there = "" if host.total_bytes is None else f", of {size_text(host.total_bytes)} that are available"
-    return f"{host.node or 'Host memory'}: {text}{there}."
+    text = " and ".join(f"{size_text(size)} {purpose}" for size, purpose in parts if size)
+    available_note = "" if host.total_bytes is None else f", of {size_text(host.total_bytes)} that are available"
+    return f"{host.node or 'Host memory'}: {text}{available_note}."
 
 
 def _models(plan: FleetPlan) -> Table:
@@ -168,7 +170,7 @@ def _model_row(model: PlannedModel) -> Row:
     sizes = {part.name: part.size_bytes for part in model.parts}
     caches = sum(sizes.get(name, 0) for name in ("KV pages", "recurrent states", "slots", "activations", "requests"))
     weights = sizes.get("weights", 0)
-    known = bool(model.parts)
+    is_known = bool(model.parts)
     return Row(
         [
             Cell(model.name),
@@ -177,9 +179,9 @@ def _model_row(model: PlannedModel) -> Row:
             Cell(model.source),
             Cell(f"{model.max_model_len:,}" if model.max_model_len else "–"),
             Cell(str(model.concurrency) if model.concurrency else "–"),
-            _gib(weights) if known else Cell("–"),
-            _gib(caches) if known else Cell("–"),
-            _gib(model.budget_bytes - weights - caches) if known else Cell("–"),
+            _gib(weights) if is_known else Cell("–"),
+            _gib(caches) if is_known else Cell("–"),
+            _gib(model.budget_bytes - weights - caches) if is_known else Cell("–"),
             _gib(model.budget_bytes) if model.budget_bytes else Cell("–"),
         ]
     )

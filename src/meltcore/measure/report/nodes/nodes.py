@@ -48,19 +48,19 @@ def nodes_page(report: NodesReport) -> Page:
 
 
 def _conclusion(report: NodesReport) -> str:
-    done = sum(node.status == "done" for node in report.nodes)
-    parts = [f"{done} of {len(report.nodes)} nodes have a result"]
+    num_done = sum(node.status == "done" for node in report.nodes)
+    parts = [f"{num_done} of {len(report.nodes)} nodes have a result"]
     if report.failed:
         parts.append("failed: " + ", ".join(f"{node.node} ({node.status})" for node in report.failed))
     if report.slow:
         parts.append("slow: " + ", ".join(report.slow))
-    judged = [f"{node.node} ({node.verdict})" for node in report.nodes if node.status == "done"]
-    if bad := [each for each in judged if not each.endswith(("(OK)", "(PASS)"))]:
-        parts.append("verdict: " + ", ".join(bad))
-    different = list(dict.fromkeys(each.node for each in report.differences))
-    if different:
-        parts.append("not like the others: " + ", ".join(different))
-    elif not report.slow and not bad and done > 1:
+    verdict_texts = [f"{node.node} ({node.verdict})" for node in report.nodes if node.status == "done"]
+    if bad_verdicts := [each for each in verdict_texts if not each.endswith(("(OK)", "(PASS)"))]:
+        parts.append("verdict: " + ", ".join(bad_verdicts))
+    deviating_nodes = list(dict.fromkeys(each.node for each in report.differences))
+    if deviating_nodes:
+        parts.append("not like the others: " + ", ".join(deviating_nodes))
+    elif not report.slow and not bad_verdicts and num_done > 1:
         parts.append("no node deviates")
     return "; ".join(parts)
 

@@ -43,14 +43,14 @@ WIDE = Frame(_FULL_WIDTH, 384, 90, 1080, 20, 330)
 class Mark:
     """One point of a line. A `y` of None breaks the line.
 
-    `outlined` draws a hollow dot, and `ring` a circle around the dot.
+    `is_outlined` draws a hollow dot, and `has_ring` a circle around the dot.
     """
 
     x: float
     y: float | None
     tip: str = ""
-    outlined: bool = False
-    ring: bool = False
+    is_outlined: bool = False
+    has_ring: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Strip:
     title: str
     lines: Sequence[tuple[str, int, Sequence[tuple[float, float | None]]]]
     top: float = 0.0
-    filled: bool = False
+    is_filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Bar:
     detail: str = ""
     note: str = ""
     warning: str = ""
-    faded: bool = False
+    is_faded: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def line_figure(
     format_x: Callable[[float], str] = "{:,g}".format,
     note: str = "",
 ) -> Figure | None:
-    """Draw lines as `line_chart` does, with a legend of all of them; returns None if there is nothing to draw."""
+    """Draw lines as `line_chart` does, with a legend. Returns None if there is nothing to draw."""
     chart = line_chart(lines, label=label, x_title=x_title, unit=unit, log_y=log_y, frame=frame, format_x=format_x)
     return (
         None if chart is None else Figure(title, chart, [(line.name, line.color, line.dashed) for line in lines], note)
@@ -232,7 +232,7 @@ def bar_chart(
         length = max_length * bar.value / max_value
         rectangle = {"x": 0.0, "y": top + name_height, "width": length, "height": thickness, "rx": 3.0}
         tooltip = element("title", f"{bar.name}: {format_number(bar.value)}")
-        elements.append(element("rect", tooltip, cls=f"bar c{color}" + " pale" * bar.faded, **rectangle))
+        elements.append(element("rect", tooltip, cls=f"bar c{color}" + " pale" * bar.is_faded, **rectangle))
         note = element("tspan", bar.note, dx=8.0, cls="axis")
         elements.append(element("text", format_number(bar.value), note, x=length + 9, y=center_y + 5, cls="value"))
     height = len(bars) * row_height + 16 * bool(footnote)
@@ -323,9 +323,9 @@ def _line_elements(line: Line, x_scale: Scale, y_scale: Scale) -> list[Markup]:
             continue
         point = (x_scale(mark.x), y_scale(mark.y))
         segments[-1].append(point)
-        if mark.ring:
+        if mark.has_ring:
             dots.append(element("circle", cx=point[0], cy=point[1], r=11, cls=f"line c{line.color}"))
-        dots.append(dot(point, f"{'line thin' if mark.outlined else 'dot'} c{line.color}", mark.tip))
+        dots.append(dot(point, f"{'line thin' if mark.is_outlined else 'dot'} c{line.color}", mark.tip))
     cls = f"line c{line.color}" + " dashed" * line.dashed
     return [*(polyline(segment, cls) for segment in segments if len(segment) > 1), *dots]
 
@@ -349,7 +349,7 @@ def _strip_elements(strip: Strip, x_scale: Scale, top: float, height: float) -> 
             segment = [(x_scale(t_s), y_scale(value)) for t_s, value in group if value is not None]
             # A point alone becomes a short line, or it would not be seen.
             segment = segment if len(segment) > 1 else [(segment[0][0] - 1, segment[0][1]), *segment]
-            if strip.filled:
+            if strip.is_filled:
                 outline = [(segment[0][0], bottom), *segment, (segment[-1][0], bottom)]
                 elements.append(element("polygon", points=points_text(outline), cls=f"area c{color}"))
             elements.append(polyline(segment, f"line thin c{color}"))
@@ -377,7 +377,7 @@ def linear_ticks(high: float, max_ticks: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return ticks for [low, high], both above 0: powers of ten, or 1-2-5 steps for less than three decades."""
+    """Return ticks from `low` to `high` (both above 0): powers of ten, or 1-2-5 steps for less than three decades."""
     first_power, last_power = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     last_power = max(last_power, first_power + 1)
     if last_power - first_power >= 3:

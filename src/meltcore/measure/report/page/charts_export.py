@@ -79,7 +79,7 @@ def figures_svg(figures: Sequence[Figure], title: str) -> str:
 
 
 def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
-    """Yield all figures of `blocks` in the order of the page, also those within sections and details."""
+    """Yield all figures of `blocks` and of nested blocks, in the order of the page."""
     for block in blocks:
         if isinstance(block, Figure):
             yield block

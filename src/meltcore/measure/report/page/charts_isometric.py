@@ -1,4 +1,4 @@
-"""Bars on a grid of two axes in isometric projection, as SVG without scripts."""
+"""Draws bars on a grid of two axes in isometric projection, as SVG without scripts."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def print_page(page: Page, console: Console) -> None:
 
 
 def print_blocks(blocks: Sequence[Block], console: Console) -> None:
-    """Print all blocks in order, except those that only HTML shows."""
+    """Print all blocks that a terminal can show, in order."""
     for block in blocks:
         if not block.console:
             continue
@@ -141,19 +141,19 @@ def _print_records(heads: Sequence[str], lines: Sequence[Sequence[str]], console
         console.print(f"  {filled}", highlight=False)
 
 
-def _column_widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Return widths of columns that sum to at most `room` and break no word, or None if their words do not fit."""
+def _column_widths(rows: Sequence[Sequence[str]], max_width: int) -> list[int] | None:
+    """Return column widths that sum to at most `max_width` and break no word, or None if there are none."""
     columns = list(zip(*rows, strict=True))
-    natural = [max(map(_width, column)) for column in columns]
+    natural_widths = [max(map(_width, column)) for column in columns]
     widths = [max((_width(word) for cell in column for word in _plain(cell).split()), default=0) for column in columns]
-    spare = room - sum(widths)
-    if spare < 0:
+    spare_width = max_width - sum(widths)
+    if spare_width < 0:
         return None
     # Columns that need least are made whole first: the others fold anyway.
-    for index in sorted(range(len(widths)), key=lambda index: natural[index] - widths[index]):
-        added = min(spare, natural[index] - widths[index])
-        widths[index] += added
-        spare -= added
+    for index in sorted(range(len(widths)), key=lambda index: natural_widths[index] - widths[index]):
+        added_width = min(spare_width, natural_widths[index] - widths[index])
+        widths[index] += added_width
+        spare_width -= added_width
     return widths
 
 

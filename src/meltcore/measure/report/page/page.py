@@ -149,7 +149,7 @@ class Audio(Block):
 
 @dataclass(frozen=True)
 class Figures(Block):
-    """Several figures in a grid; `is_full_width` gives each figure the whole width."""
+    """Several figures in a grid. `is_full_width` gives each figure the whole width."""
 
     figures: Sequence[Figure]
     is_full_width: bool = False
@@ -174,7 +174,7 @@ class Checks(Block):
 
 @dataclass(frozen=True)
 class Details(Block):
-    """Blocks that unfold below a summary line; `is_open` unfolds them at first.
+    """Blocks that unfold below a summary line. With `is_open` the blocks are unfolded at first.
 
     `tag` precedes the summary, and the faint `aside` follows the summary.
     """
@@ -192,7 +192,7 @@ class Details(Block):
 class Section(Block):
     """A title, optionally with a tag, and the blocks below.
 
-    `column_sections` are shown in two columns where the page is wide enough.
+    `column_sections` are shown in two columns if the page is wide enough.
     """
 
     title: str = ""
@@ -204,9 +204,10 @@ class Section(Block):
 
 @dataclass(frozen=True)
 class Page:
-    """A whole document; `conclusion` is the last line on the console, after the badge.
+    """A whole document. `conclusion` is the last line on the console, after the badge.
 
-    `device`, `score` with `unit`, and `details` form a large headline; they are empty for documents without one.
+    `device`, `score` with `unit`, and `details` form a large headline. Documents without a headline leave these fields
+    empty.
     """
 
     title: str

@@ -79,7 +79,7 @@ def newest_runs_and_references(folder: Path) -> tuple[list[NamedScore], list[str
 def sort_by_score(entries: Sequence[NamedScore], *, force: bool = False) -> list[NamedScore]:
     """Return the results with a score, best first.
 
-    Raises ConfigError for results that are not comparable, unless `force`, and if none has a score.
+    Raises ConfigError if no result has a score, and, without `force`, for results that are not comparable.
     """
     reasons = ranking_notes(entries)
     if reasons and not force:
@@ -214,7 +214,7 @@ def _bar_figure(
             _shorten_name(entry) + _REFERENCE_SUFFIX * entry.is_reference,
             "" if value is None else f"{100 * value / highest:.0f} %",
             "DEGRADED" if entry.score.health == "DEGRADED" else "",
-            faded=is_forced,
+            is_faded=is_forced,
         )
         for entry, value in zip(entries, values, strict=True)
     ]

@@ -22,10 +22,10 @@ from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.check import MeasuredCheck
 from meltcore.measure.node.certify.checks.peers import link_gbps
 from meltcore.measure.node.certify.context import CertifyContext
-from meltcore.measure.node.certify.judge import Judgement
+from meltcore.measure.node.certify.judge import Judgment
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult, decode_request, decode_result, encode
 
-_JUDGED_FROM = GIB  # smaller ones are limited by latency, for which there is no expectation
+_MIN_JUDGED_BYTES = GIB  # smaller ones are limited by latency, for which there is no expectation
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 _ALL_SIZES = (*(4 * KIB * 4**step for step in range(9)), GIB, 4 * GIB)  # 4 KiB to 256 MiB, 1 GiB, 4 GiB
 _SIZES = {"quick": (GIB,), "standard": (4 * KIB, MIB, 64 * MIB, 256 * MIB, GIB)}
@@ -73,15 +73,15 @@ class CollectivesCheck(MeasuredCheck):
         return super().probe_s(context) + len(_group_sizes(context)) * _GROUP_S
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Return the expectation of a ring from the number and speed of NVLinks."""
-        if int(request.settings["bytes"]) < _JUDGED_FROM:
+        """Return the expectation of a ring from the number and speed of NVLinks, or None if a speed is unknown."""
+        if int(request.settings["bytes"]) < _MIN_JUDGED_BYTES:
             return None
         speeds = [link_gbps(context, first, second) for first, second in pairwise(gpus)]
         known_speeds = [speed for speed in speeds if speed is not None]
         slowest_gbps = min(known_speeds) if len(known_speeds) == len(speeds) else None
         return expectations.collective_expectation(slowest_gbps, str(request.settings["op"]), len(gpus))
 
-    def adjust(self, _context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
+    def adjust(self, _context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgment]) -> None:
         """Fail collectives with wrong elements."""
         num_wrong = {result.key: int(result.details.get("wrong", 0)) for result in results}
         for judged_row in judged:
@@ -90,7 +90,7 @@ class CollectivesCheck(MeasuredCheck):
 
 
 def _group_sizes(context: CertifyContext) -> list[int]:
-    """Return the group sizes: all GPUs, and from the standard tier on also two and four of them."""
+    """Return the group sizes: all GPUs, and from the standard tier on also two GPUs and four GPUs."""
     total = len(context.gpus)
     return [total] if context.tier == "quick" else sorted({count for count in (2, 4, total) if count <= total})
 

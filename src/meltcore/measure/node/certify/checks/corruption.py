@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from meltcore.measure.node.certify.check import MeasuredCheck
 from meltcore.measure.node.certify.context import CertifyContext
-from meltcore.measure.node.certify.judge import Judgement
+from meltcore.measure.node.certify.judge import Judgment
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult, Setting
 
 _SIZE = 4096
@@ -34,7 +34,7 @@ class CorruptionCheck(MeasuredCheck):
         settings: dict[str, Setting] = {"dtype": "bf16", "size": _SIZE, "seconds": self.request_s(context)}
         return [ProbeRequest(key="corruption/repeat", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
 
-    def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
+    def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgment]) -> None:
         """Fail GPUs whose results changed or differ from most GPUs of their type."""
         details = {result.gpus: result.details for result in results}
         usual_digests_by_model = _usual_digests(context, results)
@@ -42,12 +42,12 @@ class CorruptionCheck(MeasuredCheck):
             detail = details.get(tuple(judged_row.row.gpus), {})
             if judged_row.row.verdict not in ("RECORDED", "INVALID"):
                 continue
-            digest, wrong = detail.get("digest"), detail.get("wrong")
-            if wrong is None or digest is None:
+            digest, num_wrong = detail.get("digest"), detail.get("wrong")
+            if num_wrong is None or digest is None:
                 judged_row.set_verdict("UNKNOWN", "NO_READING", "the probe did not report what it compared")
-            elif wrong:
+            elif num_wrong:
                 judged_row.set_verdict(
-                    "FAIL", "WRONG_RESULT", f"{wrong} of {detail.get('compared')} equal GEMMs differed"
+                    "FAIL", "WRONG_RESULT", f"{num_wrong} of {detail.get('compared')} equal GEMMs differed"
                 )
             elif digest not in usual_digests_by_model[_gpu_model(context, judged_row.row.gpus[0])]:
                 judged_row.set_verdict("FAIL", "WRONG_RESULT", "computes other bits than the other GPUs of its type")
@@ -101,7 +101,7 @@ class RepeatedGemm:
         torch.mm(self.left, self._rhs, out=self._out)
         self._mismatches += (self._out.view(torch.int16) != self._first).any()
 
-    def wrong(self) -> int:
+    def num_wrong(self) -> int:
         """Return the number of results that differed."""
         return int(self._mismatches)
 
@@ -119,7 +119,7 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     digests = {device: gemm.digest() for device, gemm in gemms.items()}
     start_s = time.monotonic()
     count = 0
-    while (passed_s := time.monotonic() - start_s) < float(settings["seconds"]):
+    while (elapsed_s := time.monotonic() - start_s) < float(settings["seconds"]):
         for _ in range(_GEMMS_PER_ROUND):
             for gemm in gemms.values():
                 gemm.enqueue()
@@ -127,5 +127,5 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
         for device in gemms:
             torch.cuda.synchronize(device)
     for device, gemm in gemms.items():
-        details: dict[str, str | int] = {"compared": count, "wrong": gemm.wrong(), "digest": digests[device]}
-        yield ProbeResult(key=request.key, gpus=(device,), samples=[count / max(passed_s, 1e-3)], details=details)
+        details: dict[str, str | int] = {"compared": count, "wrong": gemm.num_wrong(), "digest": digests[device]}
+        yield ProbeResult(key=request.key, gpus=(device,), samples=[count / max(elapsed_s, 1e-3)], details=details)

@@ -15,7 +15,7 @@ SMALL_SQUARE: Shape = (4096, 4096, 4096)
 MODEL_SHAPES: tuple[Shape, ...] = ((4096, 14336, 4096), (8192, 28672, 8192), (16384, 16384, 8192))
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp8")
-_FP8_FROM = (8, 9)  # compute capability
+_MIN_FP8_CAPABILITY = (8, 9)  # compute capability
 _PLANS: dict[Tier, tuple[tuple[Shape, ...], tuple[str, ...]]] = {
     "quick": ((SQUARE,), ("bf16",)),
     "standard": ((SQUARE, MODEL_SHAPES[0]), _DTYPES),
@@ -61,7 +61,7 @@ class GemmCheck(MeasuredCheck):
         return report
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Return the expected TFLOP/s: from the GPU's data sheet, else from its SMs and maximum clock."""
+        """Return the expected TFLOP/s, as `gemm_expectation` does."""
         settings = request.settings
         shape = "square" if settings["m"] == settings["n"] == settings["k"] else "model"
         return expectations.gemm_expectation(context.snapshot.gpus[gpus[0]], str(settings["dtype"]), shape)
@@ -73,7 +73,7 @@ def has_fp8(context: CertifyContext) -> bool:
     If the capability is unreadable, the result is True and the probe tests the GPU.
     """
     capabilities = [str(gpu.facts.get("compute_capability", "")).split(".") for gpu in context.snapshot.gpus]
-    return all((int(parts[0]), int(parts[1])) >= _FP8_FROM for parts in capabilities if len(parts) == 2)
+    return all((int(parts[0]), int(parts[1])) >= _MIN_FP8_CAPABILITY for parts in capabilities if len(parts) == 2)
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:

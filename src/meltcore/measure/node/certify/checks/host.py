@@ -49,7 +49,7 @@ class HostCheck(MeasuredCheck):
         ]
 
     def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Return the expectation from PCIe generation and width."""
+        """Return the expectation from PCIe generation and width, or None if either is unknown."""
         return expectations.host_expectation(context.snapshot.gpus[gpus[0]])
 
 

@@ -17,7 +17,7 @@ from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.node.certify.check import HardwareCheck
 from meltcore.measure.node.certify.conditions import ConditionsWatch
 from meltcore.measure.node.certify.context import CertifyContext
-from meltcore.measure.node.certify.judge import Judgement, make_findings, warn_throttled
+from meltcore.measure.node.certify.judge import Judgment, make_findings, warn_throttled
 from meltcore.measure.node.node import last_line
 
 _ENGINE = ("torch", "tokenizers", "starlette", "zmq")
@@ -97,7 +97,7 @@ def _result(context: CertifyContext, gpu_index: int) -> RunResult | None:
 
 def _judge_demo(
     context: CertifyContext, gpu_index: int, completed: CompletedRun, result: RunResult | None, busy: bool
-) -> Judgement:
+) -> Judgment:
     row = CertificateRow(
         key="inference/accuracy",
         subject=context.label((gpu_index,)),
@@ -105,7 +105,7 @@ def _judge_demo(
         unit="% correct",
         verdict="UNKNOWN",
     )
-    judged = Judgement(row)
+    judged = Judgment(row)
     if result is not None and result.evaluation is not None:
         row.measured = 100 * result.evaluation.accuracy
         row.floor = 100 * _ACCURACY_FLOOR

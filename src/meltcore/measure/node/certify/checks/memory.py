@@ -34,7 +34,7 @@ class MemoryCheck(MeasuredCheck):
         ]
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Return the expectation from bus width and memory clock."""
+        """Return the expectation from bus width and memory clock, or None if either is unknown."""
         return expectations.memory_expectation(context.snapshot.gpus[gpus[0]], str(request.settings["op"]))
 
 

@@ -1,4 +1,4 @@
-"""Peer copies: does every pair of GPUs exchange data as fast as the links between them allow, in each direction?"""
+"""Peer copies: does every pair of GPUs exchange data as fast as its links allow, in each direction?"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ class PeersCheck(MeasuredCheck):
         return unidirectional + bidirectional
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Return the expectation from the number and speed of NVLinks."""
+        """Return the expectation from the number and speed of NVLinks, or None without NVLinks of known speed."""
         first, second = gpus
         links = links_between(context.snapshot.gpus, first, second)
         return expectations.peer_expectation(
@@ -65,7 +65,7 @@ def link_gbps(context: CertifyContext, first: int, second: int) -> float | None:
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     """Measure GB/s from the first GPU of a pair to the second. Settings: directions (1, 2), bytes, seconds.
 
-    With two directions, the result is the sum of both.
+    With two directions, the result is the sum of the two rates.
     """
     import torch
 
@@ -138,9 +138,9 @@ def _time_both_directions(forward: PeerCopy, backward: PeerCopy, work: float, se
                     copy.enqueue()
         for _, stream in copies:
             stream.synchronize()
-        took_s = time.monotonic() - start_s
-        if took_s < max(_GROUP_S, seconds / _BIDIRECTIONAL_GROUPS / 2):
+        elapsed_s = time.monotonic() - start_s
+        if elapsed_s < max(_GROUP_S, seconds / _BIDIRECTIONAL_GROUPS / 2):
             count *= 2
             continue
-        samples.append(count * work / took_s)
+        samples.append(count * work / elapsed_s)
     return samples

@@ -49,7 +49,7 @@ _QUICK_CHECKS = ("state", "gemm", "memory", "host", "collectives")
 
 
 def required_checks(tier: Tier) -> list[HardwareCheck]:
-    """Return the checks that a tier requires, in the order they run."""
+    """Return the checks that a tier requires, in the order of running."""
     return [check() for check in _STANDARD_CHECKS if tier != "quick" or check.name in _QUICK_CHECKS]
 
 

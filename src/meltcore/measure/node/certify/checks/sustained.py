@@ -1,4 +1,4 @@
-"""Sustained load: does every GPU keep its speed, or does heat or power reduce it?"""
+"""Sustained load: is the speed of every GPU constant, or do heat or power reduce the speed?"""
 
 from collections.abc import Iterator, Sequence
 from statistics import harmonic_mean, median
@@ -8,7 +8,7 @@ from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.check import MeasuredCheck
 from meltcore.measure.node.certify.checks.gemm import MODEL_SHAPES
 from meltcore.measure.node.certify.context import CertifyContext
-from meltcore.measure.node.certify.judge import Judgement, format_three_digits
+from meltcore.measure.node.certify.judge import Judgment, format_three_digits
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult, Setting
 
 _MAX_SAMPLES = 600
@@ -18,7 +18,7 @@ _MIN_SAMPLES = 8  # so that a quarter has two
 
 
 class SustainedCheck(MeasuredCheck):
-    """Times GEMMs of the most power-hungry shape for long, on all GPUs concurrently."""
+    """Times GEMMs of the shape that draws the most power, for 30 s to hours, on all GPUs concurrently."""
 
     name = "sustained"
     title = "Sustained load"
@@ -37,10 +37,10 @@ class SustainedCheck(MeasuredCheck):
         return [ProbeRequest(key="sustained/bf16", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
 
     def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Return the expectation from the number of SMs and the maximum clock."""
+        """Return the expectation from the number of SMs and the maximum clock, or None if either is unknown."""
         return expectations.gemm_expectation(context.snapshot.gpus[gpus[0]], "bf16", "model")
 
-    def adjust(self, _context: CertifyContext, _results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
+    def adjust(self, _context: CertifyContext, _results: Sequence[ProbeResult], judged: list[Judgment]) -> None:
         """Change PASS to WARN on GPUs whose last quarter of samples is slower than their first quarter."""
         for judged_row in judged:
             quarter = len(judged_row.row.samples) // 4
