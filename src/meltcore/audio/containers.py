@@ -160,7 +160,7 @@ def split_joined_files(data: bytes) -> list[bytes]:
             if len(pieces) + len(starts) > _MAX_JOINED:
                 raise refusal(f"is joined from more than {_MAX_JOINED} files, the limit")
         if unknown and not other:
-            other = next((place for place in starts_after_others(data, unknown) if _container_at(data, place)), 0)
+            other = next((start for start in starts_after_others(data, unknown) if _container_at(data, start)), 0)
         stop = other or len(data)
         if unknown and container in _EXACT:
             stop = unknown

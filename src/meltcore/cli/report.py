@@ -96,9 +96,9 @@ def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.node.snapshot import diff_snapshots
     from meltcore.measure.report.nodes.card import (
+        build_card,
         card_page,
         conflicting_snapshots,
-        make_card,
         newest_documents,
     )
     from meltcore.measure.report.page.console import print_document, print_page
@@ -109,7 +109,7 @@ def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:
         raise ConfigError("there is nothing here to join: a card is not evidence for another")
     snapshots = conflicting_snapshots(newest)
     changed_facts = [] if snapshots is None else diff_snapshots(*snapshots)
-    card = make_card(newest, older, changed_facts=changed_facts, required=args.require or REQUIRED, force=args.force)
+    card = build_card(newest, older, changed_facts=changed_facts, required=args.require or REQUIRED, force=args.force)
     console = Console(stderr=args.json)
     folder = Path(args.out) if args.out else RunFolder.create("runs", "card").path
     page = save_document(folder / CARD_FILE, card)

@@ -165,7 +165,7 @@ def _shard_on_meta(
                 with ExitStack() as stack:
                     files = open_files(checkpoint) if reads_files and _has_weight_files(checkpoint) else ()
                     opened = [stack.enter_context(file) for file in files]
-                    quantize_to_int4(model, published, opened, is_planned=not reads_files)
+                    quantize_to_int4(model, published, opened, is_size_only=not reads_files)
             else:
                 keep_published_fp8(model, published, device)
         if quantization == "fp8":

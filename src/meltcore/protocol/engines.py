@@ -7,10 +7,10 @@ from typing import Any
 from meltcore.common.tasks import load, tasks
 from meltcore.protocol.batch import BatchStats, TaskRequest
 from meltcore.protocol.generation import AddRequest, EngineStats
-from meltcore.protocol.shell import EngineOutputs, EngineReady, ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import CommonFromEngine, CommonToEngine, EngineOutputs, EngineReady
 
-ToEngine = AddRequest | TaskRequest | ShellToEngine
-FromEngine = EngineOutputs[Any, Any] | EngineReady | ShellFromEngine
+ToEngine = AddRequest | TaskRequest | CommonToEngine
+FromEngine = EngineOutputs[Any, Any] | EngineReady | CommonFromEngine
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.protocol.shell import EngineOutputs, EngineReady, ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import CommonFromEngine, CommonToEngine, EngineOutputs, EngineReady
 
 # Packed token ids are unsigned integers of 32 bits, little endian: the engine may run on another machine.
 _TOKEN_TYPECODE = "I"
@@ -68,7 +68,7 @@ def unpack_token_ids(token_ids: bytes | list[int]) -> "array[int]":
     return unpacked
 
 
-ToEngine = AddRequest | ShellToEngine
+ToEngine = AddRequest | CommonToEngine
 
 
 # --- engine to API server ------------------------------------------------------------------------------------------
@@ -167,4 +167,4 @@ class GenerationReady(EngineReady, tag="ready", array_like=True, frozen=True):
         return AddRequest(request_id, pack_token_ids([min(1, self.vocab_size - 1)]), sampling)
 
 
-FromEngine = StepOutputs | GenerationReady | ShellFromEngine
+FromEngine = StepOutputs | GenerationReady | CommonFromEngine

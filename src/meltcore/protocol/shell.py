@@ -164,5 +164,5 @@ class Awake(msgspec.Struct, tag="awake", array_like=True, frozen=True):
 
 
 # What engines of all types receive besides their requests, and send besides their outputs and limits.
-ShellToEngine = AbortRequests | Profile | ForgetClient | Sleep | Wake | Shutdown
-ShellFromEngine = Loading | EngineFailed | ProfileDone | Asleep | Awake
+CommonToEngine = AbortRequests | Profile | ForgetClient | Sleep | Wake | Shutdown
+CommonFromEngine = Loading | EngineFailed | ProfileDone | Asleep | Awake

@@ -5,7 +5,7 @@ from array import array
 from typing import Literal
 
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import EngineOutputs, ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import CommonFromEngine, CommonToEngine, EngineOutputs
 
 _PROBE_TEXT, _TONE_HZ = "नमस्ते", 220.0
 
@@ -95,5 +95,5 @@ def _make_tone(sample_rate: int, duration_s: float) -> bytes:
     return array("f", (0.3 * math.sin(step * index) for index in range(round(sample_rate * duration_s)))).tobytes()
 
 
-ToEngine = Synthesize | ShellToEngine
-FromEngine = SynthesisOutputs | SynthesisReady | ShellFromEngine
+ToEngine = Synthesize | CommonToEngine
+FromEngine = SynthesisOutputs | SynthesisReady | CommonFromEngine

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import EngineOutputs, ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import CommonFromEngine, CommonToEngine, EngineOutputs
 
 Decoder = Literal["ctc", "rnnt"]
 
@@ -79,5 +79,5 @@ class TranscriptionReady(BatchReady, tag="transcription_ready", array_like=True,
         return Transcribe(request_id=request_id, samples=silence, language=self.languages[0], decoder="ctc")
 
 
-ToEngine = Transcribe | ShellToEngine
-FromEngine = TranscriptionOutputs | TranscriptionReady | ShellFromEngine
+ToEngine = Transcribe | CommonToEngine
+FromEngine = TranscriptionOutputs | TranscriptionReady | CommonFromEngine

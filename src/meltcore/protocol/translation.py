@@ -3,7 +3,7 @@
 from typing import Literal
 
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import EngineOutputs, ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import CommonFromEngine, CommonToEngine, EngineOutputs
 
 
 class Translate(TaskRequest, tag="translate", array_like=True, frozen=True, kw_only=True):
@@ -65,5 +65,5 @@ class TranslationReady(BatchReady, tag="translation_ready", array_like=True, fro
         return Translate(request_id=request_id, token_ids=[min(token_id, last) for token_id in (4, 5, 6, 2)])
 
 
-ToEngine = Translate | ShellToEngine
-FromEngine = TranslationOutputs | TranslationReady | ShellFromEngine
+ToEngine = Translate | CommonToEngine
+FromEngine = TranslationOutputs | TranslationReady | CommonFromEngine

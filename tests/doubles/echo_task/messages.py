@@ -1,7 +1,7 @@
 """Messages between an API server and an engine."""
 
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import EngineOutputs, ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import CommonFromEngine, CommonToEngine, EngineOutputs
 
 
 class Shout(TaskRequest, tag="shout", array_like=True, frozen=True, kw_only=True):
@@ -30,5 +30,5 @@ class EchoReady(BatchReady, tag="echo_ready", array_like=True, frozen=True):
         return Shout(request_id=request_id, text="hello")
 
 
-ToEngine = Shout | ShellToEngine
-FromEngine = EchoOutputs | EchoReady | ShellFromEngine
+ToEngine = Shout | CommonToEngine
+FromEngine = EchoOutputs | EchoReady | CommonFromEngine

@@ -34,18 +34,18 @@ from meltcore.measure.documents.served_model import command_model
 from meltcore.measure.documents.values.documents import Content, DocumentFile
 from meltcore.measure.report.comparisons.comparison import changed_arguments, side_names
 from meltcore.measure.report.comparisons.tuning import points_table
-from meltcore.measure.report.nodes.card import card_page, conflicting_snapshots, make_card, newest_documents
+from meltcore.measure.report.nodes.card import build_card, card_page, conflicting_snapshots, newest_documents
 from meltcore.measure.report.nodes.evidence import build_stories
 from meltcore.measure.report.page.console import print_page
 from meltcore.measure.report.render import render, save_document
 
 
 def card_of(*contents: Content, **options: Any) -> Card:
-    return make_card([document(each, f"run-{place}") for place, each in enumerate(contents)], **options)
+    return build_card([document(each, f"run-{place}") for place, each in enumerate(contents)], **options)
 
 
 def test_node_with_everything_good_passes_and_has_its_story(tmp_path: Path) -> None:
-    card = make_card(whole_node(tmp_path))
+    card = build_card(whole_node(tmp_path))
     assert (card.verdict, card.exit_code, card.missing) == ("PASS", 0, [])
     assert {part.type: part.verdict for part in card.evidence} == {
         **dict.fromkeys(REQUIRED, "PASS"),
@@ -84,7 +84,7 @@ def test_document_that_is_not_a_pass_decides_the_card_and_says_why(
 ) -> None:
     kind = document(spoilt).type
     good = [each for each in whole_node(tmp_path) if each.type != kind]
-    card = make_card([*good, document(spoilt, "spoilt")])
+    card = build_card([*good, document(spoilt, "spoilt")])
     assert card.verdict == verdict
     [part] = [part for part in card.evidence if part.type == kind]
     assert part.verdict == verdict
@@ -140,7 +140,7 @@ def test_what_drifted_since_the_certificate_is_told_of_the_snapshot(tmp_path: Pa
     now = msgspec.structs.replace(certified.snapshot, driver="590.1", fingerprint=later)
     documents = [document(now), document(certified)]
     assert conflicting_snapshots(documents) == (certified.snapshot, now)
-    card = make_card(documents, changed_facts=["driver: 580 -> 590.1"], required=["snapshot", "certificate"])
+    card = build_card(documents, changed_facts=["driver: 580 -> 590.1"], required=["snapshot", "certificate"])
     assert {part.type: part.verdict for part in card.evidence} == {"snapshot": "WARN", "certificate": "PASS"}
     assert card.verdict == "WARN"
 
@@ -153,7 +153,7 @@ def test_newest_of_each_kind_counts_and_the_others_are_named() -> None:
     )
     assert [each.source for each in earlier] == ["old"]
     assert {each.source for each in counted} == {"new", "apart"}
-    card = make_card(counted, earlier, required=["evaluation"])
+    card = build_card(counted, earlier, required=["evaluation"])
     assert card.verdict == "PASS"
     assert card.superseded == ["evaluation of old"]
     assert "A newer one replaces each of these: evaluation of old." in render(card)
@@ -257,7 +257,7 @@ def test_words_that_changed_are_found(old: str, new: str, changed: tuple[list[st
 
 
 def test_page_has_the_verdict_and_every_plot_and_fetches_nothing(tmp_path: Path) -> None:
-    card = make_card(whole_node(tmp_path))
+    card = build_card(whole_node(tmp_path))
     html = render(card)
     assert '<p class="badge good">PASS</p>' in html
     for words in (
@@ -283,7 +283,7 @@ def test_precisions_are_drawn_as_bars_with_their_gains_and_what_did_not_run() ->
 
 
 def test_saved_card_is_read_back_whole_and_drawn_alike(tmp_path: Path) -> None:
-    card = make_card(whole_node(tmp_path))
+    card = build_card(whole_node(tmp_path))
     page = save_document(tmp_path / "card" / "card.json", card)
     again = msgspec.json.decode((tmp_path / "card" / "card.json").read_bytes(), type=Card)
     assert again == card
@@ -293,7 +293,7 @@ def test_saved_card_is_read_back_whole_and_drawn_alike(tmp_path: Path) -> None:
 
 def test_console_ends_in_the_verdict(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
-    print_page(card_page(make_card(whole_node(tmp_path)[:2])), console)
+    print_page(card_page(build_card(whole_node(tmp_path)[:2])), console)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().strip().splitlines()
     assert any(line.startswith("snapshot     RECORDED") for line in lines)

@@ -15,7 +15,7 @@ from meltcore.common.sizes import size_text
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
 from meltcore.engine.memory.workspace import LOGIT_BYTES, MAX_LOGIT_ROWS, PENALTY_BYTES, Workspace, plan_workspace
 from meltcore.models.decoders.kv_cache_specs import KVCacheGroups
-from meltcore.models.quantized.step_sizes import StepShape
+from meltcore.models.quantized.step_sizes import StepBytes
 from meltcore.protocol.shell import MemoryRow
 
 # For activations, workspaces and fragmentation: what a step needs beside weights and caches, of an engine that takes
@@ -57,7 +57,7 @@ class ModelShape(NamedTuple):
     element_size: int
     cache_element_size: int
     scratch_bytes: int = 0
-    step: StepShape | None = None
+    step: StepBytes | None = None
 
 
 class MemoryPlan(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meltcore.engine.memory.graph_sizes import MAX_GRAPH_TOKENS, bucket_shapes, capture_sizes, max_prefills
-from meltcore.models.quantized.step_sizes import FUSED_ROWS, StepShape
+from meltcore.models.quantized.step_sizes import FUSED_ROWS, StepBytes
 
 # Per slot and token of the vocabulary: a count in int32, and whether the prompt holds it.
 PENALTY_BYTES = 5
@@ -67,7 +67,7 @@ class Workspace(NamedTuple):
 
 
 def plan_workspace(
-    step: StepShape,
+    step: StepBytes,
     *,
     vocab_size: int,
     max_num_seqs: int,

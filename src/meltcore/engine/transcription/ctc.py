@@ -49,8 +49,8 @@ def make_emissions(best: torch.Tensor, logprobs: torch.Tensor, blank_logprobs: t
         blank_logprobs: [frames], the log-probabilities of the blank.
         blank: the id of the blank.
     """
-    tokens, runs, counts = torch.unique_consecutive(best, return_inverse=True, return_counts=True)
-    highest = torch.full((len(tokens),), -torch.inf).scatter_reduce(0, runs, logprobs, "amax")
+    tokens, run_of_frame, counts = torch.unique_consecutive(best, return_inverse=True, return_counts=True)
+    highest = torch.full((len(tokens),), -torch.inf).scatter_reduce(0, run_of_frame, logprobs, "amax")
     ends = counts.cumsum(0)
     is_token = tokens != blank
     kept, first, end, scores = (each[is_token].tolist() for each in (tokens, ends - counts, ends, highest))

@@ -113,7 +113,7 @@ class BeamSearch:
         self._launched: _Step | None = None
         # What the host sends and reads
         self._slots = torch.full((self._sizes[-1],), self.state.spare, device=model.device)
-        self._staged = self._host(_STEPS_IN_FLIGHT, self._sizes[-1], dtype=torch.int64)
+        self._host_slots = self._host(_STEPS_IN_FLIGHT, self._sizes[-1], dtype=torch.int64)
         self._ended_buffers = self._host(_STEPS_IN_FLIGHT, self._sizes[-1], dtype=torch.bool)
         make_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
         self._reading = make_stream() if self._is_gpu else None
@@ -215,7 +215,7 @@ class BeamSearch:
         buffer = self._num_steps % _STEPS_IN_FLIGHT
         size = self._sizes[bisect_left(self._sizes, len(rows))] if self._overlaps else len(rows)
         if rows is not self._sent_rows:
-            self._send(self._staged[buffer], rows)
+            self._send(self._host_slots[buffer], rows)
         ended = self._compute(size, rows)
         host_ended, event = self._ended_buffers[buffer, : len(rows)], None
         host_ended.copy_(ended[: len(rows)], non_blocking=True)
@@ -226,12 +226,12 @@ class BeamSearch:
         self._num_steps += 1
         return _Step(rows, host_ended, event)
 
-    def _send(self, staged: torch.Tensor, rows: list[_Sentence]) -> None:
+    def _send(self, host_slots: torch.Tensor, rows: list[_Sentence]) -> None:
         """Send the slots of a step's rows to the device; the rest is padding."""
-        slots = staged.numpy()
+        slots = host_slots.numpy()
         slots[: len(rows)] = [sentence.slot for sentence in rows]
         slots[len(rows) :] = self.state.spare
-        self._slots.copy_(staged, non_blocking=True)
+        self._slots.copy_(host_slots, non_blocking=True)
         self._sent_rows = rows
 
     def _compute(self, size: int, rows: list[_Sentence]) -> torch.Tensor:

@@ -37,11 +37,12 @@ def translation_workspace(config: IndicTrans2Config, element_size: int, slots: i
     # Hidden states, norm, three projections, attended values and output; the feed-forward before and after activation;
     # keys and values for one layer of the decoder, as projected and as copied.
     encoder = BUDGET_ENCODER_TOKENS * (8 * hidden + 2 * ffn + 4 * hidden) * element_size
-    step = slots * num_beams * (config.decoder.vocab_size * (element_size + 4) + (12 * hidden + 2 * ffn) * element_size)
+    values = (12 * hidden + 2 * ffn) * element_size
+    step_bytes = slots * num_beams * (config.decoder.vocab_size * (element_size + 4) + values)
     nodes = graph_node_bytes(len(graph_rows(slots)), config.decoder.num_layers)
-    gaps = max(LEAST_BATCH_GAP_BYTES, int((encoder + step) * BATCH_GAPS))
+    gaps = max(LEAST_BATCH_GAP_BYTES, int((encoder + step_bytes) * BATCH_GAPS))
     tables = (config.max_source_positions + config.max_target_positions + 2) * hidden * element_size
-    return encoder + step + nodes + gaps + tables + LIBRARY_BYTES
+    return encoder + step_bytes + nodes + gaps + tables + LIBRARY_BYTES
 
 
 def plan_slots(

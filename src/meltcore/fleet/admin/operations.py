@@ -188,7 +188,9 @@ class FleetOperations:
                 unchanged=[name for name in new if name in old and new[name] == old[name].config],
             )
             supervisor.fleet = fleet  # its engines share the cores as it says
-            await asyncio.gather(*(self._end(old[name], "removed from") for name in result.removed))
+            await asyncio.gather(
+                *(self._end(old[name], f"{name} is being removed from the fleet") for name in result.removed)
+            )
             leaving = [old[name] for name in (*result.removed, *result.changed)]
             # A name that moves to another model leads to the old one until the new one is there.
             kept = [
@@ -213,19 +215,19 @@ class FleetOperations:
 
         With `is_kept`, the caller forgets the model.
         """
-        await self._end(model, "replaced in")
+        await self._end(model, f"{model.name} is being replaced in the fleet")
         successor = await self._supervisor.add_fleet_model(model.name)
         if not is_kept:
             self._supervisor.forget_model(model)
         return successor
 
-    async def _end(self, model: Model, what: str) -> None:
+    async def _end(self, model: Model, reason: str) -> None:
         """Refuse new requests to a model, let its open requests finish within the drain limit, and end its engines."""
         limit_s = self._supervisor.fleet.spec.timeouts.drain_s
-        model.drain(f"{model.name} is being {what} the fleet")
+        model.drain(reason)
         await _wait_idle(model, limit_s)
         if model.stats.total("in_flight"):
-            error = f"{model.name} is being {what} the fleet, and {limit_s:g} s were not enough for this answer"
+            error = f"{reason}, and {limit_s:g} s were not enough for this answer"
             self._supervisor.broadcast(EndRequests(model.number, error, 503, "model_stopping"))
             await _wait_idle(model, _END_LIMIT_S)
         if model.loading is not None:

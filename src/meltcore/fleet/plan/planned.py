@@ -153,7 +153,7 @@ class FleetPlanner:
         }
         spec = msgspec.structs.replace(spec, models=models)
         machine = site.machine
-        contexts = _contexts(machine)
+        contexts = _measured_contexts(machine)
         lacking = {
             node.name
             for node in site.nodes
@@ -270,7 +270,7 @@ def find_plan(
     known = msgspec.structs.replace(
         spec, models={name: model for name, model in spec.models.items() if name not in unknown}
     )
-    contexts = _contexts(machine)
+    contexts = _measured_contexts(machine)
     gpus = _usable(spec, machine)
     gpu_bytes = _free_bytes(gpus, contexts)
     places = {} if running is None else site.places(running.places)
@@ -310,7 +310,7 @@ def find_plan(
     return FoundPlan(spec, known, plan, nearest, placed, gpus, gpu_bytes, kept, obstacles)
 
 
-def _contexts(machine: Machine) -> ContextMemory:
+def _measured_contexts(machine: Machine) -> ContextMemory:
     first = next((gpu for gpu in machine.gpus if gpu.total_bytes), None)
     return find_contexts("" if first is None else first.name, machine.driver)
 

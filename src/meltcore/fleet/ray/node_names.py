@@ -34,7 +34,7 @@ class NodeNames:
             alive = self._running([node for node in nodes if node["Alive"]])
             hosts = [(node["NodeManagerHostname"], node["NodeID"]) for node in alive]
             if used is not None:
-                self._names.update(plain_names(hosts, self._names, used))
+                self._names.update(short_node_names(hosts, self._names, used))
             names = node_names(hosts, self._names)
             self._names.update(zip([node["NodeID"] for node in alive], names, strict=True))
         named = [node | {"name": name} for name, node in zip(names, alive, strict=True)]
@@ -70,7 +70,9 @@ def node_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str]) -> li
     ]
 
 
-def plain_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str], used: Collection[str]) -> dict[str, str]:
+def short_node_names(
+    hosts: Sequence[tuple[str, str]], known: Mapping[str, str], used: Collection[str]
+) -> dict[str, str]:
     """Return the host names, by node id, that nodes can have as their names again.
 
     A node can have its host name if no other living node is on the same host. Names in `used` do not change, because

@@ -259,11 +259,11 @@ class Residency:
                 if device in self._members[other].size_bytes
             ]
             known = [size for size in (own, *sizes) if size is not None]
-            if sizes and (len(known) <= len(sizes) or sum(known) > self._room(device)):
+            if sizes and (len(known) <= len(sizes) or sum(known) > self._turns_bytes(device)):
                 return False
         return True
 
-    def _room(self, device: str) -> int:
+    def _turns_bytes(self, device: str) -> int:
         """Return the bytes on a device that models which take turns share.
 
         They are the planned bytes, or without a plan the bytes of the largest model.

@@ -29,7 +29,7 @@ _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def quantize_to_int4(
-    model: Model, config: Int4Config, files: Sequence[TensorFile], *, is_planned: bool = False
+    model: Model, config: Int4Config, files: Sequence[TensorFile], *, is_size_only: bool = False
 ) -> None:
     """Make every layer keep the 4-bit weights of `files`. Called on the meta device.
 
@@ -43,7 +43,7 @@ def quantize_to_int4(
         with torch.device("cpu"):
             formats = stored_formats(config, files, model.canonical_name)
     else:
-        if not is_planned and isinstance(config, GptqConfig) and config.desc_act:
+        if not is_size_only and isinstance(config, GptqConfig) and config.desc_act:
             setting = "config.json: quantization_config.desc_act is true"
             raise ConfigError(f"{setting}; dummy weights have no activation order")
         formats = _stated_formats(config, layers)

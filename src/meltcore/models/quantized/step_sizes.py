@@ -28,7 +28,7 @@ class Slices(NamedTuple):
     experts: int = 0
 
 
-class StepShape(NamedTuple):
+class StepBytes(NamedTuple):
     """Bytes of a step: bytes per token, and bytes that do not depend on the number of tokens.
 
     Args:
@@ -52,7 +52,7 @@ class StepShape(NamedTuple):
 
 def decoder_step(
     config: DecoderConfig, element_size: int, slices: Slices | None = None, *, ranks: int = 1
-) -> StepShape:
+) -> StepBytes:
     """Return the sizes of a step on one rank.
 
     Args:
@@ -91,7 +91,7 @@ def decoder_step(
     # Activations in 8 bits, of FP8 weights, and the integers that describe a token.
     token_bytes = (stream + widest) * element_size + max(hidden, widest // 3) + 64 + 3 * 8 * config.num_hidden_layers
     tables = 1 + (config.rope_local_theta is not None) + bool(config.nope_layers)
-    return StepShape(
+    return StepBytes(
         token_bytes=token_bytes,
         fixed_bytes=fixed * element_size + _PARTIAL_BYTES,
         layers=config.num_hidden_layers,

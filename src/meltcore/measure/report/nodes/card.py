@@ -81,7 +81,7 @@ def conflicting_snapshots(documents: Sequence[DocumentFile]) -> tuple[Snapshot, 
     return old_snapshot, new_snapshot
 
 
-def make_card(
+def build_card(
     documents: Sequence[DocumentFile],
     older_documents: Sequence[DocumentFile] = (),
     *,
