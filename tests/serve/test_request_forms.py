@@ -97,7 +97,7 @@ def test_compressed_body_is_refused_by_name(server: RunningServer, coding: str, 
     [
         ("GET", "/nothing", 404),
         ("POST", "/v1/nothing", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/responses", 404),
         ("GET", CHAT, 405),
         ("OPTIONS", CHAT, 405),
         ("PUT", "/v1/models", 405),

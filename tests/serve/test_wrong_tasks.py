@@ -23,6 +23,7 @@ from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.routes import build_app
+from meltcore.serve.tasks.embedding.backend import EmbeddingBackend
 from meltcore.serve.tasks.forwarding import UPSTREAM_PATHS, read_request
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
@@ -38,6 +39,7 @@ ENGINES: dict[str, Any] = {
     "translation": TranslationEngine,
     "transcription": TranscriptionEngine,
     "synthesis": SynthesisEngine,
+    "embedding": EmbeddingBackend,
 }
 UPSTREAM = [f"far-{task}" for task in ENGINES]
 URL = "http://127.0.0.1:1"
@@ -67,6 +69,9 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         for base in ("/v1/transcribe_batch", "/transcribe_batch")
         for end in ("", "/")
     },
+    "/v1/embeddings": ({"input": "a"}, ("embedding", "far-embedding")),
+    "/v1/rerank": ({"query": "a", "documents": ["b"]}, ("embedding", "far-embedding")),
+    "/v1/score": ({"text_1": "a", "text_2": "b"}, ("embedding", "far-embedding")),
     **dict.fromkeys(UPSTREAM_PATHS, ({"input": "a"}, ())),
 }
 OWN_ROUTE = {
@@ -74,6 +79,7 @@ OWN_ROUTE = {
     "translation": "/v1/translate",
     "transcription": "/v1/audio/transcriptions",
     "synthesis": "/v1/audio/speech",
+    "embedding": "/v1/embeddings",
 }
 NAMELESS = {"/v1/chat", *VISION_PATHS}
 

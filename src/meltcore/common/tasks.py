@@ -142,6 +142,29 @@ _BUILT_IN = (
         settings=("max_queue_chars",),
         workload="meltcore.measure.load.tasks.synthesis:TASK",
     ),
+    Task(
+        name="embedding",
+        backend="meltcore.serve.tasks.embedding.backend:EmbeddingBackend",
+        routes=(
+            "meltcore.serve.tasks.embedding.endpoints:EmbeddingsEndpoint",
+            "meltcore.serve.tasks.embedding.endpoints:RerankEndpoint",
+            "meltcore.serve.tasks.embedding.endpoints:ScoreEndpoint",
+        ),
+        engine="meltcore.engine.embedding.engine:embedding_engine",
+        messages="meltcore.protocol.embedding",
+        needs="meltcore.engine.embedding.memory:embedding_needs",
+        sizes="meltcore.engine.embedding.engine:weight_bytes",
+        concurrency=32,
+        architectures=frozenset(
+            (
+                *("BertModel", "XLMRobertaModel"),
+                *("BertForSequenceClassification", "XLMRobertaForSequenceClassification"),
+            )
+        ),
+        paths={"/v1/embeddings": "embeddings", "/v1/rerank": "rerank", "/v1/score": "score"},
+        settings=("tokenizer", "max_model_len", "max_queue_tokens"),
+        workload="meltcore.measure.load.tasks.embedding:TASK",
+    ),
 )
 DEFAULT = _BUILT_IN[0]
 

@@ -103,12 +103,12 @@ def test_it_is_planned_and_served_in_a_fleet_and_retried_after_a_loss(checkpoint
     planned = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert planned.returncode == 0, planned.stderr
     assert "echo" in planned.stdout
-    fleet.write_text(fleet.read_text().replace('"replicas": 2', '"replicas": 2, "tokenizer": "x"'))
+    fleet.write_text(fleet.read_text().replace('"replicas": 2', '"replicas": 2, "quantization": "fp8"'))
     refused = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert "models.echo.tokenizer: got 'x'; is for task generation, and the model's is echo" in " ".join(
+    assert "models.echo.quantization: got 'fp8'; is for task generation, and the model's is echo" in " ".join(
         refused.stderr.split()
     )
-    fleet.write_text(fleet.read_text().replace(', "tokenizer": "x"', ""))
+    fleet.write_text(fleet.read_text().replace(', "quantization": "fp8"', ""))
     with running(fleet_command(fleet, RestartAfterPause(), engine=ENGINE_COMMAND), tmp_path / "stderr") as server:
         wait_until(lambda: server.request("GET", "/health").json.get("replicas") == "2 of 2", "two replicas")
         check_served(server, "echo")

@@ -94,6 +94,16 @@ RULES: dict[str, Rule] = {
     "num_key_value_heads": _COUNT,
     "head_dim": _COUNT,
     "vocab_size": _integer_rule(1, 2**24),
+    # Of text encoders, and of the files of sentence-transformers
+    "layer_norm_eps": _FRACTION,
+    "type_vocab_size": _COUNT,
+    "pad_token_id": Rule("a whole number of at least 0", _is_id),
+    "position_embedding_type": _TEXT,
+    "is_decoder": _FLAG,
+    "add_cross_attention": _FLAG,
+    "id2label": _OBJECT,
+    "path": _TEXT,
+    "max_seq_length": _integer_rule(2, MAX_POSITIONS),
     # Of encoder-decoders
     **{
         f"{side}_{name}": rule

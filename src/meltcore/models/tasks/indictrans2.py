@@ -51,9 +51,9 @@ class SelfAttention(nn.Module):
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
         """Return the weight loaders by the tensors' names, the norm's included."""
         return {
-            **_norm_tensors(f"{prefix}self_attn_layer_norm", self.norm),
-            **_linear_tensors([f"{prefix}self_attn.{part}_proj" for part in "qkv"], self.qkv_proj),
-            **_linear_tensors([f"{prefix}self_attn.out_proj"], self.out_proj),
+            **norm_tensors(f"{prefix}self_attn_layer_norm", self.norm),
+            **linear_tensors([f"{prefix}self_attn.{part}_proj" for part in "qkv"], self.qkv_proj),
+            **linear_tensors([f"{prefix}self_attn.out_proj"], self.out_proj),
         }
 
 
@@ -88,10 +88,10 @@ class CrossAttention(nn.Module):
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
         """Return the weight loaders by the tensors' names, the norm's included."""
         return {
-            **_norm_tensors(f"{prefix}encoder_attn_layer_norm", self.norm),
-            **_linear_tensors([f"{prefix}encoder_attn.q_proj"], self.q_proj),
-            **_linear_tensors([f"{prefix}encoder_attn.{part}_proj" for part in "kv"], self.kv_proj),
-            **_linear_tensors([f"{prefix}encoder_attn.out_proj"], self.out_proj),
+            **norm_tensors(f"{prefix}encoder_attn_layer_norm", self.norm),
+            **linear_tensors([f"{prefix}encoder_attn.q_proj"], self.q_proj),
+            **linear_tensors([f"{prefix}encoder_attn.{part}_proj" for part in "kv"], self.kv_proj),
+            **linear_tensors([f"{prefix}encoder_attn.out_proj"], self.out_proj),
         }
 
 
@@ -117,9 +117,9 @@ class FeedForward(nn.Module):
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
         """Return the weight loaders by the tensors' names, the norm's included."""
         return {
-            **_norm_tensors(f"{prefix}final_layer_norm", self.norm),
-            **_linear_tensors([f"{prefix}fc1"], self.fc1),
-            **_linear_tensors([f"{prefix}fc2"], self.fc2),
+            **norm_tensors(f"{prefix}final_layer_norm", self.norm),
+            **linear_tensors([f"{prefix}fc1"], self.fc1),
+            **linear_tensors([f"{prefix}fc2"], self.fc2),
         }
 
 
@@ -307,8 +307,8 @@ class IndicTrans2(nn.Module):
         ):
             loaders[f"model.{side}.embed_tokens.weight"] = embedding.tokens.weight.data
             if embedding.norm is not None:
-                loaders |= _norm_tensors(f"model.{side}.layernorm_embedding", embedding.norm)
-            loaders |= _norm_tensors(f"model.{side}.layer_norm", norm)
+                loaders |= norm_tensors(f"model.{side}.layernorm_embedding", embedding.norm)
+            loaders |= norm_tensors(f"model.{side}.layer_norm", norm)
             for i, layer in enumerate(layers):
                 for part in layer.children():
                     loaders |= part.tensors(f"model.{side}.layers.{i}.")  # type: ignore[operator]
@@ -334,11 +334,12 @@ def _add_norm(hidden: torch.Tensor, added: torch.Tensor, norm: nn.LayerNorm) -> 
     return add_layer_norm(hidden, added, norm.weight, norm.bias, norm.eps)
 
 
-def _norm_tensors(prefix: str, norm: nn.LayerNorm) -> dict[str, WeightLoader]:
+def norm_tensors(prefix: str, norm: nn.LayerNorm) -> dict[str, WeightLoader]:
+    """Return the loaders of a norm's weight and bias, by the tensors' names."""
     return {f"{prefix}.weight": norm.weight.data, f"{prefix}.bias": norm.bias.data}
 
 
-def _linear_tensors(prefixes: list[str], linear: nn.Linear) -> dict[str, WeightLoader]:
+def linear_tensors(prefixes: list[str], linear: nn.Linear) -> dict[str, WeightLoader]:
     """Return the loaders of linear layers that are merged into one, by the tensors' names."""
     loaders: dict[str, WeightLoader] = {}
     for kind, merged in (("weight", linear.weight), ("bias", linear.bias)):

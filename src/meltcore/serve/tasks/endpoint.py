@@ -32,12 +32,13 @@ class Endpoint(ABC):
         paths: the paths of the route, by default the paths of its operations.
         dwani_paths: the paths where errors also have the field `detail`, as in dwani.ai's API.
         has_uploads: whether bodies may be as large as OpenAI's uploads.
+        is_by_language: whether the language of a request that names no model decides which model answers.
     """
 
     operations: Sequence[Operation] = ()
     paths: Collection[str] = ()
     dwani_paths: Collection[str] = ()
-    has_uploads = False
+    has_uploads = is_by_language = False
 
     def __init_subclass__(cls) -> None:
         cls.paths = cls.paths or tuple(operation.path for operation in cls.operations)

@@ -18,7 +18,7 @@ from meltcore.common.errors import RequestError
 from meltcore.common.tasks import tasks
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.asgi import discard_body
-from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
+from meltcore.serve.requests.backend import Backend, ModelTable
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.protocol import JsonRequest
@@ -28,7 +28,7 @@ from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.settings.fleet_spec import FleetSpec
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and upstream servers may.
-UPSTREAM_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")
+UPSTREAM_PATHS = ("/v1/responses", "/v1/messages", "/v1/audio/translations")
 
 
 def forwarded_paths() -> tuple[str, ...]:
@@ -74,12 +74,8 @@ class ForwardingEndpoint(Endpoint):
         exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, body, request))
 
     def _default(self, path: str) -> str | None:
-        """Return the default model of a path.
-
-        Returns None for speech and translation, where the request's language decides.
-        """
-        has_default = path in LANGUAGE_PATHS or path in UPSTREAM_PATHS
-        return self._models.default(path) if has_default else None
+        """Return the model of a request that names none. Returns None if the language of the request decides later."""
+        return None if self._own is not None and self._own.is_by_language else self._models.default(path)
 
     def _not_here(self, request: JsonRequest | None, name: str | None, path: str) -> RequestError:
         if request is None:

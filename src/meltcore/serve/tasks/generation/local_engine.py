@@ -19,7 +19,7 @@ from meltcore.serve.requests.protocol import (
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.generation_ticket import Choice, Echo, GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
-from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
+from meltcore.serve.tasks.generation.prompts import chat_prompt, decode, encode_all, encode_prompts, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
 from meltcore.settings.fleet_spec import ModelSection
@@ -35,7 +35,7 @@ def local_engine(backend: Backend) -> LocalEngine:
 class LocalEngine(EngineBackend):
     """Tokenizes and admits requests, sends each to the replica with the least work, and distributes the new tokens."""
 
-    purpose = "generates text"
+    purpose = "generates text: POST /v1/chat/completions and /v1/completions"
     unit = TOKENS
     tickets: OpenRequests | None = None
 
@@ -81,7 +81,7 @@ class LocalEngine(EngineBackend):
             answer_format = text.answer_format
             prompts = [await self._chat_prompt(request, limit, is_only_counted=False)]
         else:
-            prompts = await completion_prompts(text.tokenizer, ready.vocab_size, request, limit)
+            prompts = await encode_prompts(text.tokenizer, ready.vocab_size, request.prompt, context=limit)
         params = [
             sampling_params(
                 request,

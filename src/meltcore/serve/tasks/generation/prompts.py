@@ -71,30 +71,36 @@ async def chat_prompt(
     return _require_tokens(ids, "messages")
 
 
-async def completion_prompts(
-    tokenizer: Tokenizer, vocab_size: int, request: CompletionRequest, context: int | None = None
+async def encode_prompts(
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    prompt: str | list[str | int | list[int]],
+    param: str = "prompt",
+    *,
+    context: int | None = None,
+    most: int = MAX_PROMPTS,
 ) -> list[list[int]]:
-    """Return one list of token ids per prompt. Raises RequestError (400).
+    """Return one list of token ids per prompt. Raises RequestError (400) that names the field `param`.
 
-    A request has one text, several texts, one list of token ids, or several lists. `encode_all` explains `context`.
+    A request has one text, several texts, one list of token ids, or several lists, at most `most`. `encode_all`
+    explains `context`.
     """
-    prompt = request.prompt
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:
-        raise RequestError("prompt is empty", param="prompt")
-    if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
-        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {MAX_PROMPTS}", param="prompt")
+        raise RequestError(f"{param} is empty", param=param)
+    if len(prompt) > most and not isinstance(prompt[0], int):
+        raise RequestError(f"{param} holds {len(prompt)} prompts; the limit is {most}", param=param)
     part_types = {type(prompt_part) for prompt_part in prompt}
     if len(part_types) > 1:
-        raise RequestError("prompt mixes texts, token ids or lists; give one kind", param="prompt")
+        raise RequestError(f"{param} mixes texts, token ids or lists; give one kind", param=param)
     part_type = part_types.pop()
     if part_type is str:
         texts = [prompt_part for prompt_part in prompt if isinstance(prompt_part, str)]
-        encoded = await encode_all(tokenizer, texts, "prompt", add_special_tokens=True, context=context)
-        return [_require_tokens(ids, "prompt") for ids in encoded]
+        encoded = await encode_all(tokenizer, texts, param, add_special_tokens=True, context=context)
+        return [_require_tokens(ids, param) for ids in encoded]
     token_lists = [prompt] if part_type is int else prompt
-    return [_checked_ids(ids, vocab_size, "prompt") for ids in token_lists if isinstance(ids, list)]
+    return [_checked_ids(ids, vocab_size, param) for ids in token_lists if isinstance(ids, list)]
 
 
 async def prompt_texts(tokenizer: Tokenizer, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
@@ -210,7 +216,7 @@ def _checked_ids(ids: Sequence[Any], vocab_size: int, param: str) -> list[int]:
 
 def _require_tokens(ids: list[int], param: str) -> list[int]:
     if not ids:
-        raise RequestError("the prompt has no tokens; a model needs at least one to continue from", param=param)
+        raise RequestError(f"{param} has no tokens; a model needs at least one", param=param)
     return ids
 
 

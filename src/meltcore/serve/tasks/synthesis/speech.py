@@ -41,7 +41,7 @@ CONTENT_TYPES: dict[str, bytes] = {
 class SpeechEndpoint(Endpoint):
     """Reads a request, and sends the speech of its text part by part."""
 
-    has_uploads = True
+    has_uploads = is_by_language = True
     paths = dwani_paths = PATHS  # a query without a body is dwani.ai's form of the first
     operations = (Operation("post", PATHS[0], "Speak a text", SynthesisFields, AUDIO_TYPE, {"input": "go at seven"}),)
 

@@ -22,7 +22,7 @@ FIELDS = ("file", "model", "language", "response_format", "timestamp_granulariti
 class TranscriptionsEndpoint(Endpoint):
     """Reads a form, transcribes its file, and answers in the format that the form requests."""
 
-    has_uploads = True
+    has_uploads = is_by_language = True
     paths, dwani_paths = ("/v1/audio/transcriptions", *DWANI_PATHS), DWANI_PATHS
     operations = (
         Operation("post", paths[0], "Transcribe a recording", FIELDS),

@@ -20,6 +20,7 @@ class TranslateEndpoint(Endpoint):
     """Reads a request, and waits for its translations within the time limit."""
 
     paths = dwani_paths = PATHS
+    is_by_language = True
     operations = (
         Operation(
             *("post", PATHS[0], "Translate sentences", TranslateRequest),

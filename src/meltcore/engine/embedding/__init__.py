@@ -1,0 +1,1 @@
+"""The engine that computes embeddings of texts and scores of pairs."""

@@ -1,0 +1,196 @@
+"""A text encoder of BERT's kind (BERT, XLM-RoBERTa), which computes embeddings of texts or scores of pairs.
+
+It is the post-norm transformer of https://arxiv.org/abs/1810.04805: learned positions, LayerNorms after each block,
+biases in all linear layers. A reranker has a classification head above the first token's hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from meltcore.layers.embedding import make_embedding
+from meltcore.layers.weight_loader import WeightLoader
+from meltcore.models.configs.encoder_config import EncoderConfig
+from meltcore.models.tasks.indictrans2 import linear_tensors, norm_tensors
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
+_PREFIXES = ("bert.", "roberta.")
+_OLD_NAMES = {"gamma": "weight", "beta": "bias"}  # of LayerNorms in checkpoints converted from TensorFlow
+_HEADS_OF_TRAINING = ("cls.", "lm_head.", "pooler.")
+
+
+class _Batch(NamedTuple):
+    """The rows of a batch. Tokens lie one after another without padding.
+
+    Args:
+        longest: the tokens of the longest row.
+        slots: [tokens] int64, each token's place in [num_rows * longest], or None if all rows are as long.
+        mask: [num_rows, 1, 1, longest] bool, which places hold tokens, or None if all do.
+    """
+
+    num_rows: int
+    longest: int
+    slots: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+class TextEncoderLayer(nn.Module):
+    """One layer: attention over all tokens of a text, then the feed-forward block, each followed by its norm."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.output_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self._activation = _ACTIVATIONS[config.activation]
+
+    def forward(self, hidden: torch.Tensor, batch: _Batch) -> torch.Tensor:
+        """Return the hidden states after the layer: [tokens, size] -> [tokens, size], both in the norms' type."""
+        dtype = self.fc1.weight.dtype
+        attended = self._attention(self.qkv_proj(hidden.to(dtype)), batch)
+        hidden = self.attention_norm(hidden + self.out_proj(attended))
+        output: torch.Tensor = self.output_norm(hidden + self.fc2(self._activation(self.fc1(hidden.to(dtype)))))
+        return output
+
+    def _attention(self, qkv: torch.Tensor, batch: _Batch) -> torch.Tensor:
+        """Return attended values [tokens, size] of queries, keys and values [tokens, 3 * size].
+
+        Only attention sees padding; the linear layers compute tokens alone.
+        """
+        num_rows, longest = batch.num_rows, batch.longest
+        if batch.slots is not None:
+            qkv = qkv.new_zeros(num_rows * longest, qkv.shape[1]).index_copy_(0, batch.slots, qkv)
+        split = qkv.view(num_rows, longest, 3, self.num_heads, -1)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=batch.mask)
+        flat = attended.transpose(1, 2).reshape(num_rows * longest, -1)
+        return flat if batch.slots is None else flat.index_select(0, batch.slots)
+
+    def tensors(self, prefix: str) -> dict[str, WeightLoader]:
+        """Return the weight loaders by the tensors' published names."""
+        return {
+            **linear_tensors([f"{prefix}attention.self.{part}" for part in ("query", "key", "value")], self.qkv_proj),
+            **linear_tensors([f"{prefix}attention.output.dense"], self.out_proj),
+            **norm_tensors(f"{prefix}attention.output.LayerNorm", self.attention_norm),
+            **linear_tensors([f"{prefix}intermediate.dense"], self.fc1),
+            **linear_tensors([f"{prefix}output.dense"], self.fc2),
+            **norm_tensors(f"{prefix}output.LayerNorm", self.output_norm),
+        }
+
+
+class TextEncoder(nn.Module):
+    """The whole model. Weights must be loaded and `prepare` called before it is used."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.tokens = make_embedding(config.vocab_size, size)
+        self.positions = make_embedding(config.num_positions, size)
+        self.types = make_embedding(config.num_types, size)
+        self.norm = nn.LayerNorm(size, config.norm_eps)
+        self.layers = nn.ModuleList(TextEncoderLayer(config) for _ in range(config.num_layers))
+        # A dense layer with tanh precedes a reranker's score, in BERT and in XLM-RoBERTa under different names.
+        self.dense = nn.Linear(size, size) if config.is_reranker else None
+        self.head = nn.Linear(size, 1) if config.is_reranker else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of weights and activations."""
+        return self.tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.norm.weight.device
+
+    def prepare(self) -> None:
+        """Forbid gradients. The weights do not change after it."""
+        self.requires_grad_(False).eval()
+
+    def set_dtype(self, dtype: torch.dtype) -> TextEncoder:
+        """Convert the weights to `dtype` and return the model.
+
+        Beside bfloat16, whose 8 bits would lose the fourth digit of an embedding, norms and hidden states between
+        layers are float32.
+        """
+        self.to(dtype)
+        if dtype == torch.bfloat16:
+            for module in self.modules():
+                if isinstance(module, nn.LayerNorm):
+                    module.float()
+        return self
+
+    def forward(
+        self, token_ids: torch.Tensor, lengths: torch.Tensor, second_starts: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        """Return float32 embeddings [rows, size], or a reranker's logits [rows, 1].
+
+        Args:
+            token_ids: [tokens] int64, the tokens of all rows one after another.
+            lengths: [rows] int64, the tokens of each row, at least 1.
+            second_starts: [rows] int64, the position from which on tokens have type 1, which is the second text of a
+                pair. A row of one text has its length or more.
+            longest: the largest of `lengths`.
+        """
+        config, num_tokens, num_rows = self.config, len(token_ids), len(lengths)
+        starts = lengths.cumsum(0) - lengths
+        rows = torch.repeat_interleave(lengths, output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=self.device) - starts[rows]
+        batch = _Batch(num_rows, longest, None, None)
+        if num_tokens < num_rows * longest:
+            mask = torch.arange(longest, device=self.device) < lengths[:, None]
+            batch = _Batch(num_rows, longest, rows * longest + positions, mask[:, None, None])
+        types = (positions >= second_starts[rows]).long().clamp(max=config.num_types - 1)
+        hidden = self.tokens(token_ids) + self.positions(positions + config.first_position) + self.types(types)
+        hidden = self.norm(hidden.to(self.norm.weight.dtype))
+        for layer in self.layers:
+            hidden = layer(hidden, batch)
+        if self.dense is not None and self.head is not None:
+            scores: torch.Tensor = self.head(torch.tanh(self.dense(hidden[starts].to(self.dtype))))
+            return scores.float()
+        if config.pooling == "cls":
+            pooled = hidden[starts].float()
+        else:
+            pooled = torch.segment_reduce(hidden.float(), "mean", lengths=lengths, unsafe=True)
+        return functional.normalize(pooled, dim=-1) if config.is_normalized else pooled
+
+    def checkpoint_tensors(self) -> dict[str, WeightLoader]:
+        """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""
+        loaders: dict[str, WeightLoader] = {
+            "embeddings.word_embeddings.weight": self.tokens.weight.data,
+            "embeddings.position_embeddings.weight": self.positions.weight.data,
+            "embeddings.token_type_embeddings.weight": self.types.weight.data,
+            **norm_tensors("embeddings.LayerNorm", self.norm),
+        }
+        for i, layer in enumerate(self.layers):
+            loaders |= layer.tensors(f"encoder.layer.{i}.")  # type: ignore[operator]
+        if self.dense is not None and self.head is not None:
+            is_bert = self.config.has_pooler
+            loaders |= linear_tensors(["pooler.dense" if is_bert else "classifier.dense"], self.dense)
+            loaders |= linear_tensors(["classifier" if is_bert else "classifier.out_proj"], self.head)
+        return loaders
+
+    def fused_tensors(self) -> dict[str, Any]:
+        """Return no tensors: no published checkpoint merges any."""
+        return {}
+
+    def canonical_name(self, name: str) -> str:
+        """Return the name of a tensor without the prefix of the base model, with the newer names of norms."""
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        stem, _, last = name.rpartition(".")
+        return f"{stem}.{_OLD_NAMES[last]}" if stem.endswith("LayerNorm") and last in _OLD_NAMES else name
+
+    def ignored_tensor(self, name: str) -> bool:
+        """Return whether a tensor is a table of positions, or belongs to a head that is used in training only."""
+        return name == "embeddings.position_ids" or name.startswith(_HEADS_OF_TRAINING)

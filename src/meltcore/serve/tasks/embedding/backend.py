@@ -1,0 +1,149 @@
+"""The backend of an embedding model or a reranker whose engines Meltcore runs, as one API server process uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import mul
+from typing import Any, NamedTuple
+
+from meltcore.common.errors import RequestError
+from meltcore.protocol.embedding import Embed, EmbeddingReady
+from meltcore.serve.engines.batch_backend import BatchBackend
+from meltcore.serve.requests.admission import TOKENS
+from meltcore.serve.tasks.generation.prompts import INLINE_CHARS, encode_all, encode_prompts
+from meltcore.serve.tasks.generation.text_model import find_checkpoint
+from meltcore.text.tokenizer import Tokenizer
+
+MAX_INPUTS = 2048  # of one request, as OpenAI's API has it
+# Messages of a replica that the queue lets through: enough short ones for a batch of the engine.
+_SLOT_TOKENS, _MIN_SLOTS = 32, 64
+
+
+class Embedded(NamedTuple):
+    """The float32 values of each input, and the number of tokens of all inputs."""
+
+    values: list[bytes]
+    num_tokens: int
+
+
+class Scores(NamedTuple):
+    """One score per pair, from 0 to 1 of a reranker and from -1 to 1 of embeddings, and the number of tokens."""
+
+    values: list[float]
+    num_tokens: int
+
+
+class EmbeddingBackend(BatchBackend):
+    """Tokenizes inputs and sends each to a replica. A reranker's inputs are pairs of texts."""
+
+    purpose = "computes embeddings or scores: POST /v1/embeddings, /v1/rerank and /v1/score"
+    unit = TOKENS
+
+    def load(self) -> Tokenizer:
+        """Return the tokenizer. Raises ConfigError."""
+        return Tokenizer.from_checkpoint(find_checkpoint(self.config), allow_missing=self.config.load_format == "dummy")
+
+    def open(self, text: Tokenizer, engine: EmbeddingReady, created: int) -> None:
+        """Register the loaded model. Requests are accepted once the status is set to "ready"."""
+        self.slots = max(_MIN_SLOTS, engine.max_cost // _SLOT_TOKENS)
+        super().open(text, engine, created)
+
+    def facts(self, ready: EmbeddingReady) -> Mapping[str, Any]:
+        """Return the limit of inputs, and the number of values of an embedding; a reranker has none."""
+        return {"max_model_len": ready.max_tokens, "dimensions": None if ready.is_reranker else ready.size}
+
+    async def embed(
+        self, inputs: str | list[str | int | list[int]], dimensions: int | None, truncate: int | None
+    ) -> Embedded:
+        """Return the embedding of each input, cut to `dimensions` values if that is given.
+
+        `truncate` is the number of tokens to which longer inputs are cut, -1 for the model's limit; None refuses them.
+        Raises RequestError (400, 429, 500, 503, 504).
+        """
+        ready: EmbeddingReady = self._loaded()
+        if ready.is_reranker:
+            raise RequestError(f"{self.names[0]} is a reranker; it answers /v1/rerank and /v1/score", param="model")
+        if dimensions is not None and not 1 <= dimensions <= ready.size:
+            raise RequestError(f"dimensions is {dimensions}; it must be 1 to {ready.size}", param="dimensions")
+        limit = _truncation(truncate, ready.max_tokens)
+        ids = await encode_prompts(
+            *(self._text, ready.vocab_size, inputs, "input"),
+            context=None if limit else ready.max_tokens,
+            most=MAX_INPUTS,
+        )
+        return await self._results([(each, 0) for each in ids], "input", limit, dimensions or 0)
+
+    async def score(self, pairs: Sequence[tuple[str, str]], param: str, truncate: int | None) -> Scores:
+        """Return a score for each pair of texts. `param` is the field of the second texts, for errors.
+
+        An embedding model has the cosine of both embeddings; each different text is embedded once. `embed` explains
+        `truncate`. Raises RequestError (400, 429, 500, 503, 504).
+        """
+        ready: EmbeddingReady = self._loaded()
+        limit = _truncation(truncate, ready.max_tokens)
+        context = None if limit else ready.max_tokens
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        if ready.is_reranker:
+            # A text that is far too long is refused before any pair is tokenized.
+            await encode_all(self._text, texts, param, add_special_tokens=False, context=context)
+            encoded = await _encode_pairs(self._text, pairs)
+            found = await self._results(encoded, param, limit, 0)
+            logits = [array("f", values)[0] for values in found.values]
+            return Scores([0.5 * (1 + math.tanh(logit / 2)) for logit in logits], found.num_tokens)
+        ids = await encode_all(self._text, texts, param, add_special_tokens=True, context=context)
+        found = await self._results([(each, 0) for each in ids], param, limit, 0)
+        vectors = dict(zip(texts, (array("f", values) for values in found.values), strict=True))
+        return Scores([_cosine(vectors[first], vectors[second]) for first, second in pairs], found.num_tokens)
+
+    async def _results(
+        self, encoded: Sequence[tuple[list[int], int]], param: str, limit: int | None, dimensions: int
+    ) -> Embedded:
+        """Return the values of each input. An input is its token ids and the start of a pair's second text."""
+        most = self._loaded().max_tokens
+        messages, costs = [], []
+        for index, (ids, second_start) in enumerate(encoded):
+            kept = ids if limit is None or len(ids) <= limit else [*ids[: limit - 1], ids[-1]]
+            if len(kept) > most or second_start >= len(kept):
+                raise RequestError(
+                    f"this model's maximum context length is {most} tokens; {param} {index} has {len(ids)} tokens",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+            token_ids = array("i", kept).tobytes()
+            messages.append(
+                partial(Embed, token_ids=token_ids, second_start=second_start, dimensions=dimensions),
+            )
+            costs.append(len(kept))
+        results = await self.results(messages, costs, sum(costs))
+        return Embedded([result.values for result in results], sum(costs))
+
+
+def _truncation(truncate: int | None, most: int) -> int | None:
+    """Return the tokens to which inputs are cut. Raises RequestError (400)."""
+    if truncate is None:
+        return None
+    if truncate != -1 and not 2 <= truncate <= most:
+        raise RequestError(
+            f"truncate_prompt_tokens is {truncate}; it must be -1 or 2 to {most}", param="truncate_prompt_tokens"
+        )
+    return most if truncate == -1 else truncate
+
+
+async def _encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+    """Return each pair's token ids with the start of its second text. Much text is tokenized on a thread."""
+
+    def work() -> list[tuple[list[int], int]]:
+        return [tokenizer.encode_pair(*pair) for pair in pairs]
+
+    if sum(len(first) + len(second) for first, second in pairs) <= INLINE_CHARS:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def _cosine(first: array[float], second: array[float]) -> float:
+    norms = math.hypot(*first) * math.hypot(*second)
+    return sum(map(mul, first, second)) / norms if norms else 0.0

@@ -1,0 +1,162 @@
+"""Serves POST /v1/embeddings as OpenAI's API has it, POST /v1/rerank as Cohere's, and POST /v1/score as vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.http.operation import Operation
+from meltcore.serve.requests.asgi import while_connected
+from meltcore.serve.requests.exchange import Exchange
+from meltcore.serve.tasks.embedding.backend import MAX_INPUTS, EmbeddingBackend, Scores
+from meltcore.serve.tasks.endpoint import Endpoint
+
+# Values that are written as JSON before other requests have their turn: about 5 ms.
+_TURN_VALUES = 32_768
+
+
+class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of all three routes. `truncate_prompt_tokens` cuts long inputs: -1 to the model's limit."""
+
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class EmbeddingRequest(_Common, kw_only=True):
+    """The body of POST /v1/embeddings. The input is one text, several texts, token ids, or several lists of them."""
+
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+class RerankRequest(_Common, kw_only=True):
+    """The body of POST /v1/rerank. `top_n` keeps the best; `return_documents` repeats their texts."""
+
+    query: str
+    documents: list[str]
+    top_n: int | None = None
+    return_documents: bool = False
+
+
+class ScoreRequest(_Common, kw_only=True):
+    """The body of POST /v1/score: pairs of texts, or one first text with several second texts."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class EmbeddingsEndpoint(Endpoint):
+    """Computes embeddings."""
+
+    operations = (
+        Operation("post", "/v1/embeddings", "Embed texts", EmbeddingRequest, example={"input": ["hello", "world"]}),
+    )
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        form = await self.read(exchange, EmbeddingRequest)
+        backend: EmbeddingBackend = self.find_model(exchange, form.model)
+        async with exchange.timeout(self._config.timeouts.request_s):
+            work = backend.embed(form.input, form.dimensions, form.truncate_prompt_tokens)
+            found = await while_connected(exchange.scope, work)
+        exchange.fields |= {"inputs": len(found.values), "prompt_tokens": found.num_tokens}
+        entries: list[bytes] = []
+        written = 0
+        for index, values in enumerate(found.values):
+            if form.encoding_format == "base64":
+                embedding: str | list[float] = base64.b64encode(values).decode()
+            else:
+                embedding = array("f", values).tolist()
+                written += len(embedding)
+            entries.append(msgspec.json.encode({"object": "embedding", "index": index, "embedding": embedding}))
+            if written > _TURN_VALUES:
+                written = 0
+                await asyncio.sleep(0)
+        body = msgspec.json.encode({"model": backend.names[0], "usage": _usage(found.num_tokens), "object": "list"})
+        await exchange.answer(body[:-1] + b',"data":[' + b",".join(entries) + b"]}", b"application/json")
+
+
+class _ScoringEndpoint(Endpoint):
+    """Computes the scores of a request's pairs of texts."""
+
+    async def scores(
+        self,
+        exchange: Exchange,
+        backend: EmbeddingBackend,
+        pairs: list[tuple[str, str]],
+        param: str,
+        truncate: int | None,
+    ) -> Scores:
+        """Return the scores of 1 to MAX_INPUTS pairs within the time limit. Raises RequestError."""
+        if not 1 <= len(pairs) <= MAX_INPUTS:
+            raise RequestError(f"{param} must have 1 to {MAX_INPUTS} texts; got {len(pairs)}", param=param)
+        async with exchange.timeout(self._config.timeouts.request_s):
+            scores = await while_connected(exchange.scope, backend.score(pairs, param, truncate))
+        exchange.fields |= {"inputs": len(pairs), "prompt_tokens": scores.num_tokens}
+        return scores
+
+
+class RerankEndpoint(_ScoringEndpoint):
+    """Sorts documents by their relevance for a query."""
+
+    operations = (
+        Operation(
+            *("post", "/v1/rerank", "Sort documents by relevance", RerankRequest),
+            tag="server",
+            example={"query": "capital of France", "documents": ["Paris is a city.", "Cats purr."]},
+        ),
+    )
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        form = await self.read(exchange, RerankRequest)
+        if form.top_n is not None and form.top_n < 1:
+            raise RequestError(f"top_n is {form.top_n}; it must be at least 1", param="top_n")
+        backend: EmbeddingBackend = self.find_model(exchange, form.model)
+        pairs = [(form.query, document) for document in form.documents]
+        scores = await self.scores(exchange, backend, pairs, "documents", form.truncate_prompt_tokens)
+        ranked = sorted(enumerate(scores.values), key=lambda each: -each[1])[: form.top_n]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in ranked]
+        if form.return_documents:
+            results = [{**result, "document": {"text": form.documents[result["index"]]}} for result in results]
+        answer = {"id": exchange.identity, "model": backend.names[0], "results": results}
+        await exchange.answer_json(answer | {"usage": _usage(scores.num_tokens)})
+
+
+class ScoreEndpoint(_ScoringEndpoint):
+    """Scores pairs of texts in the order of the request."""
+
+    operations = (
+        Operation(
+            *("post", "/v1/score", "Score pairs of texts", ScoreRequest),
+            example={"text_1": "a cat", "text_2": ["a dog", "a kitten"]},
+            tag="server",
+        ),
+    )
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        form = await self.read(exchange, ScoreRequest)
+        firsts, seconds = ([each] if isinstance(each, str) else each for each in (form.text_1, form.text_2))
+        if len(firsts) not in (1, len(seconds)):
+            raise RequestError(
+                f"text_1 has {len(firsts)} texts and text_2 has {len(seconds)}; text_1 must have 1 or as many",
+                param="text_1",
+            )
+        backend: EmbeddingBackend = self.find_model(exchange, form.model)
+        pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
+        scores = await self.scores(exchange, backend, pairs, "text_2", form.truncate_prompt_tokens)
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.values)]
+        answer = {"id": exchange.identity, "object": "list", "model": backend.names[0], "data": data}
+        await exchange.answer_json(answer | {"usage": _usage(scores.num_tokens)})
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

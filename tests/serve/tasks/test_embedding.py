@@ -1,0 +1,194 @@
+"""Embeddings, reranking and scores over HTTP, with real engines of small random models, and the openai client."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from encoder_tools import write_encoder
+from server_harness import RunningServer, running, serve_command, server_config
+from waiting import WAIT_S
+
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
+from meltcore.settings.fleet_spec import ModelSection
+
+pytestmark = pytest.mark.slow
+MAX_TOKENS = 66
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in ("embedder", "reranker")}
+    write_encoder(made["embedder"], "BertModel")
+    write_encoder(made["reranker"], "BertForSequenceClassification")
+    return made
+
+
+def served(folder: Path, log: Path) -> Iterator[RunningServer]:
+    config = server_config(ModelSection(checkpoint=str(folder), device="cpu"), api_server_count=1)
+    with running(serve_command(config, engine=ENGINE_COMMAND), log) as server:
+        server.wait_healthy()
+        yield server
+        server.check_no_leak()
+
+
+@pytest.fixture(scope="module")
+def embedder(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    yield from served(folders["embedder"], tmp_path_factory.mktemp("log") / "stderr")
+
+
+@pytest.fixture(scope="module")
+def reranker(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    yield from served(folders["reranker"], tmp_path_factory.mktemp("log") / "stderr")
+
+
+def vectors(server: RunningServer, inputs: Any, **fields: Any) -> list[list[float]]:
+    answer = server.post("/v1/embeddings", {"input": inputs, **fields})
+    assert answer.status == 200, answer.body
+    assert [entry["index"] for entry in answer.json["data"]] == list(range(len(answer.json["data"])))
+    return [entry["embedding"] for entry in answer.json["data"]]
+
+
+def test_the_openai_client_reads_embeddings(embedder: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:
+        texts = ["abc", "bca cab", "abc"]
+        decoded = client.embeddings.create(model="scripted", input=texts)  # which asks for base64
+        written = client.embeddings.create(model="scripted", input=texts, encoding_format="float")
+        short = client.embeddings.create(model="scripted", input="abc", dimensions=4)
+    assert decoded.usage.prompt_tokens == decoded.usage.total_tokens == 5 + 8 + 5
+    rows = [entry.embedding for entry in decoded.data]
+    assert rows == [entry.embedding for entry in written.data]
+    assert rows[0] == pytest.approx(rows[2], abs=1e-6)
+    assert math.hypot(*rows[0]) == pytest.approx(1.0, abs=1e-5)
+    norm = math.hypot(*rows[0][:4])
+    assert short.data[0].embedding == pytest.approx([value / norm for value in rows[0][:4]], abs=1e-5)
+
+
+def test_texts_and_token_ids_are_the_same_inputs(embedder: RunningServer) -> None:
+    [text] = vectors(embedder, "abc")
+    ids = [2, 4, 31, 32, 3]  # [CLS] a ##b ##c [SEP]
+    assert vectors(embedder, [ids, ids]) == [pytest.approx(text, abs=1e-6)] * 2
+    assert vectors(embedder, ids) == [pytest.approx(text, abs=1e-6)]
+    answer = embedder.post("/v1/embeddings", {"input": "abc", "encoding_format": "base64"})
+    values = array("f", base64.b64decode(answer.json["data"][0]["embedding"])).tolist()
+    assert values == pytest.approx(text, abs=1e-6)
+
+
+def test_long_inputs_are_refused_or_cut(embedder: RunningServer) -> None:
+    long = "a " * 80
+    answer = embedder.post("/v1/embeddings", {"input": ["a", long]})
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length is 66 tokens; input 1 has 82 tokens" in answer.error["message"]
+    cut = vectors(embedder, long, truncate_prompt_tokens=-1)
+    assert cut == [pytest.approx(vectors(embedder, "a " * (MAX_TOKENS - 2))[0], abs=1e-5)]
+    far = embedder.post("/v1/embeddings", {"input": "a " * 100_000})
+    assert (far.status, far.error["code"]) == (400, "context_length_exceeded")
+
+
+BAD: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/v1/embeddings", {"input": []}, "input", "is empty"),
+    ("/v1/embeddings", {"input": [[]]}, "input", "no tokens"),
+    ("/v1/embeddings", {"input": ["a", 5]}, "input", "mixes"),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "2049 prompts; the limit is 2048"),
+    ("/v1/embeddings", {"input": [99_999]}, "input", "outside the vocabulary"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 33}, "dimensions", "must be 1 to 32"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", "must be 1 to 32"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
+    ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 67}, "truncate_prompt_tokens", "-1 or 2 to 66"),
+    ("/v1/embeddings", {"input": "a", "stream": True}, "stream", "not known"),
+    ("/v1/rerank", {"query": "a", "documents": []}, "documents", "1 to 2048"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "at least 1"),
+    ("/v1/rerank", {"query": "a", "documents": ["b " * 99]}, "documents", "maximum context length"),
+    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "must have 1 or as many"),
+    ("/v1/score", {"text_1": [], "text_2": []}, "text_2", "1 to 2048"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), BAD)
+def test_bad_requests_are_named(
+    embedder: RunningServer, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    answer = embedder.post(path, body)
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+    assert message in answer.error["message"]
+
+
+def test_an_embedding_model_ranks_by_the_cosine(embedder: RunningServer) -> None:
+    documents = ["abc", "xyz zyx", "abd"]
+    query, *others = vectors(embedder, ["abc", *documents])
+    cosines = [sum(map(lambda a, b: a * b, query, other)) for other in others]
+    answer = embedder.post("/v1/rerank", {"query": "abc", "documents": documents, "return_documents": True}).json
+    best = sorted(range(3), key=lambda index: -cosines[index])
+    assert [result["index"] for result in answer["results"]] == best
+    for result in answer["results"]:
+        assert result["relevance_score"] == pytest.approx(cosines[result["index"]], abs=1e-5)
+        assert result["document"] == {"text": documents[result["index"]]}
+    scores = embedder.post("/v1/score", {"text_1": "abc", "text_2": documents}).json["data"]
+    assert [entry["score"] for entry in scores] == pytest.approx(cosines, abs=1e-5)
+    top = embedder.post("/v1/rerank", {"query": "abc", "documents": documents, "top_n": 1}).json["results"]
+    assert top == [{"index": best[0], "relevance_score": pytest.approx(max(cosines), abs=1e-5)}]
+
+
+def test_a_reranker_scores_pairs_as_transformers_does(reranker: RunningServer, folders: dict[str, Path]) -> None:
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import BertForSequenceClassification
+
+    reference = BertForSequenceClassification.from_pretrained(folders["reranker"]).eval()
+    tokenizer = Tokenizer.from_file(str(folders["reranker"] / "tokenizer.json"))
+    documents = ["abc", "xyz zyx", "abd efg"]
+    expected = []
+    for document in documents:
+        encoding = tokenizer.encode("cab", document)
+        with torch.inference_mode():
+            output = reference(torch.tensor([encoding.ids]), token_type_ids=torch.tensor([encoding.type_ids]))
+        expected.append(torch.sigmoid(output.logits)[0, 0].item())
+    answer = reranker.post("/v1/score", {"text_1": "cab", "text_2": documents}).json
+    assert [entry["score"] for entry in answer["data"]] == pytest.approx(expected, abs=1e-5)
+    assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer.encode("cab", each).ids) for each in documents)
+    long = {"query": "cab", "documents": ["a " * 99]}
+    assert reranker.post("/v1/rerank", long).error["param"] == "documents"
+    assert reranker.post("/v1/rerank", {**long, "truncate_prompt_tokens": -1}).status == 200
+    refused = reranker.post("/v1/embeddings", {"input": "a"})
+    assert (refused.status, refused.error["param"]) == (400, "model")
+    assert "scripted is a reranker" in refused.error["message"]
+
+
+def test_it_is_described_and_loaded(embedder: RunningServer, reranker: RunningServer, tmp_path: Path) -> None:
+    paths = embedder.request("GET", "/openapi.json").json["paths"]
+    assert {"/v1/embeddings", "/v1/rerank", "/v1/score"} <= set(paths)
+    for server, dimensions, workload, work in (
+        (embedder, 32, "embed:words=2", 6.0),
+        (reranker, None, "embed:words=2,documents=8", 48.0),
+    ):
+        [card] = server.request("GET", "/v1/models").json["data"]
+        assert (card["task"], card["max_model_len"], card["dimensions"]) == ("embedding", MAX_TOKENS, dimensions)
+        command = [sys.executable, "-m", "meltcore.cli.main", "load", server.url, "--num-prompts", "6", "--json"]
+        options = ["--workload", workload, "--concurrency", "2", "--out", str(tmp_path / str(dimensions))]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        [level] = json.loads(done.stdout)["levels"]
+        assert (level["succeeded"], level["task"]["task"], level["task"]["work"]) == (6, "embedding", work)
+
+
+def test_a_fleet_plans_its_memory(folders: dict[str, Path], tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    model = {"checkpoint": str(folders["embedder"]), "task": "embedding", "device": "cpu", "max_model_len": 40}
+    fleet.write_text(json.dumps({"models": {"texts": model}}))
+    command = [sys.executable, "-m", "meltcore.cli.main", "plan", str(fleet)]
+    planned = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert planned.returncode == 0, planned.stderr
+    assert "texts" in planned.stdout
+    fleet.write_text(json.dumps({"models": {"texts": {**model, "max_model_len": 99}}}))
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert refused.returncode == 2
+    assert "must be from 2 to the model's 66; got 99" in " ".join(refused.stderr.split())
