@@ -22,8 +22,11 @@ class Constraint:
         self.filling: Future[None] | None = None  # of the mask in `mask_row`
         self.is_over = False
         self._is_reasoning = grammar.starts_in_reasoning
-        start_id, self._end_id = grammar.reasoning_ids or (None, None)
-        self.optional_id = None if self._is_reasoning else start_id  # may begin the reasoning instead of the answer
+        ids = grammar.reasoning_ids
+        self._end_id = None if ids is None else ids[1]
+        self.optional_id = (
+            None if ids is None or self._is_reasoning else ids[0]
+        )  # may begin the reasoning instead of the answer
 
     @property
     def needs_mask(self) -> bool:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor
@@ -108,7 +108,10 @@ class Constraints:
 
     def wait_idle(self) -> None:
         """Wait a moment for threads if they alone have work: the loop of the process would otherwise spin."""
-        tasks = [*self._compiling.values(), *(task for request in self._held if (task := _task(request)) is not None)]
+        tasks: list[Future[Any]] = [
+            *self._compiling.values(),
+            *(task for request in self._held if (task := _task(request)) is not None),
+        ]
         wait_for(tasks, _IDLE_S, FIRST_COMPLETED)
 
     def commit(self, tokens: Sequence[tuple[Request, int]]) -> None:

@@ -204,7 +204,8 @@ class _RankCheckingEvent:
         self._ranks.wait(self._event)
 
     def query(self) -> bool:
-        return self._event.query()
+        is_done: bool = self._event.query()
+        return is_done
 
 
 def _is_plain_temperature(request: Request) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.waiting import cost_buckets
-from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency, unused, weight_element_size
+from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.encoder_config import EncoderConfig
@@ -69,7 +69,7 @@ def plan_embedding(
 
 def embedding_needs(
     model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, weight_bytes: int
-) -> EngineNeeds:
+) -> PlannedEngine:
     """Return the memory that an engine of a model needs. `source` says where the sizes were read."""
     config = EncoderConfig.read(checkpoint.config, checkpoint.folder)
     max_tokens, limit = config.input_limit(model.max_model_len), MAX_BATCH_TOKENS["cpu" if on_cpu else "cuda"]
@@ -88,4 +88,4 @@ def embedding_needs(
         return batch_tokens >= inputs * padded_limit(max_tokens), [*rows, unused(memory_bytes, rows)]
 
     budget, rows = budget_rows(model, divide)
-    return EngineNeeds(model.task, budget, rows, max_tokens, inputs, source)
+    return PlannedEngine(model.task, budget, rows, max_tokens, inputs, source)

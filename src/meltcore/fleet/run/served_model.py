@@ -61,7 +61,8 @@ class ServedModel(SupervisedModel[Replica]):
         self.synthetic_tokenizer = False
         for replica in replicas:
             replica.process = self._new_engine(replica)
-        task_name, engines = None if task is None else task.name, [None for _ in replicas]
+        engines: list[int | None] = [None] * len(replicas)
+        task_name = None if task is None else task.name
         parts.pool.add_model(AddModel(number, name, config, task_name, engines))
 
     # --- starting
