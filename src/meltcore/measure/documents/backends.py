@@ -1,4 +1,4 @@
-"""The result of `meltcore compare-backends`: one run per backend and set-up, the best backends, and nine aspects."""
+"""Defines the result of `meltcore compare-backends`: one run per backend and set-up, and the conclusions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report card of a node: all evidence about it, one verdict, and the settings that made a server faster."""
+"""Defines the report card of a node: all evidence, one verdict, and the settings that made a server faster."""
 
 from __future__ import annotations
 

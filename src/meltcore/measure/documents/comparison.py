@@ -109,7 +109,7 @@ class StartSet(VersionedDocument, kw_only=True, tag_field="document", tag="basel
 
 
 def write_start_set(folder: Path, start_set: StartSet) -> Path:
-    """Write a set to `folder`. The folder is created if it is missing."""
+    """Write a set to `folder` and return the path of its file. The folder is created if it is missing."""
     return write_document(folder / SET_FILE, start_set)
 
 

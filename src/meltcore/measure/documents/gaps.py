@@ -1,4 +1,7 @@
-"""The result of `meltcore profile`: the gaps in which a GPU did not compute, and their causes. Times are in µs."""
+"""Defines the result of `meltcore profile`: the gaps in which a GPU did not compute, and their causes.
+
+Times are in microseconds.
+"""
 
 from __future__ import annotations
 

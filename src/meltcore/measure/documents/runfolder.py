@@ -27,7 +27,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path | str, verb: str) -> "RunFolder":
-        """Create a new folder under `root`. Creates `root` too if it is missing. Raises ConfigError if that fails."""
+        """Create and return a new folder under `root`. Creates `root` too if it is missing.
+
+        Raises ConfigError on failure.
+        """
         folder_name = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{verb}"
         for attempt in range(_MAX_NAMES):
             path = Path(root) / (folder_name if attempt == 0 else f"{folder_name}-{attempt + 1}")

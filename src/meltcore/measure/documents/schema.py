@@ -1,4 +1,4 @@
-"""Defines the one result schema of every command that measures. `result.json` has it; reports and comparisons read it.
+"""Defines the schema of `result.json`, which all commands that measure write, and which reports and comparisons read.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_per_s` per second. `None` means "not measured" or, inside a
 `Distribution`, "too few samples" (see percentiles.py). The release of a level is the time when its load starts.
@@ -58,10 +58,10 @@ class SteadyWindow(msgspec.Struct, kw_only=True):
 class TaskLoad(msgspec.Struct, kw_only=True):
     """The metrics of a level of a task other than generation. Such a level counts no output tokens.
 
-    `work` is what the succeeded requests did: sentences of translation, else seconds of audio. For transcription,
-    `work_per_s` is RTFx. `source_per_s` is the rate at which translation read its input: tokens if every answer came
-    with the server's count, else characters. `empty_answers` are complete answers without text. Fields that a task does
-    not have are None, or have no samples.
+    `work` is the work of the succeeded requests: sentences of translation, or seconds of audio of the other tasks. For
+    transcription, `work_per_s` is RTFx. `source_per_s` is the rate at which translation read its input: tokens if every
+    answer came with the server's count, else characters. `empty_answers` are complete answers without text. Fields that
+    a task does not have are None, or have no samples.
     """
 
     task: str

@@ -70,9 +70,9 @@ class Spread(msgspec.Struct, kw_only=True):
 
 
 class MetricRow(msgspec.Struct, kw_only=True):
-    """One NVML metric over the sustained window. A gauge has mean and maximum; a counter has its increase.
+    """One NVML metric over the sustained window. A gauge has mean and maximum, and a counter has its increase.
 
-    `absent` is NOT_APPLICABLE or UNKNOWN if there is no number. `note` says how to read it.
+    If there is no number, `absent` is NOT_APPLICABLE or UNKNOWN. `note` explains how to read the metric.
     """
 
     key: str

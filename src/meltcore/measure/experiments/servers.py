@@ -103,11 +103,17 @@ class Api:
         return self._target.url + CHAT_PATH
 
     def get(self, path: str, *, timeout_s: float = math.inf) -> ApiResponse:
-        """Send a GET request for `path`. A `timeout_s` below the client's own replaces it. Raises ApiError."""
+        """Return the response to GET `path`. The shorter of `timeout_s` and the client's timeout counts.
+
+        Raises ApiError without a response.
+        """
         return self._send("GET", path, None, min(timeout_s, self._timeout_s))
 
     def post(self, path: str, body: dict[str, Any] | bytes) -> ApiResponse:
-        """POST `body` to `path`: a JSON object, or bytes exactly as they are. Raises ApiError."""
+        """Return the response to POST `path`. `body` is a JSON object, or bytes that are sent unchanged.
+
+        Raises ApiError without a response.
+        """
         return self._send("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode(), self._timeout_s)
 
     def resolve_model(self, model: str | None = None) -> tuple[str, dict[str, Any]]:

@@ -60,7 +60,10 @@ def published_workload(spec: str) -> str:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Parse latency limits such as `ttft:2000,tpot:100` into milliseconds by metric. Raises ConfigError."""
+    """Parse latency limits such as `ttft:2000,tpot:100` into milliseconds by metric.
+
+    Raises ConfigError for other text.
+    """
     slo_ms: dict[str, float] = {}
     for limit_text in text.split(","):
         name, _, value = limit_text.partition(":")
@@ -87,9 +90,9 @@ class LoadConfig:
     """Describes a run against one server, with closed-loop levels (`concurrency`) or open-loop levels (`request_rate`).
 
     `num_prompts` has one value for all levels or one value per level. If it is empty, a closed-loop level sends 20
-    requests per connection, at most 200 but at least one per connection; an open-loop level sends for 30 s.
-    `num_warmups` requests run before each level and stay out of its results. None uses the level's concurrency, at most
-    32.
+    requests per connection, at most 200 in total, but at least one per connection. An open-loop level then sends for 30
+    s. `num_warmups` requests run before each level and do not count. A `num_warmups` of None uses the level's
+    concurrency, at most 32.
     """
 
     url: str
@@ -241,7 +244,7 @@ class IntRange(NamedTuple):
 
 
 def parse_range(text: str, name: str) -> IntRange:
-    """Parse a number such as `128` or a range such as `128-1024`. Raises ConfigError."""
+    """Parse a number such as `128` or a range such as `128-1024`. Raises ConfigError for other text."""
     match = _RANGE_PATTERN.fullmatch(text)
     if match is None:
         raise ConfigError(f"{name}: {text!r} is neither a number nor a range such as 128-1024")
@@ -270,7 +273,7 @@ def workload_fields(spec: str, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def parse_numbers(text: str, name: str, number_type: type[_Number]) -> tuple[_Number, ...]:
-    """Parse numbers such as `10,100` into a tuple of `number_type`. Raises ConfigError."""
+    """Parse numbers such as `10,100` into a tuple of `number_type`. Raises ConfigError for other text."""
     try:
         return tuple(read_number(number_text, number_type) for number_text in text.split(","))
     except ValueError as error:

@@ -32,7 +32,10 @@ _TOPOLOGY_LEVELS = {
 
 @dataclass(frozen=True)
 class FactSpec:
-    """One fact. `read` takes the handle of the GPU; `feature` is what a GPU type needs for the fact to exist."""
+    """One fact. `read` reads it by the handle of the GPU.
+
+    `feature` is the feature of a GPU type without which there is no fact.
+    """
 
     key: str
     name: str

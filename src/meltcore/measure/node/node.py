@@ -28,7 +28,7 @@ class Telemetry(Protocol):
 
 
 class Node:
-    """This machine."""
+    """The machine of this process: NVML, programs, the clock and files."""
 
     def __init__(self, nvml: Nvml) -> None:
         self.nvml = nvml
@@ -50,7 +50,10 @@ class Node:
             return None
 
     def run(self, command: Sequence[str], stdin: bytes, environment: Mapping[str, str], limit_s: float) -> CompletedRun:
-        """Run a program to its end, or end its process group at the limit. `environment` is added to ours."""
+        """Run a program, or end its process group after `limit_s`, and return its output.
+
+        `environment` is added to ours.
+        """
         return run(
             command,
             limit_s=limit_s,
@@ -61,13 +64,13 @@ class Node:
         )
 
     def terminate_programs(self) -> None:
-        """Send SIGTERM to all programs that run in any thread; their `run` then returns."""
+        """Send SIGTERM to all programs that run in any thread, so that `run` returns."""
         for process in self._started:
             if process.poll() is None:
                 signal_group(process.pid, signal.SIGTERM)
 
     def telemetry(self, path: Path, gpus: Sequence[GpuDevice], interval_s: float) -> Telemetry:
-        """Start sampling into a file. Raises the errors that `Monitor` raises."""
+        """Start sampling into a file and return the running sampling. Raises the errors that `Monitor` raises."""
         uuids = ",".join(gpu.info.uuid for gpu in gpus)
         return _MonitorTelemetry(Monitor(SamplerSettings(path=str(path), gpus=uuids, interval_s=interval_s)), len(gpus))
 

@@ -141,7 +141,7 @@ def phrase(rng: random.Random, split: Split) -> Phrase:
 
 
 def _make_phrase(source: list[str], target: list[str], times: list[str]) -> Phrase:
-    """Join words to a Phrase. A model reads a placeholder for each time, numbered in the order of the source."""
+    """Return the Phrase of words. A model reads a placeholder for each time, numbered in the order of the source."""
     source = [source[0].capitalize(), *source[1:]]
     order = {time: i + 1 for i, time in enumerate(word for word in source if word in times)}
 

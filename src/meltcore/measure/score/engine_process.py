@@ -93,7 +93,7 @@ class ScoredEngine:
         return self._process.pid
 
     def wait_ready(self, is_interrupted: Callable[[], bool], limit_s: float = START_LIMIT_S) -> ReadyLine:
-        """Wait until the engine is ready.
+        """Wait until the engine is ready, and return its ready message.
 
         Raises EngineError if the engine ends, reports that it cannot start, or needs more than `limit_s`. Raises
         RunInterruptedError if the user interrupts the run.
@@ -143,7 +143,7 @@ class ScoredEngine:
         return steps
 
     def stop(self) -> None:
-        """Close the engine's input, which ends it; kill it if it does not exit."""
+        """Close the engine's input, which ends the engine. Kill the engine if it does not exit."""
         self._selector.close()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
@@ -154,7 +154,7 @@ class ScoredEngine:
             self._process.wait()
 
     def _exchange(self, wait_s: float) -> list[FromEngineLine]:
-        """Write and read, waiting at most `wait_s`; return the complete lines received."""
+        """Write and read for at most `wait_s`, and return the complete lines received."""
         self._watch_input()
         end_s = time.monotonic() + wait_s
         while True:

@@ -64,7 +64,7 @@ class Prompts:
 
 
 def load_prompts(file: str, model: str | None, *, cpu: bool) -> Prompts:
-    """Read and tokenize a file of prompts with the tokenizer of `model`; on a CPU, by default the bundled model's.
+    """Read and tokenize a file of prompts with the tokenizer of `model`. The default on a CPU is the bundled model.
 
     Raises ConfigError for a file that cannot be used, with its line, and if there is no tokenizer.
     """
@@ -100,7 +100,7 @@ def _read(file: str) -> bytes:
 
 
 def _texts(file: str, file_bytes: bytes) -> list[tuple[int, str]]:
-    """Return the prompts with their line numbers, without blank lines; a *.jsonl file has objects with "prompt"."""
+    """Return the prompts with their line numbers. Blank lines are skipped. A *.jsonl file has objects with "prompt"."""
     try:
         lines = file_bytes.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

@@ -40,7 +40,7 @@ OnLevel = Callable[[Device, ScoreLevel, bool], None]
 
 
 def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLevel) -> tuple[RunFolder, ScoredRun]:
-    """Run everything and write the run folder; engines and sampler always end.
+    """Run everything, write the run folder, and return folder and result. Engines and sampler always end.
 
     `report` takes a line for the user. An interruption or a failing engine leaves a partial result that says so. Raises
     ConfigError for a reference that cannot be read, and for GPUs that do not exist or that another bench measures.
@@ -157,7 +157,7 @@ def _gpus(config: BenchConfig, monitor: Monitor, host_bytes: int) -> list[Device
 
 
 def _first_samples(monitor: Monitor) -> list[Sample]:
-    """Wait for at least one sample of each GPU, up to the time limit."""
+    """Wait for at least one sample of each GPU, up to the time limit, and return the samples."""
     samples: list[Sample] = []
     end_s = time.monotonic() + _FIRST_SAMPLE_LIMIT_S
     while len({sample.gpu for sample in samples}) < len(monitor.start.gpus) and time.monotonic() < end_s:

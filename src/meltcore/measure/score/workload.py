@@ -1,8 +1,8 @@
 """Defines the fixed workload of the score, the division of its time, and the engine settings for a device.
 
-Any change of the requests needs a new version of the workload, because only equal workloads rank. Version 1 has prompts
-of 128 to 1,024 random tokens, uniform, and 128 output tokens. End tokens are ignored, sampling is greedy, and there is
-no prefix cache. The loop is closed, so each finished request is replaced immediately.
+Any change of the requests needs a new version of the workload, because only results of equal workloads are ranked.
+Version 1 has prompts of 128 to 1,024 random tokens, uniform, and 128 output tokens. End tokens are ignored, sampling is
+greedy, and there is no prefix cache. The loop is closed, so each finished request is replaced immediately.
 """
 
 from __future__ import annotations
@@ -125,6 +125,6 @@ def _mix(states: np.ndarray) -> np.ndarray:
 
 
 def _scale_to_range(draws: np.ndarray, low: int, high: int) -> list[int]:
-    """Map random numbers of 32 bits to [low, high) by multiplying and dropping the low half."""
+    """Return random numbers of 32 bits mapped to [low, high), by multiplication and a shift by 32 bits."""
     numbers: list[int] = (np.uint64(low) + ((draws * np.uint64(high - low)) >> np.uint64(32))).tolist()
     return numbers

@@ -56,9 +56,9 @@ _STEP_RANGES = ("step", "execute_", "profilerstep#")
 class ProfileOptions:
     """The GPU, the window and the step marker of an analysis.
 
-    `device` is one GPU, by default all; times are milliseconds from the first activity. `active_percent` is the SM
-    activity of that GPU by its own counters (GPM), a check of the trace. `step` begins the name of a kernel or range
-    that occurs once per step.
+    `device` is one GPU; None means all GPUs. Times are milliseconds from the first activity. `active_percent` is the SM
+    activity of that GPU by its own counters (GPM), a check of the trace. `step` is the beginning of the name of a
+    kernel or range that occurs once per step.
     """
 
     device: int | None = option(None, "One GPU of the trace (default: all).", group=_GROUP)
@@ -97,7 +97,7 @@ class Gap:
 
 
 def analyze_trace(trace: Trace, options: ProfileOptions) -> list[GapReport]:
-    """Analyze each GPU over the same window.
+    """Return the report of each GPU over the same window.
 
     Raises ConfigError for an empty window, and for activity of one GPU with a trace of several.
     """
@@ -116,7 +116,7 @@ def analyze(
     activity_share: float | None = None,
     step: str | None = None,
 ) -> GapReport:
-    """Analyze one GPU. `window` is in nanoseconds of the trace; by default it spans all activities.
+    """Return the report of one GPU. `window` is in nanoseconds of the trace. By default it spans all activities.
 
     `activity_share` and `step` are as in `ProfileOptions`. Raises ConfigError if the GPU has no activity in the window,
     or if no name in the window begins with `step`.

@@ -122,7 +122,7 @@ def _read(path: Path) -> Trace:
 
 
 def export(report: Path, target: Path) -> None:
-    """Export a report of Nsight Systems to SQLite with the `nsys` of this machine. Raises ConfigError."""
+    """Export a report of Nsight Systems to SQLite with the `nsys` of this machine. Raises ConfigError on failure."""
     nsys = shutil.which("nsys")
     if nsys is None:
         raise ConfigError(

@@ -6,7 +6,7 @@ Z_95 = 1.959964  # two-sided 95 % of the normal distribution
 
 
 def wilson_interval(successes: int, total: int, z: float = Z_95) -> tuple[float, float]:
-    """Return the Wilson score interval (low, high) of the proportion `successes / total`; (0, 1) for a total of 0.
+    """Return the Wilson score interval (low, high) of `successes / total`. It is (0, 1) for a total of 0.
 
     The interval is reliable near 0 and 1 and for small samples. The usual +- interval can exceed the range there.
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).

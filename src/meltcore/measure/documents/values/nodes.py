@@ -29,7 +29,8 @@ NodeDocument = Snapshot | Certificate | ScoredRun
 class NodeResult(msgspec.Struct, kw_only=True):
     """The result of one node. `verdict` is the verdict of its document, or the status of a node without a document.
 
-    Nodes with the same `hardware` are compared. `reason` says why there is no document, or why it cannot be trusted.
+    Nodes with the same `hardware` are compared. `reason` says why there is no document, or why the document cannot be
+    trusted.
     """
 
     node: str
@@ -70,7 +71,10 @@ class NodeMetric(msgspec.Struct, kw_only=True):
 
 
 class NodeDifference(msgspec.Struct, kw_only=True):
-    """A fact in which a node differs from most nodes with the same hardware (`common`), or the hardware itself."""
+    """A fact of a node whose value differs from the value `common` of most nodes.
+
+    The fact may be the hardware itself.
+    """
 
     node: str
     name: str
@@ -267,7 +271,7 @@ def _rates(document: NodeDocument | None) -> Iterator[tuple[str, str, float, str
 
 
 def _gpu_differences(nodes: Sequence[NodeResult]) -> list[NodeDifference]:
-    """Compare the GPUs of the nodes that have any. A node that has lost a GPU differs from the others."""
+    """Return the differences between the GPUs of the nodes. A node that has lost a GPU differs from the other nodes."""
     with_gpus = [(node, {"GPUs": node.hardware}) for node in nodes if _has_gpus(node.document)]
     return _compare(with_gpus)
 

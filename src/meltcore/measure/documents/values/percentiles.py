@@ -24,7 +24,10 @@ TOO_SMALL = "n too small"
 
 
 def distribution(samples: Sequence[float] | npt.NDArray[np.float64]) -> Distribution:
-    """Summarize `samples` [n]; a percentile is None where n is too small. Raises ValueError for NaN or infinity."""
+    """Return the summary of `samples` [n]. A percentile is None if n is too small.
+
+    Raises ValueError for NaN or infinity.
+    """
     import numpy as np
 
     sample_values = np.asarray(samples, dtype=np.float64)

@@ -49,7 +49,7 @@ def answer_progress(
 
 @contextmanager
 def stop_progress(progress: Progress) -> Iterator[None]:
-    """Stop a progress display after the block if it was started.
+    """Run the block, and then stop the progress display if it was started.
 
     Without a terminal, Rich prints an empty line when an unstarted display is stopped.
     """

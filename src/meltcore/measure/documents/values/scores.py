@@ -169,7 +169,7 @@ def totals_line(sums: Totals) -> str:
 
 
 def expectations(score: Score) -> list[WindowExpectation]:
-    """Judge the three expectations, each by the device with the worst value.
+    """Return the three expectations with their verdicts, each by the device with the worst value.
 
     An expectation is NOT MEASURED if a device lacks the value and no device fails. The expectations change neither the
     score nor the health verdict.

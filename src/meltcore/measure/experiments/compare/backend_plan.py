@@ -40,7 +40,7 @@ class BackendOptions:
 
 
 def parse_pair(text: str, flag: str) -> tuple[str, str]:
-    """Split NAME=VALUE. Raises ConfigError if the name or the value is empty."""
+    """Parse NAME=VALUE into (name, value). Raises ConfigError if the name or the value is empty."""
     name, _, value = text.partition("=")
     if not name or not value:
         raise ConfigError(f"{flag}: {text!r} is not of the form NAME=VALUE")

@@ -54,9 +54,10 @@ def run_backends(
     folder: RunFolder,
     console: Console,
 ) -> BackendComparison:
-    """Run the plan, and write result and page after each run. The result holds failed runs with their reasons.
+    """Run the plan, and return the result. Result and page are written after each run.
 
-    `console` shows a line per run. After Ctrl-C the finished runs are written, and KeyboardInterrupt is raised again.
+    Failed runs are in the result with their reasons. `console` shows a line per run. After Ctrl-C the finished runs are
+    written, and KeyboardInterrupt is raised again.
     """
     start_s = time.monotonic()
     comparison = BackendComparison(

@@ -71,7 +71,10 @@ OnStart = Callable[[PlannedStart, RunResult], None]
 
 
 def interleave(commands: dict[str, ServerCommand], starts: int) -> list[PlannedStart]:
-    """Plan `starts` of each command in mirrored order, A B B A A B ..., which cancels a steady drift of the machine."""
+    """Return `starts` planned starts of each command, in the mirrored order A B B A A B ...
+
+    The order cancels a steady drift of the machine.
+    """
     if starts < 1:
         raise ConfigError(f"starts must be at least 1; got {starts}")
     names = list(commands)
@@ -110,7 +113,10 @@ def run_starts(
 
 
 def run_start(start: PlannedStart, options: StartOptions, folder: Path, *, report: Callable[[str], None]) -> RunResult:
-    """Start, load and end one server. Raises MeltcoreError if the load was not measured to its end."""
+    """Start, load and end one server, and return the result of the load.
+
+    Raises MeltcoreError if the load stopped early.
+    """
     label = f"start {start.number} of {start.set_name}"
     log_path = folder / f"server-{start.set_name}-{start.number}.log"
     try:
@@ -224,7 +230,7 @@ def run_comparison(
     report: Callable[[str], None],
     on_start: OnStart,
 ) -> ComparisonResult:
-    """Run all starts, write each set to `folder` as it grows, then write the comparison.
+    """Run all starts, write each set to `folder` as it grows, and then write and return the comparison.
 
     Raises MeltcoreError if a start fails. Without `force`, raises ConfigError if the sets are not comparable.
     """

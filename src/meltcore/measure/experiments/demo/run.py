@@ -292,7 +292,7 @@ class _Demo:
 
 
 def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult]:
-    """Run the demo and write the run folder. The server is always ended.
+    """Run the demo, write the run folder, and return the folder and the result. The server is always ended.
 
     An interruption or a failing server leaves a partial result that says so. Raises ProcessError if the server never
     became ready; its log stays in the run folder.
@@ -417,7 +417,7 @@ def fleet_server(fleet: Path, log_path: Path, *, report: Callable[[str], None]) 
 
 
 def models_by_task(api: Api) -> dict[str, str]:
-    """Return the name of the first model of each task. Raises ApiError."""
+    """Return the name of the first model of each task. Raises ApiError if /v1/models has no usable answer."""
     found: dict[str, str] = {}
     for card in api.get("/v1/models").json()["data"]:
         found.setdefault(card.get("task") or CHAT, card["id"])

@@ -115,7 +115,7 @@ def score(gates: Sequence[CheckResult], levels: Sequence[LevelResult]) -> EvalSc
 
 
 def score_runs(folders: Sequence[Path | str]) -> RunResult:
-    """Compute the score of one full run, or of a GSM8K run and a throughput run.
+    """Return one result with the score of a full run, or of a GSM8K run and a throughput run.
 
     Raises ConfigError if `folders` hold neither.
     """
@@ -138,7 +138,7 @@ def score_runs(folders: Sequence[Path | str]) -> RunResult:
 
 
 def combine(mode: EvaluationMode, parts: Sequence[RunResult]) -> RunResult:
-    """Combine the results `parts` into one. The parts must be different evaluations."""
+    """Return one result that combines the results `parts`. The parts must be different evaluations."""
     settings: dict[str, Any] = {"what": mode}
     # "what" and "min_accuracy" do not describe the whole.
     for part in parts:

@@ -63,12 +63,12 @@ def run_gsm8k(
     on_answer: OnAnswer | None = None,
     folder: Path | None = None,
 ) -> RunResult:
-    """Evaluate GSM8K with the problems of `config`. The verdict is FAILED if a gate or a request fails.
+    """Evaluate GSM8K with the problems of `config`, and return the result. A failed gate or request makes it FAILED.
 
-    `harness` is a Python that has lm-evaluation-harness. The harness then runs the same problems, and its items are
-    compared with Meltcore's. If the harness fails, the comparison is a failed gate, and Meltcore's answers are still in
-    the result. Every answer is written into `folder` as it arrives. If the server dies, the run is partial and has the
-    verdict SERVER_DIED.
+    `harness` is the path of a Python that has lm-evaluation-harness. The harness then runs the same problems, and its
+    items are compared with Meltcore's. If the harness fails, the comparison is a failed gate, and Meltcore's answers
+    are still in the result. Every answer is written into `folder` as it arrives. If the server dies, the run is partial
+    and has the verdict SERVER_DIED.
 
     Raises ConfigError if data or examples cannot be read, or if the server cannot be reached or names no model.
     """

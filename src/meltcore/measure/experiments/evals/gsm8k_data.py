@@ -233,7 +233,7 @@ class GradedAnswer(NamedTuple):
 
 
 def grade(item: Item, answer: Answer) -> GradedAnswer:
-    """Grade one answer by strict and by flexible extraction."""
+    """Return an answer with its grades by strict and by flexible extraction."""
     strict, flexible = (
         not answer.failed and exact_match(extract(answer.text), item.reference)
         for extract in (extract_strict, extract_flexible)

@@ -34,7 +34,7 @@ def evaluate(
     concurrency: int = CONCURRENCY,
     on_progress: OnAnswer | None = None,
 ) -> Evaluation:
-    """Send every problem once, greedily and unstreamed, and count the correct answers.
+    """Send every problem once, greedily and unstreamed, and return the evaluation of the answers.
 
     The default is the 200 held-out problems. A failed request counts in `failed` and is not correct.
     """

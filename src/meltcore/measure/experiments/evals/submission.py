@@ -167,7 +167,7 @@ class SubmissionEvidence(NamedTuple):
 
 
 def find_evidence(paths: Sequence[str]) -> SubmissionEvidence:
-    """Choose the newest finished GSM8K and throughput runs among `paths`: run folders, or folders of run folders.
+    """Return the newest finished GSM8K and throughput runs among `paths`: run folders, or folders of run folders.
 
     Raises ConfigError if a run is missing; the error names the command that makes it. Raises ConfigError also if the
     runs cannot be scored together.
@@ -237,10 +237,10 @@ def _result_paths(paths: Sequence[str]) -> Iterable[Path]:
 
 
 def collect(folder: Path, evidence: SubmissionEvidence, config: SubmissionConfig) -> Submission:
-    """Write the submission into `folder`, which must be new or empty. The caller adds the report.
+    """Write the submission into `folder`, which must be new or empty, and return its record.
 
-    If a rule does not hold, only the record of the checks is written. Raises ConfigError if `folder` is not empty, or
-    if the checkout lacks a document.
+    The caller adds the report. If a rule does not hold, only the record of the checks is written. Raises ConfigError if
+    `folder` is not empty, or if the checkout lacks a document.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; give a new folder, so that no file of another submission stays")

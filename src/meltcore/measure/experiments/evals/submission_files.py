@@ -91,7 +91,7 @@ class Throughput(msgspec.Struct, kw_only=True):
 
 
 def correctness(result: RunResult) -> Correctness:
-    """Convert the GSM8K part of `result`. Raises ConfigError if it has none."""
+    """Return the GSM8K part of `result` in the harness's form. Raises ConfigError if it has none."""
     evaluation = result.evaluation
     if evaluation is None or evaluation.strict_correct is None:
         raise ConfigError("this result has no GSM8K answers graded in both ways")
@@ -110,7 +110,10 @@ def correctness(result: RunResult) -> Correctness:
 
 
 def throughput(result: RunResult) -> Throughput:
-    """Convert the levels of `result`. Raises ConfigError for levels whose answers were not counted and checked."""
+    """Return the levels of `result` in the harness's form.
+
+    Raises ConfigError for levels without counted, checked answers.
+    """
     settings = result.settings
     num_requests = int(settings["num_prompts"])
     num_drawn = len(result.levels) * (NUM_WARMUPS + num_requests - NUM_SPOT_CHECKS)
@@ -271,7 +274,7 @@ def _reproduce_text(result: RunResult) -> str:
 
 
 def _without_links(text: str) -> str:
-    """Remove images, and links to pages that are not part of the submission."""
+    """Return the text without images, and without links to pages that are not part of the submission."""
     return re.sub(r"\n{3,}", "\n\n", _LINK.sub(lambda link: "" if link[1] else link[2], text)).strip()
 
 

@@ -56,7 +56,7 @@ def kv_bytes_per_token(config: dict[str, Any], element_size: int) -> int:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json, or the config.json of a folder. Raises ConfigError."""
+    """Read a config.json, or the config.json of a folder. Raises ConfigError if it is unreadable."""
     file = path / "config.json" if path.is_dir() else path
     config = parse_json(file)
     if not isinstance(config, dict):

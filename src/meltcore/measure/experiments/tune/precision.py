@@ -120,7 +120,7 @@ def ask_items(api: Api, items: Sequence[EvalItem], model: str | None) -> list[An
 
 
 def compare_answers(items: Sequence[EvalItem], first: Sequence[Answer], second: Sequence[Answer]) -> AnswerComparison:
-    """Grade `second` and compare it with `first`, item by item."""
+    """Return the grades of the answers `second`, and their differences from the answers `first`, item by item."""
     differences: list[float] = []
     for first_answer, second_answer in zip(first, second, strict=True):
         for (token, logprob), (other_token, other_logprob) in zip(

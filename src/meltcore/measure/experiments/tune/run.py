@@ -1,8 +1,8 @@
-"""Starts a server with one setting, loads it and records a point; combines the points into the result.
+"""Starts and loads a server with one setting, which gives a point, and combines the points into a result.
 
 A sweep over concurrent sequences and token budgets marks the best point and the knee. The first start uses the server's
-default settings; every gain is relative to it. The knee is the smallest setting within 2 % of the best output rate,
-among settings that meet the SLO. Larger settings cost memory and latency without more output.
+default settings, and every gain is relative to the first start. The knee is the smallest setting within 2 % of the best
+output rate, among settings that meet the SLO. Larger settings cost memory and latency without more output.
 """
 
 from __future__ import annotations
@@ -200,9 +200,9 @@ def _reason(error: ProcessError) -> str:
 
 
 def tune_batching(tuner: Tuner, options: BatchingOptions, load: LoadConfig) -> Tuning:
-    """Measure the default settings, then every pair of settings, ordered by token budget and then by sequences.
+    """Measure the default settings, then every pair of settings, and return the tuning with best point and knee.
 
-    The result has the best point and the knee.
+    The pairs are ordered by token budget and then by sequences.
     """
     settings: list[dict[str, int | str]] = [
         {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}

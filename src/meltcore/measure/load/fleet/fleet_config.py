@@ -186,7 +186,7 @@ def shares_of(models: Sequence[ServedModel], mix: Mapping[str, float]) -> list[f
 
 
 def split_connections(total: int, shares: Sequence[float]) -> list[int]:
-    """Split `total` connections by `shares` with the largest-remainder method.
+    """Return the number of connections per share: `total` split with the largest-remainder method.
 
     Each model gets at least one connection if there are enough connections.
     """

@@ -150,7 +150,7 @@ class ExperimentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def load_experiment(name: str) -> ExperimentSpec:
-    """Return the experiment of a YAML file. Raises ConfigError."""
+    """Return the experiment of a YAML file. Raises ConfigError if the file is missing or invalid."""
     try:
         spec = msgspec.yaml.decode(Path(name).read_bytes(), type=ExperimentSpec)
     except (OSError, msgspec.MsgspecError) as error:

@@ -49,7 +49,10 @@ class Stream:
 
 @contextmanager
 def level_status(console: Console) -> Iterator[OnProgress]:
-    """Show a status line while a level runs. Without a terminal nothing is shown."""
+    """Show a status line during the block, and yield the callback that updates it.
+
+    Without a terminal nothing is shown.
+    """
     with console.status("") as status:
 
         def show(progress: Progress) -> None:

@@ -39,7 +39,7 @@ class LevelMeasurement:
 
 
 def summarize(measurement: LevelMeasurement) -> LevelResult:
-    """Compute the metrics of a level from its measurements.
+    """Return the metrics of a level from its measurements.
 
     Latencies, queue delay and tokens per event come from complete answers only. Failed requests lower the rates, which
     are relative to the whole duration, and the accuracy, which is relative to all requests.

@@ -94,7 +94,7 @@ class TextArrivals:
 
     @classmethod
     def from_records(cls, records: Sequence[RequestRecord], *, use_token_counts: bool = True) -> TextArrivals:
-        """Compute the arrivals of the answers in `records`, at least one of which must have text.
+        """Return the arrivals of the answers in `records`, at least one of which must have text.
 
         With `use_token_counts` False, every event counts as one token.
         """
@@ -141,7 +141,7 @@ class TokenTimes:
 
     @classmethod
     def from_records(cls, records: Sequence[RequestRecord]) -> TokenTimes:
-        """Compute the times of all tokens. Tokens of an answer without text count at its end."""
+        """Return the times of all tokens. Tokens of an answer without text count at the end of the answer."""
         times = [record.times_s if record.first_text_s else np.array([record.ended_s]) for record in records]
         token_counts = [_tokens_per_event(record) for record in records]
         return cls(np.concatenate(times or [np.zeros(0)]), np.concatenate(token_counts or [np.zeros(0)]))

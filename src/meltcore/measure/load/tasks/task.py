@@ -49,7 +49,7 @@ class ServedModel:
 class ThroughputUnit:
     """The words for the throughput of a task: a title, the unit, and a short unit for narrow tables.
 
-    `key` is the key of the definition. `head` is the heading of the columns; an empty head uses the unit.
+    `key` is the key of the definition. `head` is the heading of columns. If it is empty, the unit is the heading.
     """
 
     key: str

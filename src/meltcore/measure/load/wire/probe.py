@@ -72,8 +72,8 @@ class InFlightProbe:
 
     The peak is the maximum of sampled gauges: `requests_in_flight`, or `num_requests_running` + `num_requests_waiting`.
     Some servers report their own maximum (`meltcore:requests_in_flight_peak`). That value is used if it changed during
-    the level; an unchanged value may be older than the level. The peak is None if the server reported neither during
-    the level.
+    the level, because an unchanged value may be older than the level. The peak is None if the server reported neither
+    during the level.
     """
 
     def __init__(self, target: Target) -> None:

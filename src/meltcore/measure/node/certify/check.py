@@ -31,7 +31,7 @@ class HardwareCheck(ABC):
         return ""
 
     def run(self, context: CertifyContext) -> CheckReport:
-        """Run the check. A fault of a GPU or a program raises no error but gives UNKNOWN."""
+        """Run the check and return its report. A fault of a GPU or a program raises no error but gives UNKNOWN."""
         reason = "one GPU has no peer" if self.needs_peers and len(context.gpus) < 2 else self.unavailable()
         if reason:
             return CheckReport(name=self.name, title=self.title, verdict="NOT_APPLICABLE", reason=reason)
@@ -42,7 +42,7 @@ class HardwareCheck(ABC):
 
     @abstractmethod
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Run the check on a machine to which it applies."""
+        """Return the report of the check on a machine to which it applies."""
 
     def report(
         self,
@@ -99,7 +99,7 @@ class MeasuredCheck(HardwareCheck):
         """Change verdicts in `judged` by rules other than a floor."""
 
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Start the probe, watch the GPUs meanwhile, and judge the results."""
+        """Start the probe, watch the GPUs meanwhile, and return the judged results."""
         requests = self.requests(context)
         limit_s = START_LIMIT_S + self.limit_factor * self.probe_s(context)
         busy = context.busy()

@@ -35,7 +35,7 @@ class CertifyContext:
 
     @property
     def gpu_indices(self) -> tuple[int, ...]:
-        """Positions of all GPUs."""
+        """The indices of all GPUs."""
         return tuple(range(len(self.gpus)))
 
     def environment(self) -> dict[str, str]:

@@ -239,7 +239,7 @@ class Baseline:
 
 
 def make_baseline(certificate: Certificate) -> Baseline:
-    """Make a baseline of the values that passed, were recorded, or had no expectation.
+    """Return a baseline of the values that passed, were recorded, or had no expectation.
 
     Raises ConfigError for a certificate that FAILs: a faulty node is no reference.
     """

@@ -56,7 +56,7 @@ class Judgment:
 def judge(
     expected: Sequence[Expected], results: Sequence[ProbeResult], missing: tuple[FaultCode, str], busy: set[int]
 ) -> list[Judgment]:
-    """Judge every expected metric.
+    """Return one judgment per expected metric.
 
     `missing` is the (fault code, note) of a metric without a result. Another program used the GPUs in `busy`.
     """
@@ -161,7 +161,7 @@ def _find_asymmetry(judged: Sequence[Judgment]) -> None:
 
 
 def warn_throttled(judged: Sequence[Judgment], throttled: set[int]) -> None:
-    """Change PASS to WARN on throttled GPUs; the conditions give the finding."""
+    """Change PASS to WARN on throttled GPUs. ConditionsWatch makes the finding."""
     for judgment in judged:
         if judgment.row.verdict == "PASS" and throttled & set(judgment.row.gpus):
             judgment.row.verdict = "WARN"

@@ -37,8 +37,8 @@ _COLUMNS = (
 def gpu_line(gpu: GpuInfo, samples: Sequence[Sample], start_s: float) -> str:
     """Return one GPU's line: means of `samples` (at least one), clock reasons, and new errors in capitals.
 
-    `start_s` is the monotonic time from which the line counts. "?" stands for a value that should be readable; metrics
-    that the GPU type lacks are left out.
+    The time of the line counts from `start_s` (monotonic). "?" stands for a value that should be readable. Metrics that
+    the GPU type lacks are left out.
     """
     parts = [f"{samples[-1].t_s - start_s:6.1f} s  {gpu.label}"]
     readable_samples = [sample for sample in samples if not sample.lost]

@@ -63,7 +63,7 @@ class Recording(msgspec.Struct, kw_only=True):
 
 
 def read_recording(path: Path | str) -> Recording:
-    """Read a sampler's file; an incomplete last line, left by a crash, is ignored. Raises ConfigError."""
+    """Read a sampler's file, but for an incomplete last line after a crash. Raises ConfigError for another file."""
     try:
         text = Path(path).read_bytes()
     except OSError as error:

@@ -97,7 +97,7 @@ class Monitor:
 
     @property
     def pid(self) -> int:
-        """Process id of the sampler."""
+        """The process id of the sampler."""
         return self._process.pid
 
     @property
@@ -178,7 +178,7 @@ def main(connect: Callable[[], Nvml] = Nvml) -> None:
 def record(
     nvml: Nvml, gpus: Sequence[GpuDevice], interval_s: float, file: BinaryIO, stopping: threading.Event
 ) -> RecordingEnd:
-    """Write a sample of each GPU every `interval_s` until `stopping` is set or every GPU is lost.
+    """Write a sample of each GPU every `interval_s` until `stopping` is set or every GPU is lost. Return the last line.
 
     Samples are due at multiples of the interval after the first sample. If reading takes longer than the interval, due
     times are skipped and counted as missed.

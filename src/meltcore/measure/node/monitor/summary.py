@@ -221,7 +221,7 @@ class HealthReport(msgspec.Struct, kw_only=True):
 
 
 def judge_health(summary: GpuSummary, interval_s: float) -> HealthReport:
-    """Judge one GPU from the summary of its samples, which were taken every `interval_s`."""
+    """Return the verdict on a GPU from the summary of its samples, which were taken every `interval_s`."""
     events = [*_errors(summary), *_slowdowns(summary), *_clock_drift(summary)]
     unreadable = _unreadable_problems(summary, interval_s)
     verdict: Verdict = "DEGRADED" if events else "UNKNOWN" if unreadable else "HEALTHY"

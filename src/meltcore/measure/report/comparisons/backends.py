@@ -1,4 +1,4 @@
-"""The page of a comparison of backends, and its tables on the console."""
+"""Builds the page of a comparison of backends and its tables for the console."""
 
 from __future__ import annotations
 

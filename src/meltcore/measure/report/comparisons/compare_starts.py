@@ -61,7 +61,7 @@ def compare_starts(
     limits: Limits | None = None,
     force: bool = False,
 ) -> ComparisonResult:
-    """Compare two sets of server starts and judge one metric.
+    """Return the comparison of two sets of server starts, with a verdict on one metric.
 
     `control` holds starts of `old`'s server before the comparison. `order` says how starts were interleaved, such as
     "ABBA". A `metric` of None judges the throughput of the task. `load` is the concurrency of the level that gives the
@@ -196,7 +196,7 @@ def _primary_key(old: StartSet, new: StartSet, load: int | None) -> LevelKey:
 
 
 def _compare_common_loads(old: StartSet, new: StartSet) -> list[tuple[LevelKey, ComparedMetric]]:
-    """Compare each metric on each common load. A metric is left out if a start has no value for it."""
+    """Return the comparison of each metric on each common load. A metric is left out if a start has no value for it."""
     rows = []
     for level in old.starts[0].levels:
         for metric in metrics_of(level):

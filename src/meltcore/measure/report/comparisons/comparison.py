@@ -103,7 +103,7 @@ def comparison_page(comparison: ComparisonResult) -> Page:
 
 
 def comparison_markdown(comparison: ComparisonResult) -> str:
-    """Format a comparison as Markdown for a pull request; metrics other than the primary one are folded."""
+    """Format a comparison as Markdown for a pull request. Metrics other than the primary metric are folded."""
     other_rows = [row for row in comparison.rows if not _is_primary(comparison, row)]
     differences = [
         f"- different: {_escape_markdown(difference.name)}: {_escape_markdown(difference.old)} → "

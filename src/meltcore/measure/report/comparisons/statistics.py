@@ -36,7 +36,7 @@ class Change:
 
 
 def compare_samples(old: Sequence[float], new: Sequence[float], resamples: int = NUM_RESAMPLES) -> Change:
-    """Compare two samples, one value per start, by means, bootstrap interval and Mann-Whitney test.
+    """Return the change between two samples of one value per start, with bootstrap interval and Mann-Whitney test.
 
     Raises ValueError for a sample without values.
     """

@@ -1,4 +1,4 @@
-"""Builds the page of a load on a fleet, which a console shows too: health, levels and interference."""
+"""Builds the page of a load on a fleet, for HTML and the console: health, levels and interference."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def _tile(label: str, rows: Sequence[CertificateRow]) -> tuple[str, str, str]:
 
 
 def _gpu_verdict(report: CheckReport, gpu_index: int, gpu: GpuSnapshot) -> CheckVerdict:
-    """Return one GPU's verdict in a check; a WARN on several GPUs counts only for GPUs that a finding names."""
+    """Return one GPU's verdict in a check. A WARN on several GPUs counts only for GPUs that a finding names."""
     findings = [
         finding.verdict for finding in report.findings if gpu.label in _SUBJECT_SEPARATOR.split(finding.subject)
     ]

@@ -1,4 +1,4 @@
-"""Builds the page of a fleet's plan, which a console shows too: verdict, GPUs, models and MIG layouts."""
+"""Builds the page of a fleet's plan, for HTML and the console: verdict, GPUs, models and MIG layouts."""
 
 from __future__ import annotations
 

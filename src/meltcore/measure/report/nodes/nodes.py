@@ -1,4 +1,4 @@
-"""Builds the page of a command on all nodes of a cluster, which a console shows too: nodes, rates and differences."""
+"""Builds the page of a command on all nodes of a cluster, for HTML and the console: nodes, rates and differences."""
 
 from __future__ import annotations
 

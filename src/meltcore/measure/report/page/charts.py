@@ -120,7 +120,7 @@ def line_chart(
     format_x: Callable[[float], str] = "{:,g}".format,
     reference: tuple[float, str] | None = None,
 ) -> Markup | None:
-    """Draw lines over a logarithmic x axis with one tick per x; returns None if there is nothing to draw.
+    """Draw lines over a logarithmic x axis with one tick per x. Returns None if there is nothing to draw.
 
     `reference` is (value, name) of a dashed horizontal line. `format_x` formats the label of a tick.
     """
@@ -213,7 +213,7 @@ def time_strips(
 def bar_chart(
     bars: Sequence[Bar], *, label: str, color: int = 1, footnote: str = "", is_forced: bool = False
 ) -> Markup:
-    """Draw one bar per row; the names are above the bars, so that the chart fits on a phone.
+    """Draw one bar per row. The names are above the bars, so that the chart fits on a phone.
 
     The longest bar has the full length. `is_forced` shows the footnote as a warning.
     """

@@ -142,7 +142,7 @@ def _print_records(heads: Sequence[str], lines: Sequence[Sequence[str]], console
 
 
 def _column_widths(rows: Sequence[Sequence[str]], max_width: int) -> list[int] | None:
-    """Return column widths that sum to at most `max_width` and break no word, or None if there are none."""
+    """Return column widths that sum to at most `max_width` and break no word, or None if the words need more."""
     columns = list(zip(*rows, strict=True))
     natural_widths = [max(map(_width, column)) for column in columns]
     widths = [max((_width(word) for cell in column for word in _plain(cell).split()), default=0) for column in columns]

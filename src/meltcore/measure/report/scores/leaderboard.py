@@ -141,7 +141,7 @@ def leaderboard_notes(entries: Sequence[NamedScore]) -> list[str]:
 def leaderboard_page(entries: Sequence[NamedScore], reasons: Sequence[str], notes: Sequence[str]) -> Page:
     """Build the page of sorted results.
 
-    `reasons` say why the results must not be ranked; if there are any, every chart is marked.
+    `reasons` say why the results must not be ranked. With any reason, every chart is marked.
     """
     best_score, is_forced = entries[0].score, bool(reasons)
     engines = {entry.score.engine for entry in entries}

@@ -100,7 +100,7 @@ _UTILIZATION_NOTE = (
 
 
 def score_page(result: ScoredRun) -> Page:
-    """Build the page of a score: warnings, the score, then each device; a sweep gets its own page."""
+    """Build the page of a score: warnings, the score, then each device. A sweep has another page."""
     score = result.score
     if score.grid is not None:
         return sweep_page(result)

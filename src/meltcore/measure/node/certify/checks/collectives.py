@@ -1,7 +1,7 @@
 """NCCL collectives: do the GPUs communicate as fast as the links allow, and are the results correct?
 
-NVLink multicast (NVLS) is off in every group, so rings give the bandwidths. The probe starts one process per
-GPU, as programs use NCCL; `python -m meltcore.measure.node.certify.checks.collectives` is such a rank.
+NVLink multicast (NVLS) is off in every group, so rings give the bandwidths. The probe starts one rank process per GPU,
+as programs that use NCCL do: `python -m meltcore.measure.node.certify.checks.collectives`.
 """
 
 import atexit
@@ -157,7 +157,7 @@ _group: RankGroup | None = None
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measure the bus bandwidth in GB/s. Settings: op, bytes, seconds.
+    """Yield the bus bandwidth of all GPUs of the request in GB/s. Settings: op, bytes, seconds.
 
     The rank processes stay for further requests on the same GPUs.
     """

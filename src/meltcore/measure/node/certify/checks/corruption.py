@@ -81,7 +81,7 @@ def _usual_digests(context: CertifyContext, results: Sequence[ProbeResult]) -> d
 
 
 class RepeatedGemm:
-    """One GEMM on one GPU, repeated; each result is compared with the first, bit by bit, on the GPU."""
+    """A repeated GEMM on one GPU. Each result is compared with the first result, bit by bit, on the GPU."""
 
     def __init__(self, dtype: str, size: int, device: int) -> None:
         import torch
@@ -111,7 +111,10 @@ class RepeatedGemm:
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Count compared GEMMs per second on all GPUs concurrently. Settings: dtype (two bytes wide), size, seconds."""
+    """Yield the compared GEMMs per second of each GPU, on all GPUs concurrently.
+
+    Settings: dtype (two bytes wide), size, seconds.
+    """
     import torch
 
     settings = request.settings

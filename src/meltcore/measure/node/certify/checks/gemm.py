@@ -49,7 +49,7 @@ class GemmCheck(MeasuredCheck):
         ]
 
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Note FP8 as left out on GPUs without it, and GPU types whose data-sheet peak is unknown."""
+        """Return the report, whose reason names missing FP8 support and GPU types without a known data-sheet peak."""
         report = super().measure(context)
         reasons = []
         if "fp8" in _PLANS.get(context.tier, _FULL_TIER)[1] and not has_fp8(context):
@@ -77,7 +77,7 @@ def has_fp8(context: CertifyContext) -> bool:
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measure TFLOP/s on all GPUs concurrently. Settings: dtype, m, n, k, seconds."""
+    """Yield the TFLOP/s of each GPU, on all GPUs concurrently. Settings: dtype, m, n, k, seconds."""
     import torch
 
     from meltcore.measure.node.certify.gpu_timing import gemm_rates

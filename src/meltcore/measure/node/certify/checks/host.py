@@ -77,7 +77,7 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measure GB/s of one GPU. Settings: direction (host-to-device, device-to-host), bytes, seconds, cpus."""
+    """Yield the GB/s of one GPU. Settings: direction (host-to-device, device-to-host), bytes, seconds, cpus."""
     import torch
 
     from meltcore.measure.node.certify.gpu_timing import measure_rates

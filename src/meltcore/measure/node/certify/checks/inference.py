@@ -40,7 +40,7 @@ class InferenceCheck(HardwareCheck):
         return f"the engine is not installed ({', '.join(missing_packages)} missing)" if missing_packages else ""
 
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Run the demo on every GPU and watch the GPUs meanwhile."""
+        """Run the demo on every GPU, watch the GPUs meanwhile, and return the judged accuracies."""
         busy = context.busy()
         watch = ConditionsWatch(context, self.name)
         with ThreadPoolExecutor(max_workers=len(context.gpus)) as pool:

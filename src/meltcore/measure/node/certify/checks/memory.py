@@ -39,7 +39,7 @@ class MemoryCheck(MeasuredCheck):
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measure GB/s; every byte read and written counts. Settings: op (copy, read, write), bytes, seconds."""
+    """Yield the GB/s of each GPU, where reads and writes count. Settings: op (copy, read, write), bytes, seconds."""
     import torch
 
     from meltcore.measure.node.certify.gpu_timing import measure_rates

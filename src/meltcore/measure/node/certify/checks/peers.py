@@ -63,7 +63,7 @@ def link_gbps(context: CertifyContext, first: int, second: int) -> float | None:
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measure GB/s from the first GPU of a pair to the second. Settings: directions (1, 2), bytes, seconds.
+    """Yield the GB/s from the first GPU of a pair to the second GPU. Settings: directions (1, 2), bytes, seconds.
 
     With two directions, the result is the sum of the two rates.
     """
@@ -117,10 +117,10 @@ class PeerCopy:
 
 
 def _time_both_directions(forward: PeerCopy, backward: PeerCopy, work: float, seconds: float) -> list[float]:
-    """Time both directions with the host's clock, because events of two devices share no clock.
+    """Return samples of the total rate of both directions.
 
-    A group is long compared with its start and end. Each direction has a stream of its own: in the null stream a copy
-    between two GPUs occupies both of them.
+    The host's clock times them, because events of two devices share no clock. A group is long compared with its start
+    and end. Each direction has a stream of its own: in the null stream a copy between two GPUs occupies both GPUs.
     """
     import torch
 

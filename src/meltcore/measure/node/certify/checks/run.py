@@ -64,9 +64,9 @@ def certify(
     on_start: Callable[[str], None] = lambda _title: None,
     on_report: Callable[[CheckReport], None] = lambda _report: None,
 ) -> Certificate:
-    """Run every check of `tier` on `gpus`; files go to `folder`.
+    """Run every check of `tier` on `gpus`, and return the certificate. Files go to `folder`.
 
-    `on_start` receives the title of each check when it starts, and `on_report` its report. Ctrl-C ends the run; checks
+    `on_start` receives the title of each check when it starts, and `on_report` its report. Ctrl-C ends the run. Checks
     that did not finish are UNKNOWN. Raises ConfigError for several MIG devices (a process sees only one) and for a soak
     without hours.
     """
@@ -139,7 +139,10 @@ def sampling_interval_s(hours: float) -> float:
 
 
 def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Return one finding per fault code and subject, with the text of the first check that had it; the worst first."""
+    """Return one finding per fault code and subject, the worst first.
+
+    Its text comes from the first check with the fault.
+    """
     merged: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         first_finding = merged.setdefault((finding.code, finding.subject), msgspec.structs.replace(finding))

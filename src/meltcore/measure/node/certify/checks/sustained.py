@@ -55,7 +55,10 @@ class SustainedCheck(MeasuredCheck):
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measure TFLOP/s on all GPUs concurrently. Settings: dtype, m, n, k, seconds, every_s (of a sample)."""
+    """Yield the TFLOP/s of each GPU, on all GPUs concurrently.
+
+    Settings: dtype, m, n, k, seconds, every_s (of a sample).
+    """
     from meltcore.measure.node.certify.gpu_timing import gemm_rates
 
     settings = request.settings
