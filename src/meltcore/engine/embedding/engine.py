@@ -71,6 +71,11 @@ class EmbeddingTask(SleepableTask, OneStepTask[Embed, EmbeddingResult]):
             is_exact=has_budget(config, self._device),
         )
         self.memory += self._sleep_rows()
+        progress("warming up", 0.0)
+        # A batch with padding and one without: kernels are compiled and loaded before requests.
+        texts = [Embed(request_id="warm up", token_ids=bytes(_ID_BYTES * length)) for length in (1, 2)]
+        for batch in (texts, texts[:1]):
+            self.compute(batch, 0)
         self._load_s = time.monotonic() - start_s
 
     def cost(self, request: Embed) -> int:

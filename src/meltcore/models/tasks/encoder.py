@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from meltcore.kernels.layer_norm import add_layer_norm
 from meltcore.layers.embedding import make_embedding
 from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.configs.encoder_config import EncoderConfig
@@ -54,12 +55,14 @@ class TextEncoderLayer(nn.Module):
         self._activation = _ACTIVATIONS[config.activation]
 
     def forward(self, hidden: torch.Tensor, batch: _Batch) -> torch.Tensor:
-        """Return the hidden states after the layer: [tokens, size] -> [tokens, size], both in the norms' type."""
+        """Return the hidden states after the layer, in the norms' type: [tokens, size] -> [tokens, size].
+
+        `hidden` is overwritten.
+        """
         dtype = self.fc1.weight.dtype
         attended = self._attention(self.qkv_proj(hidden.to(dtype)), batch)
-        hidden = self.attention_norm(hidden + self.out_proj(attended))
-        output: torch.Tensor = self.output_norm(hidden + self.fc2(self._activation(self.fc1(hidden.to(dtype)))))
-        return output
+        hidden = _add_norm(hidden, self.out_proj(attended), self.attention_norm)
+        return _add_norm(hidden, self.fc2(self._activation(self.fc1(hidden.to(dtype)))), self.output_norm)
 
     def _attention(self, qkv: torch.Tensor, batch: _Batch) -> torch.Tensor:
         """Return attended values [tokens, size] of queries, keys and values [tokens, 3 * size].
@@ -85,6 +88,11 @@ class TextEncoderLayer(nn.Module):
             **linear_tensors([f"{prefix}output.dense"], self.fc2),
             **norm_tensors(f"{prefix}output.LayerNorm", self.output_norm),
         }
+
+
+def _add_norm(hidden: torch.Tensor, added: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
+    """Add `added` to `hidden` in place, and return the norm of the sum in the type of `hidden`."""
+    return add_layer_norm(hidden, added.to(hidden.dtype), norm.weight, norm.bias, norm.eps)
 
 
 class TextEncoder(nn.Module):
