@@ -35,8 +35,8 @@ from meltcore.fleet.daemon import running
 from meltcore.fleet.plan.context_memory import find_contexts
 from meltcore.fleet.plan.machine import read_gpus, read_machine
 from meltcore.fleet.plan.plan import plan_fleet
-from meltcore.fleet.plan.planned import planned_spec
-from meltcore.settings.fleet_file import load_fleet
+from meltcore.fleet.plan.planned import FleetPlanner
+from meltcore.fleet.plan.site import OneMachine
 
 MIB, GIB = 2**20, 2**30
 TOTAL = "all, with the driver"
@@ -121,7 +121,7 @@ def measure(fleet: dict[str, Any], folder: Path, out: Path | None) -> int:
 def planned_bytes(path: Path) -> tuple[dict[str, int], int]:
     """Budget and context of each model's engines on the GPU, and what the driver keeps of it."""
     machine = read_machine()
-    spec = planned_spec(load_fleet(path), machine)
+    spec = FleetPlanner(path, lambda _spec: OneMachine.of(machine)).config().spec
     contexts = find_contexts(machine.gpus[0].name, machine.driver) if machine.gpus else find_contexts("")
     plan, _ = plan_fleet(spec, [gpu.total_bytes for gpu in machine.gpus], contexts=contexts)
     assert plan is not None, "it has been planned already"

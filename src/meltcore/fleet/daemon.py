@@ -244,6 +244,8 @@ def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[Daem
         return (record, rows) if record is not None and _has_answered(rows := _rows(record)) else None
 
     def failure(limit_s: float | None) -> ConfigError:
+        if limit_s is None and process.returncode == 0:
+            return ConfigError(f"the server was ended before it was ready; its log: {log}")
         if limit_s is None:
             return ConfigError(_last_line(log) or f"the server ended with exit status {process.returncode}; see {log}")
         return ConfigError(f"the server was not ready within {limit_s:g} s; its last line: {_last_line(log)}")
@@ -319,7 +321,7 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
             start_ticks=ticks,
             port=port,
             url=_connect_url(spec.server.host, port),
-            model=", ".join(options.model_title(name, model) for name, model in spec.models.items()),
+            model=", ".join(spec.models),
             log=log,
             admin=str(sockets / ADMIN_SOCKET),
         )

@@ -55,8 +55,8 @@ from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.generation.text_model import find_task
-from meltcore.settings.config import ModelStatus, PriorityClass
-from meltcore.settings.fleet_spec import FleetSpec, ModelSection
+from meltcore.settings.config import PriorityClass
+from meltcore.settings.fleet_spec import FleetSpec
 
 DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
@@ -71,7 +71,6 @@ class FleetOptions:
     """The options in which servers of `meltcore up` and `meltcore serve` differ. The defaults are for `meltcore up`."""
 
     command: str = "up"  # as which it prints lines
-    model_title: Callable[[str, ModelSection], str] = lambda name, _model: name  # in the record of a server
     policy: RestartPolicy = field(default_factory=RestartAfterPause)
     log_folder: Path | None = None  # with a folder of logs per port and a file per engine; None: our standard error
     planner: FleetPlanner = NoFile()  # noqa: RUF009 - plans the changed fleet.yaml of a reload
@@ -81,11 +80,7 @@ class FleetOptions:
     launcher: MakeLauncher = LocalLauncher  # of its engines
 
 
-SERVE = FleetOptions(
-    command="serve",
-    model_title=lambda _name, model: model.model,
-    policy=NeverRestart(),
-)
+SERVE = FleetOptions(command="serve", policy=NeverRestart())
 
 
 def serve(
@@ -251,7 +246,7 @@ class Supervisor:
     # --- loading
 
     async def _load_and_serve(self) -> int:
-        if not await self._options.policy.start(self):
+        if not await self._options.policy.start(self.load_all, self.start_each):
             return 0
         stop = asyncio.create_task(self._stop.wait())
         all_ended = [model.all_ended for model in self.models.values()]
@@ -363,7 +358,7 @@ class Supervisor:
         self._watches[number] = asyncio.create_task(watch.run())
         return model
 
-    async def start_together(self) -> bool:
+    async def load_all(self) -> bool:
         """Load all models and show the progress. Return False if a signal arrives meanwhile. Raises MeltcoreError."""
         progress, stop = LoadingProgress(), asyncio.create_task(self._stop.wait())
         loading = asyncio.create_task(self._load())
@@ -380,7 +375,8 @@ class Supervisor:
         try:
             loading.result()
         except MeltcoreError:
-            self._set_status("dead", "the model could not be loaded")
+            for model in self.models.values():
+                model.set_status("dead", "the model could not be loaded")
             raise
         own = [model for model in self.models.values() if isinstance(model, ServedModel)]
         print_ready(own, self._stats.api_servers)
@@ -427,10 +423,6 @@ class Supervisor:
                 await asyncio.wait({engines_ended}, timeout=POLL_S)
 
     # --- events
-
-    def _set_status(self, status: ModelStatus, reason: str) -> None:
-        for model in self.models.values():
-            model.set_status(status, reason)
 
     def _report(self, text: str) -> None:
         print_line(f"meltcore {self._options.command}: {text}", sys.stderr)

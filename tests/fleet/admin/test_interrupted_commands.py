@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from waiting import WAIT_S
 import meltcore
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import Size
-from meltcore.common.process import start_ticks
+from meltcore.common.process import LoggedProcess, start_ticks
 from meltcore.fleet import daemon
 from meltcore.fleet.admin.operations import FleetOperations
 from meltcore.fleet.plan.placement import PlacedFleet
@@ -169,3 +170,31 @@ def test_logs_of_models_with_similar_names_are_apart(tmp_path: Path) -> None:
         assert {log.name.partition("@")[0] for log in found} == {name}
     with pytest.raises(ConfigError, match=r"no log of qwen\.2 in .*; it has a/b, a--b, q/"):
         find_logs(tmp_path, "", "qwen.2")
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "error"),
+    [(0, "the server was ended before it was ready; its log: .*daemon.log"), (2, "the fleet does not fit")],
+)
+def test_end_of_a_server_that_starts_in_the_background_is_told_apart_from_a_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_status: int, error: str
+) -> None:
+    """`meltcore down` meanwhile made the last line of the log the error of `up --daemon`."""
+    log = tmp_path / "daemon.log"
+
+    class EndedProcess(LoggedProcess):
+        returncode, pid = exit_status, 1
+
+        def start(self) -> Any:
+            log.write_text("meltcore up: the fleet does not fit\n")
+            return self
+
+        def send(self, data: bytes) -> Any:
+            assert b"/h" in data
+            return io.BytesIO()
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(daemon, "LoggedProcess", EndedProcess)
+    fleet = PlacedFleet(FleetSpec(models={"m": ModelSection(url="http://h")}))
+    with pytest.raises(ConfigError, match=error):
+        daemon.start(fleet, daemon.OneModel(), log=log)

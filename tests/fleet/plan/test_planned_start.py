@@ -21,7 +21,7 @@ from meltcore.fleet.admin.operations import check_startable, check_unchanged
 from meltcore.fleet.plan import measured
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import PlacedFleet
-from meltcore.fleet.plan.planned import FleetPlanner, planned_spec
+from meltcore.fleet.plan.planned import FleetPlanner, does_not_fit, find_plan
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.plan.site import OneMachine
 from meltcore.fleet.run.engines import place_replicas
@@ -37,7 +37,10 @@ def machine(*gib: float, used_gib: float = 0.5, host_gib: float = 64) -> Machine
 
 
 def planned(text: str, there: Machine) -> FleetSpec:
-    return planned_spec(parse_fleet(text), there)
+    found = find_plan(parse_fleet(text), OneMachine.of(there), print)
+    if found.plan is None:
+        raise ConfigError(does_not_fit(found, there))
+    return found.spec
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_without_a_gpu_models_get_budgets_of_host_memory() -> None:
 def test_model_of_unknown_size_is_left_to_its_engine() -> None:
     lines: list[str] = []
     spec = parse_fleet("models: {gone: {checkpoint: /none}, a: {checkpoint: meltcore/sums}}")
-    config = planned_spec(spec, machine(24), lines.append)
+    config = find_plan(spec, OneMachine.of(machine(24)), lines.append).spec
     assert lines == [line for line in lines if line.startswith("models.gone is not in the plan: /none")]
     assert len(lines) == 1
     assert [model.memory is None for model in config.models.values()] == [True, False]

@@ -24,7 +24,8 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import start
-from meltcore.fleet.processes.remote_engine import RemoteEngineProcess, RemoteRun
+from meltcore.fleet.processes.remote_engine import RemoteEngineProcess
+from meltcore.fleet.ray.cluster_driver import RemoteRun
 from meltcore.fleet.run.logs import find_logs
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.generation import (

@@ -242,7 +242,7 @@ def _check_checkpoints(fleet: PlacedFleet, running: Mapping[str, ModelSection]) 
     Of a model with random weights only the task is read. Checkpoints on other nodes are checked by the plan.
     """
     for name, model in fleet.spec.engines.items():
-        if model != running.get(name) and not any(place.node for place in fleet.places.get(name, ())):
+        if model != running.get(name) and not fleet.on_nodes(name):
             try:
                 find_task(model) if model.load_format == "dummy" else check_servable(model)
             except ConfigError as error:

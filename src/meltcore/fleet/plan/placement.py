@@ -33,6 +33,10 @@ class PlacedFleet(msgspec.Struct, frozen=True):
     places: dict[str, tuple[Place, ...]] = {}
     room_bytes: dict[str, int] = {}
 
+    def on_nodes(self, name: str) -> tuple[Place, ...]:
+        """Return the places of a model's replicas on nodes of a cluster. On this machine there are none."""
+        return tuple(place for place in self.places.get(name, ()) if place.node)
+
 
 def loaded_section(name: str, model: ModelSection) -> ModelSection:
     """Return a model as its engines load it. Settings that only the plan needs are removed.
@@ -110,8 +114,7 @@ def gpu_ranks(fleet: PlacedFleet, node: str) -> int:
     """
     count = 0
     for name, model in fleet.spec.engines.items():
-        places = fleet.places.get(name, ())
-        if any(place.node for place in places):
+        if places := fleet.on_nodes(name):
             replicas = sum(place.node == node and bool(place.gpus) for place in places)
         else:
             replicas = model.replicas if not node and _may_use_gpus(model) else 0

@@ -104,9 +104,9 @@ class FleetPlanner:
         """
         self.spec = load_fleet(self.path)
         site = self._site if running is None else self._look(running.nodes, running.places)
-        found = _fitting(find_plan(self.spec, site, report, running), site.machine)
-        assert found.plan is not None
-        assert found.placed is not None
+        found = find_plan(self.spec, site, report, running)
+        if found.plan is None or found.placed is None:
+            raise ConfigError(does_not_fit(found, site.machine))
         return msgspec.structs.replace(found.placed, room_bytes=_room(found.spec, found.plan, site.gpu_names))
 
     def check_changeable(self) -> None:
@@ -207,15 +207,6 @@ class NoFile(FleetPlanner):
 def print_unplanned(line: str) -> None:
     """Print a line about a model that is not in the plan."""
     print(f"meltcore: {line}", file=sys.stderr, flush=True)
-
-
-def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None] = lambda _line: None) -> FleetSpec:
-    """Return the fleet with the GPUs and the budget of each engine.
-
-    A model whose sizes are unknown is not changed. It loads last, takes the memory that is left, and may fail. Raises
-    ConfigError if GPUs are missing, or if the other models do not fit.
-    """
-    return _fitting(find_plan(spec, OneMachine.of(machine), report), machine).spec
 
 
 class FoundPlan(NamedTuple):
@@ -325,13 +316,6 @@ def _usable(spec: FleetSpec, machine: Machine) -> tuple[VisibleGpu, ...]:
 def _free_bytes(gpus: Sequence[VisibleGpu], contexts: ContextMemory) -> list[int]:
     """Return the bytes of each GPU that other processes do not use. They include the bytes of the driver."""
     return [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
-
-
-def _fitting(found: FoundPlan, machine: Machine) -> FoundPlan:
-    """Return `found` if the fleet fits. Otherwise raise ConfigError, whose text has the nearest plan."""
-    if found.plan is None:
-        raise ConfigError(does_not_fit(found, machine))
-    return found
 
 
 def _room(spec: FleetSpec, plan: Plan, names: Sequence[str]) -> dict[str, int]:

@@ -9,61 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
 
 from meltcore.common.errors import EngineEvictedError
 from meltcore.fleet.processes.engine_process import EXIT_LIMIT_S, EngineProcess
+from meltcore.fleet.ray.cluster_driver import ClusterDriver, RemoteRun, RunEnded
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.engines import FromEngine
 from meltcore.protocol.shell import Shutdown
-from meltcore.protocol.tcp import FIRST_CLIENT_S, ORPHAN_S, EngineAddress, write_address
+from meltcore.protocol.tcp import FIRST_CLIENT_S, ORPHAN_S, write_address
 from meltcore.serve.engines.engine_link import EngineLink
 
 _REASON_S = 0.5  # for the cluster to tell why an engine has ended whose connection is lost
 _POLL_S = 0.02
 _FREED_POLL_S, _CONNECT_S = 0.25, 1.0  # the port of an engine that was left is tried so often, and has so long
 _KILL_S = 1.0  # for the cluster to tell that a killed engine has ended; its node may be gone
-
-
-class RunEnded(NamedTuple):
-    """Says how an engine process has ended.
-
-    `is_evicted` is True if the cluster has ended the process because its node ran out of memory.
-    """
-
-    reason: str
-    is_evicted: bool = False
-
-
-class RemoteRun(NamedTuple):
-    """Describes an engine process on a node: its address, its process id on the node, and how it has ended."""
-
-    address: EngineAddress
-    pid: int
-    ended: asyncio.Future[RunEnded]
-
-
-class EngineCluster(Protocol):
-    """Starts and kills engines on other nodes."""
-
-    async def start_engine(
-        self,
-        start: StartEngine,
-        on_output: Callable[[bytes], None],
-        on_place: Callable[[str, Sequence[int]], None],
-        failed_nodes: Mapping[str, int],
-    ) -> RemoteRun:
-        """Start an engine process on a node and return it. Raises EngineDeadError if the process does not run.
-
-        Args:
-            start: the message that describes the engine.
-            on_output: receives the standard output and standard error of the process.
-            on_place: receives the node and the GPUs on which the process is started.
-            failed_nodes: number of the engine's exits by node. These nodes are avoided if other nodes have memory.
-        """
-
-    def kill_engine(self, engine: int) -> None:
-        """Kill an engine process immediately."""
 
 
 class RemoteEngineProcess(EngineProcess):
@@ -75,7 +34,7 @@ class RemoteEngineProcess(EngineProcess):
 
     def __init__(
         self,
-        cluster: EngineCluster,
+        cluster: ClusterDriver,
         start: StartEngine,
         on_message: Callable[[FromEngine], None],
         directory: Path,
@@ -92,8 +51,8 @@ class RemoteEngineProcess(EngineProcess):
             on_message: receives the engine's messages to the supervisor.
             directory: folder into which the engine's address is written, for all clients.
             log: file to which the engine's output is appended. None sends the output to standard error of this process.
-            on_place: see `EngineCluster.start_engine`.
-            failed_nodes: see `EngineCluster.start_engine`.
+            on_place: see `ClusterDriver.start_engine`.
+            failed_nodes: see `ClusterDriver.start_engine`.
         """
         super().__init__(on_message)
         self._cluster = cluster

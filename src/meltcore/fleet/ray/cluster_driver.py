@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -20,7 +20,6 @@ from meltcore.common.errors import ConfigError, EngineDeadError, EngineEvictedEr
 from meltcore.common.process import STDERR, describe_exit, end_async, start_async
 from meltcore.fleet.plan.cluster import left_out_text
 from meltcore.fleet.plan.first_fit import Place
-from meltcore.fleet.processes.remote_engine import RemoteRun, RunEnded
 from meltcore.models.checkpoints.checkpoint import is_on_hub
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,
@@ -53,6 +52,24 @@ _PROBE_LIMIT_S = 30.0  # for a node to answer: engines of a lost one wait for it
 _PING_S, _MAX_UNANSWERED = 2.0, 5  # pings; after five without an answer the driver is ended, and started again
 _START_LIMIT_S = 180.0  # for the driver to start an engine, with all its own limits
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 15.0  # between two tries to have the cluster again
+
+
+class RunEnded(NamedTuple):
+    """Says how an engine process has ended.
+
+    `is_evicted` is True if the cluster has ended the process because its node ran out of memory.
+    """
+
+    reason: str
+    is_evicted: bool = False
+
+
+class RemoteRun(NamedTuple):
+    """Describes an engine process on a node: its address, its process id on the node, and how it has ended."""
+
+    address: EngineAddress
+    pid: int
+    ended: asyncio.Future[RunEnded]
 
 
 class ClusterDriver:

@@ -57,8 +57,7 @@ def place_replicas(fleet: PlacedFleet, name: str, log_folder: Path | None = None
     engine, count, gpus_per_replica = engine_config(model), model.replicas, model.tensor_parallel_size
     logs = [log_folder and log_path(log_folder, name, index, count) for index in range(count)]
     replicas = [Replica(index=index, log=log, engine=engine, model=name) for index, log in enumerate(logs)]
-    places = fleet.places.get(name, ())
-    if any(place.node for place in places):
+    if places := fleet.on_nodes(name):
         for replica, place in zip(replicas, places, strict=True):
             replica.node, replica.gpus = place
         return replicas

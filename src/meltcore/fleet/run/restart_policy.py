@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.fleet.run.replica import EngineExit, ReplicaState
@@ -50,19 +50,6 @@ class Outage(NamedTuple):
     num_models: int
 
 
-class StartingServer(Protocol):
-    """Defines the two methods by which the supervisor starts models: all together, or each alone."""
-
-    async def start_together(self) -> bool:
-        """Load all models. Return True when all serve, and False if a signal arrives before. Raises MeltcoreError."""
-
-    async def start_each(self) -> None:
-        """Begin to load all models. Each becomes ready or fails independently of the others.
-
-        Raises ConfigError if the cluster cannot be reached.
-        """
-
-
 class RestartPolicy(ABC):
     """Decides how a model and its server react to starts and exits of engines.
 
@@ -73,8 +60,14 @@ class RestartPolicy(ABC):
     max_early_deaths: int
 
     @abstractmethod
-    async def start(self, server: StartingServer) -> bool:
-        """Start the models of a server. Return False if a signal arrived before they could serve, or else True."""
+    async def start(self, load_all: Callable[[], Awaitable[bool]], start_each: Callable[[], Awaitable[None]]) -> bool:
+        """Start the models of a server. Return False if a signal arrived before they could serve, or else True.
+
+        Args:
+            load_all: loads all models, and returns False if a signal arrives before all serve. Raises MeltcoreError.
+            start_each: begins to load each model, which becomes ready or fails independently of the others. Raises
+                ConfigError if the cluster cannot be reached.
+        """
 
     @abstractmethod
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
@@ -162,9 +155,9 @@ class NeverRestart(RestartPolicy):
 
     max_early_deaths = 0
 
-    async def start(self, server: StartingServer) -> bool:
+    async def start(self, load_all: Callable[[], Awaitable[bool]], start_each: Callable[[], Awaitable[None]]) -> bool:
         """Load all models before requests are answered."""
-        return await server.start_together()
+        return await load_all()
 
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
         """Wait until no model has an engine."""
@@ -238,9 +231,9 @@ class RestartAfterPause(RestartPolicy):
     probe_limit_s: float = 120.0  # for the answer to the readiness request
     max_early_deaths: int = 3
 
-    async def start(self, server: StartingServer) -> bool:
+    async def start(self, load_all: Callable[[], Awaitable[bool]], start_each: Callable[[], Awaitable[None]]) -> bool:
         """Begin to load each model, and return True."""
-        await server.start_each()
+        await start_each()
         return True
 
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
