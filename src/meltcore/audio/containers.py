@@ -147,28 +147,28 @@ def split_joined_files(data: bytes) -> list[bytes]:
     for _ in range(_MAX_OTHERS):
         data = strip_lead(data)
         container = find_container(data) or _frames_container(data)
-        starts, other, unknown = [0], 0, 0
+        starts, next_start, tail_start = [0], 0, 0
         for end in _SPLITTERS[container](data):
-            follows = _container_at(data, end)  # splitters yield each place where a file may begin
-            if follows is container:
+            next_container = _container_at(data, end)  # splitters yield each place where a file may begin
+            if next_container is container:
                 starts.append(end)
-            elif follows:
-                other = end
+            elif next_container:
+                next_start = end
                 break
             else:
-                unknown = end
+                tail_start = end
             if len(pieces) + len(starts) > _MAX_JOINED:
                 raise refusal(f"is joined from more than {_MAX_JOINED} files, the limit")
-        if unknown and not other:
-            other = next((start for start in starts_after_others(data, unknown) if _container_at(data, start)), 0)
-        stop = other or len(data)
-        if unknown and container in _EXACT:
-            stop = unknown
-            _check_tag(data[unknown:other] if other else data[unknown:])
+        if tail_start and not next_start:
+            next_start = next((each for each in starts_after_others(data, tail_start) if _container_at(data, each)), 0)
+        stop = next_start or len(data)
+        if tail_start and container in _EXACT:
+            stop = tail_start
+            _check_tag(data[tail_start:next_start] if next_start else data[tail_start:])
         pieces += [data] if (starts, stop) == ([0], len(data)) else [data[a:b] for a, b in pairwise([*starts, stop])]
-        if not other:
+        if not next_start:
             return [restore_sizes(piece) for piece in pieces]
-        data = data[other:]
+        data = data[next_start:]
     raise refusal(f"is joined from files of different formats more than {_MAX_OTHERS} times, the limit")
 
 

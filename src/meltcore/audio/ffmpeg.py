@@ -239,11 +239,11 @@ class FFmpegFile:
         """Yield the samples of each frame at the file's first rate, and the length of each gap in their times."""
         import av
 
-        form, converter = None, None
+        frame_format, converter = None, None
         for frame in self._frames():
             yield from self._silence_before(frame)
             # Joined files may differ in all of these.
-            if form != (form := (frame.format.name, frame.layout.name, frame.sample_rate)):
+            if frame_format != (frame_format := (frame.format.name, frame.layout.name, frame.sample_rate)):
                 if converter is not None:
                     yield from self._convert_frame(converter, None)
                 converter = av.AudioResampler(format="flt", layout=frame.layout, rate=self.sample_rate)

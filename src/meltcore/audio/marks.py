@@ -90,15 +90,15 @@ def _id3_tags(data: bytes, position: int) -> Iterator[int]:
     return (match.start() for match in _ID3.finditer(data, position))
 
 
-def _skip_tags(data: bytes, position: int, *places: Iterable[int]) -> Iterator[int]:
-    """Yield all `places` in ascending order, except places inside the tags that follow `position`.
+def _skip_tags(data: bytes, position: int, *candidates: Iterable[int]) -> Iterator[int]:
+    """Yield all `candidates` in ascending order, except candidates inside the tags that follow `position`.
 
     A cover image in a tag may contain the magic bytes of any file.
     """
     tags = [*ape_tags(data, position), *((start, id3_end(data, start)) for start in _id3_tags(data, position))]
-    found = [(place, place) for each in places for place in each]
+    empty_spans = [(candidate, candidate) for each in candidates for candidate in each]
     end = _flac_metadata_end(data, position)
-    for start, stop in sorted([*found, *tags]):
+    for start, stop in sorted([*empty_spans, *tags]):
         if start >= end:
             end = max(stop, _flac_metadata_end(data, start))
             if start == stop:

@@ -37,9 +37,9 @@ def frame_runs(data: bytes, position: int, syncs: re.Pattern[bytes] = ANY_SYNC) 
     """Yield the positions from `position` on at which a run of several MP3 or AAC frames begins."""
     end = 0
     for match in syncs.finditer(data, position):
-        if match.start() >= end and (found := run_end(data, match.start())):
+        if match.start() >= end and (end_of_run := run_end(data, match.start())):
             yield match.start()
-            end = found
+            end = end_of_run
 
 
 def run_end(data: bytes, position: int) -> int:

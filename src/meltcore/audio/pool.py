@@ -166,22 +166,22 @@ class _Worker:
 
     process: asyncio.subprocess.Process
     num_files: int = 0
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class EncodedFile:
     """A file that a worker process is encoding."""
 
-    def __init__(self, encoders: AudioEncoders, worker: _Worker, file_id: int, form: tuple[str, int, bool]) -> None:
+    def __init__(self, encoders: AudioEncoders, worker: _Worker, file_id: int, encoding: tuple[str, int, bool]) -> None:
         self._encoders = encoders
         self._worker = worker
         self._file_id = file_id
-        self._form = form
+        self._encoding = encoding
 
     async def add(self, samples: bytes, *, is_last: bool) -> bytes:
         """Encode more float32 samples. Returns the bytes that are ready. Raises RequestError (500)."""
         return await self._encoders.exchange(
-            self._worker, Encode(self._file_id, *self._form, samples, is_last, CPU_LIMIT_S)
+            self._worker, Encode(self._file_id, *self._encoding, samples, is_last, CPU_LIMIT_S)
         )
 
 
@@ -225,7 +225,7 @@ class AudioEncoders:
         await asyncio.gather(*(end_worker(worker.process) for worker in workers))
 
     def _begin(self, worker: _Worker, message: Encode | DropFile) -> asyncio.Task[bytes]:
-        task = asyncio.create_task(self._take_turn(worker, message))
+        task = asyncio.create_task(self._exchange_in_order(worker, message))
         self._exchanges.add(task)
         task.add_done_callback(self._forget_exchange)
         return task
@@ -235,8 +235,8 @@ class AudioEncoders:
         if not task.cancelled():
             task.exception()  # a caller that has gone does not ask for it, and asyncio would report it
 
-    async def _take_turn(self, worker: _Worker, message: Encode | DropFile) -> bytes:
-        async with worker.turn:
+    async def _exchange_in_order(self, worker: _Worker, message: Encode | DropFile) -> bytes:
+        async with worker.lock:
             try:
                 await send(worker.process, message)
                 answer = await receive(worker.process) if isinstance(message, Encode) else Encoded(b"")

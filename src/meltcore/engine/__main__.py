@@ -39,11 +39,11 @@ def main() -> int:
         # Otherwise torch rounds each large tensor up to 2 MiB, and a budget in bytes loses a piece with every weight:
         # 477 MiB of Gemma-3-27B in Q4_0 (H200, 2026-11-24). Torch reads it when it is imported.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    task, fault = DEFAULT, None
+    task, load_error = DEFAULT, None
     try:
         task = find_task(config.model, dummy=config.load_format == "dummy")
     except ConfigError as error:
-        fault = error  # which its start reports
+        load_error = error  # which its start reports
     has_ranks = config.tensor_parallel_size > 1 and "tensor_parallel_size" in task.settings
     ranks = {"ranks": StartedRanks(config.tensor_parallel_size)} if has_ranks else {}
     with loading_modules():  # these import torch, which takes seconds, while the other ranks do the same
@@ -53,8 +53,8 @@ def main() -> int:
         make = load(task.engine)
 
     def build(progress: Callable[[str, float], None]) -> Engine:
-        if fault is not None:
-            raise fault
+        if load_error is not None:
+            raise load_error
         engine: Engine = make(config, progress=progress, **ranks)
         return engine
 

@@ -44,8 +44,8 @@ def grouped_convolution(
             is_padding = torch.arange(frames, device=hidden.device) >= lengths[:, None]
             hidden = hidden.masked_fill(is_padding[:, :, None], 0.0)
         columns = hidden.transpose(1, 2)
-        mixed = functional.conv1d(columns, weight, bias, padding=taps // 2, groups=channels // group_size)
-        return functional.mish(mixed).transpose(1, 2)
+        convolved = functional.conv1d(columns, weight, bias, padding=taps // 2, groups=channels // group_size)
+        return functional.mish(convolved).transpose(1, 2)
     if not hidden.is_contiguous() or weight.stride() != (1, channels, channels * group_size):
         raise ValueError("hidden states must be contiguous, and weights those of `taps_first`")
     output = torch.empty_like(hidden)

@@ -94,8 +94,8 @@ class MemoryPools:
         allocator = torch._C._cuda_customAllocator(allocate_address, free_address)
         pool = torch.cuda.MemPool(allocator)
         # The interpreter's teardown would end them in any order, while torch still calls them.
-        for kept in (*callbacks, allocator, pool):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        for immortal in (*callbacks, allocator, pool):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
         return pool
 
 
@@ -131,7 +131,7 @@ def describe_pools() -> str:
         tag = "default" if pool == _DEFAULT_POOL else _tags_of_pools.get(pool, "graphs")
         sizes[tag][0] += segment["total_size"]
         sizes[tag][1] += segment["allocated_size"]
-    pools = (f"{tag} {size_text(held)} ({size_text(used)})" for tag, (held, used) in sizes.items())
+    pools = (f"{tag} {size_text(reserved)} ({size_text(allocated)})" for tag, (reserved, allocated) in sizes.items())
     return f"Reserved by torch (allocated) in each pool: {', '.join(pools)}"
 
 

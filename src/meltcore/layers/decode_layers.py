@@ -24,9 +24,9 @@ def persistent_layers(
 
     `layers` has pairs of mixer and feed-forward.
     """
-    found = [_decode_layer(*layer, *cache) for layer, cache in zip(layers, caches, strict=True)]
-    supported = [layer for layer in found if layer is not None]
-    if len(supported) < len(found) or not supports(supported):
+    candidates = [_decode_layer(*layer, *cache) for layer, cache in zip(layers, caches, strict=True)]
+    supported = [layer for layer in candidates if layer is not None]
+    if len(supported) < len(candidates) or not supports(supported):
         return None
     scale: Any = layers[0][0].scale
     return DecodeLayers(supported, rotary, scale)

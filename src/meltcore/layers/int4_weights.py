@@ -82,18 +82,18 @@ class _Matrix(NamedTuple):
     def tensors(self) -> dict[str, WeightLoader]:
         """Return the loaders of the matrix's tensors, by the last part of their names."""
         layout, int4_type, has_g_idx, has_bias, _ = self.format
-        (outputs, inputs), kept = self.part.shape, self.part.inputs
+        (outputs, inputs), kept_inputs = self.part.shape, self.part.inputs
         group, words = int4_type.group_size, outputs // WORD_VALUES
-        groups = range(kept.start // group, kept.stop // group)
+        groups = range(kept_inputs.start // group, kept_inputs.stop // group)
         integers = (torch.int32,)
         loaders: dict[str, WeightLoader] = {
             "qzeros": self._loader((inputs // group, words), groups, WORD_VALUES, self._store_zeros, integers),
             "scales": self._loader((inputs // group, outputs), groups, 1, self._store_scales, (int4_type.scale_dtype,)),
         }
         if layout == "awq":
-            loaders["qweight"] = self._loader((inputs, words), kept, WORD_VALUES, self._store_values, integers)
+            loaders["qweight"] = self._loader((inputs, words), kept_inputs, WORD_VALUES, self._store_values, integers)
         else:
-            rows = range(kept.start // WORD_VALUES, kept.stop // WORD_VALUES)
+            rows = range(kept_inputs.start // WORD_VALUES, kept_inputs.stop // WORD_VALUES)
             shape = (inputs // WORD_VALUES, outputs)
             loaders["qweight"] = self._loader(shape, rows, 1, self._store_values, integers)
         if has_g_idx:  # has been read before
@@ -115,15 +115,15 @@ class _Matrix(NamedTuple):
         `store` stores a part of the tensor in some rows of the arrays.
         """
         slices, start = [], self.part.rows.start
-        for kept in self.part.outputs:
-            if kept.start % word_values or len(kept) % word_values:
-                self._refuse_shard(kept)
-            columns = range(kept.start // word_values, kept.stop // word_values)
+        for kept_outputs in self.part.outputs:
+            if kept_outputs.start % word_values or len(kept_outputs) % word_values:
+                self._refuse_shard(kept_outputs)
+            columns = range(kept_outputs.start // word_values, kept_outputs.stop // word_values)
             target = ConvertingLoader(
-                torch.Size((len(rows), len(columns))), partial(store, slice(start, start + len(kept))), dtypes
+                torch.Size((len(rows), len(columns))), partial(store, slice(start, start + len(kept_outputs))), dtypes
             )
             slices.append(((as_slice(rows), as_slice(columns)), target))
-            start += len(kept)
+            start += len(kept_outputs)
         if len(slices) == 1 and tuple(slices[0][1].shape) == shape:
             return slices[0][1]
         return ShardLoader(torch.Size(shape), tuple(slices))
@@ -253,11 +253,11 @@ class Int4Experts(GgmlExperts):
         return {}
 
     def _rows_tensors(self, expert: int, first_row: int) -> dict[str, WeightLoader]:
-        (gate_up,), kept = self.gate_up_proj, self._local_columns
+        (gate_up,), local_columns = self.gate_up_proj, self._local_columns
         assert isinstance(gate_up, PackedRows)
-        rows = range(first_row, first_row + len(kept))
+        rows = range(first_row, first_row + len(local_columns))
         shape = (self._intermediate_size, self._hidden_size)
-        return self._tensors(gate_up, expert, MatrixPart(shape, (kept,), range(self._hidden_size), rows))
+        return self._tensors(gate_up, expert, MatrixPart(shape, (local_columns,), range(self._hidden_size), rows))
 
     def _tensors(self, packed: PackedRows, expert: int, part: MatrixPart) -> dict[str, WeightLoader]:
         return _Matrix(self._format, part, [array[expert] for array in packed.tensor.arrays], None).tensors()

@@ -55,8 +55,8 @@ class LinearBase(nn.Module):
         outputs: list[range] = []
         start = 0
         for index in indices:
-            kept = self._outputs[index]
-            outputs.append(range(start + kept.start, start + kept.stop))
+            kept_outputs = self._outputs[index]
+            outputs.append(range(start + kept_outputs.start, start + kept_outputs.stop))
             start += self._checkpoint_outputs[index]
         shape = (num_rows, self._checkpoint_inputs)
         return self.weight.tensors(MatrixPart(shape, tuple(outputs), self._inputs, rows, row_order))

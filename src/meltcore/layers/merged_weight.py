@@ -38,7 +38,7 @@ class MergedWeight(nn.Module):
     def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
         """Return the loaders of a checkpoint's matrix. Raises ValueError for rows of several parts."""
         start, stop = part.rows.start, part.rows.stop
-        rows, weight = next(found for found in self._parts() if start in found[0])
+        rows, weight = next(candidate for candidate in self._parts() if start in candidate[0])
         if stop > rows.stop:
             raise ValueError(f"rows {start} to {stop} have several formats and cannot be loaded from one tensor")
         return weight.tensors(part._replace(rows=range(start - rows.start, stop - rows.start)))

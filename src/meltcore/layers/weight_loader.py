@@ -72,23 +72,23 @@ def row_loader(target: WeightLoader, rows: range) -> WeightLoader | None:
     slices = []
     for index, part in target.slices:
         start, stop, _ = (index[0] if index else slice(None)).indices(target.shape[0])
-        kept = range(max(start, rows.start), max(start, rows.start, min(stop, rows.stop)))
-        part_rows = row_loader(part, range(kept.start - start, kept.stop - start))
+        kept_rows = range(max(start, rows.start), max(start, rows.start, min(stop, rows.stop)))
+        part_rows = row_loader(part, range(kept_rows.start - start, kept_rows.stop - start))
         if part_rows is None:
             return None
-        if len(kept) > 0:
-            slices.append(((slice(kept.start - rows.start, kept.stop - rows.start), *index[1:]), part_rows))
+        if len(kept_rows) > 0:
+            slices.append(((slice(kept_rows.start - rows.start, kept_rows.stop - rows.start), *index[1:]), part_rows))
     return ShardLoader(torch.Size((len(rows), *target.shape[1:])), tuple(slices))
 
 
-def split_rows(target: WeightLoader, step: int) -> Iterator[tuple[range, WeightLoader]]:
+def split_rows(target: WeightLoader, max_rows: int) -> Iterator[tuple[range, WeightLoader]]:
     """Yield ranges of up to `step` rows and their loaders, or all rows and `target` if it is only stored as a whole."""
     num_rows = target.shape[0] if target.shape else 1
-    if num_rows <= step or row_loader(target, range(step)) is None:
+    if num_rows <= max_rows or row_loader(target, range(max_rows)) is None:
         yield range(num_rows), target
         return
-    for first_row in range(0, num_rows, step):
-        rows = range(first_row, min(num_rows, first_row + step))
+    for first_row in range(0, num_rows, max_rows):
+        rows = range(first_row, min(num_rows, first_row + max_rows))
         part = row_loader(target, rows)
         assert part is not None, "where some rows can be stored alone, all can"
         yield rows, part
@@ -172,24 +172,24 @@ class MatrixPart(NamedTuple):
         """
         columns, width = as_slice(source_columns(self.inputs)), len(source_columns(range(self.shape[1])))
         shape = (self.shape[0], width)
-        whole = target(self.rows.start, self.rows.stop)
+        unsharded = target(self.rows.start, self.rows.stop)
         if len(self.outputs) == 1:
-            return shard_loader(permuted_loader(whole, self.row_order), shape, as_slice(self.outputs[0]), columns)
-        if tuple(whole.shape) == shape:
-            return whole
+            return shard_loader(permuted_loader(unsharded, self.row_order), shape, as_slice(self.outputs[0]), columns)
+        if tuple(unsharded.shape) == shape:
+            return unsharded
         stops = list(accumulate(map(len, self.outputs), initial=self.rows.start))
         return ShardLoader(
             torch.Size(shape),
             tuple(
-                ((as_slice(kept), columns), target(start, stop))
-                for kept, (start, stop) in zip(self.outputs, pairwise(stops), strict=True)
+                ((as_slice(kept_outputs), columns), target(start, stop))
+                for kept_outputs, (start, stop) in zip(self.outputs, pairwise(stops), strict=True)
             ),
         )
 
     def source_rows(self) -> torch.Tensor:
         """Return the row in the checkpoint of each row of the weight, [rows] int64."""
-        kept = torch.cat([torch.arange(rows.start, rows.stop, device="cpu") for rows in self.outputs])
-        return kept if self.row_order is None else kept[self.row_order]
+        kept_rows = torch.cat([torch.arange(rows.start, rows.stop, device="cpu") for rows in self.outputs])
+        return kept_rows if self.row_order is None else kept_rows[self.row_order]
 
 
 def as_slice(index_range: range) -> slice:

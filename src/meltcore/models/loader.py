@@ -312,7 +312,7 @@ def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
 
 def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[TensorFile]) -> list[list[_Part]]:
     """Plan the reads of each file. Raises ConfigError unless the files hold each tensor of the model exactly once."""
-    place = checkpoint.fairseq or (checkpoint.folder if checkpoint.gguf is None else checkpoint.gguf.path)
+    location = checkpoint.fairseq or (checkpoint.folder if checkpoint.gguf is None else checkpoint.gguf.path)
     loaders, fused_tensors = model.checkpoint_tensors(), model.fused_tensors()
     sources: dict[str, tuple[str, Path]] = {}  # from the model's tensor to the tensor and file that it is read from
     unexpected: list[str] = []
@@ -333,7 +333,7 @@ def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[Te
                 if checkpoint_name in sources:
                     other_name, path = sources[checkpoint_name]
                     raise ConfigError(
-                        f"{place}: {name} of {file.path.name} is in {path.name} too"
+                        f"{location}: {name} of {file.path.name} is in {path.name} too"
                         + (f", as {other_name}" if other_name != name else "")
                     )
                 sources[checkpoint_name] = name, file.path
@@ -342,8 +342,8 @@ def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[Te
     problems = [_describe_names("missing", missing), _describe_names("unexpected", sorted(unexpected))]
     if any(problems):
         published = read_quantization_config(checkpoint.config)
-        asked = f" (quantization_config: quant_method {published.quant_method})" if published else ""
-        raise ConfigError(f"{place}: {'; '.join(filter(None, problems))}{asked}")
+        format_note = f" (quantization_config: quant_method {published.quant_method})" if published else ""
+        raise ConfigError(f"{location}: {'; '.join(filter(None, problems))}{format_note}")
     return parts
 
 
@@ -353,9 +353,9 @@ def _check_tied_head(model: LoadableModel, files: Sequence[TensorFile]) -> None:
     The stored head is not loaded, so outputs would differ from the trained model. Only _TIED_ROWS rows at each end are
     compared: a separate head differs in all rows, or in the rows of added tokens.
     """
-    stored = {model.canonical_name(name): (file, name) for file in files for name in file.entries}
-    head = stored.get("lm_head.weight")
-    embeddings = [each for name, each in stored.items() if name.endswith("embed_tokens.weight")]
+    file_tensors = {model.canonical_name(name): (file, name) for file in files for name in file.entries}
+    head = file_tensors.get("lm_head.weight")
+    embeddings = [each for name, each in file_tensors.items() if name.endswith("embed_tokens.weight")]
     if head is None or len(embeddings) != 1 or "lm_head.weight" in model.checkpoint_tensors():
         return
     [embedding] = embeddings
@@ -381,9 +381,9 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
     quantized tensors of a GGUF checkpoint, blocks are drawn. Large tensors are drawn in ranges of rows.
     """
     generator = torch.Generator(device=model.device).manual_seed(seed)
-    stored = _stored_entries(checkpoint) if checkpoint.gguf is not None else {}
+    entries = _stored_entries(checkpoint) if checkpoint.gguf is not None else {}
     for name, target in model.checkpoint_tensors().items():
-        entry, dtypes = stored.get(name), stored_dtypes(target)
+        entry, dtypes = entries.get(name), stored_dtypes(target)
         ggml_type = None if entry is None else _held_format(entry, target)
         dtype = torch.uint8 if ggml_type else torch.int32 if dtypes == (torch.int32,) else model.dtype
         for _, part in split_rows(target, _rows_per_part(target.shape, dtype.itemsize)):
@@ -398,10 +398,10 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
 
 def _held_format(entry: TensorEntry, target: WeightLoader) -> GgmlType | None:
     """Return the format of the blocks that `target` reads from a GGUF tensor. None means that `target` reads values."""
-    stored = GgmlType.__members__.get(entry.dtype_name)
-    if stored is None or stored.columns(entry.shape[-1]) == target.shape[-1]:
+    stored_type = GgmlType.__members__.get(entry.dtype_name)
+    if stored_type is None or stored_type.columns(entry.shape[-1]) == target.shape[-1]:
         return None
-    return stored.held.type
+    return stored_type.held.type
 
 
 def _rows_per_part(shape: Sequence[int], value_bytes: int) -> int:

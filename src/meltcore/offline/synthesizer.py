@@ -77,8 +77,8 @@ class Synthesizer:
         RequestError for a text, voice, reference or setting that cannot be served, and ConfigError for a file that
         cannot be opened.
         """
-        wanted = [texts] if isinstance(texts, str) else list(texts)
-        requests = [self._request(text, voice, reference, reference_text, speed, seed, num_steps) for text in wanted]
+        text_list = [texts] if isinstance(texts, str) else list(texts)
+        requests = [self._request(text, voice, reference, reference_text, speed, seed, num_steps) for text in text_list]
         parts: dict[str, list[Samples]] = {request.request_id: [] for request in requests}
         for request_id, samples in self._run(requests):
             parts[request_id].append(samples)

@@ -196,7 +196,7 @@ def test_hit_needs_full_attention_whole_and_the_last_window_of_sliding_groups(
                 assert pages[part] == (first.pages[part] if seen else [0] * group.pages)
 
 
-def test_evicting_one_page_frees_its_whole_bundle() -> None:
+def test_evicting_one_page_frees_its_whole_page_set() -> None:
     pool = PagePool(6)
     layout = PageLayout((PageGroup(0, 1, None), PageGroup(1, 2, 64)))
     cache = PrefixCache(pool, layout)
@@ -206,7 +206,7 @@ def test_evicting_one_page_frees_its_whole_bundle() -> None:
     pool.release(reversed(first.pages))
     (taken,) = pool.allocate(1)
     assert taken == first.pages[5]
-    assert pool.registered_pages == set(first.pages[:4]), "the other page of the bundle is forgotten"
+    assert pool.registered_pages == set(first.pages[:4]), "the other page of the page set is forgotten"
     assert not pool.is_cached(first.pages[4])
     assert pool.allocate(1) == [first.pages[4]], "and it is free: nothing else is evicted for the next page"
     assert pool.registered_pages == set(first.pages[:4])

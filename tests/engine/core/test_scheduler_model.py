@@ -273,7 +273,7 @@ class World:
             self.lost_with_page += sum(not self.cache.is_known(key) for key in lost)
             self._snapshots = set(snapshots._slot_by_hash)
             for key, slot in snapshots._slot_by_hash.items():
-                last = self.device.pages[self.cache._bundles[0][key][0]][-1]
+                last = self.device.pages[self.cache._page_sets[0][key][0]][-1]
                 assert last is not None
                 assert self.device.states[slot] == last[1], "a snapshot of another beginning"
 
@@ -448,19 +448,19 @@ def window_off_by_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hit_without_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix is a hit when full attention has it: its last bundle of a sliding group may be anything."""
+    """A prefix is a hit when full attention has it: its last page set of a sliding group may be anything."""
 
     def hits(self: PrefixCache, request: Request) -> range:
         hashes = self.page_hashes(request, (len(request.token_ids) - 1) // PAGE_SIZE)
         known = next(
-            (count for count, page_hash in enumerate(hashes) if page_hash not in self._bundles[0]), len(hashes)
+            (count for count, page_hash in enumerate(hashes) if page_hash not in self._page_sets[0]), len(hashes)
         )
         return range(1, known + 1)
 
     monkeypatch.setattr(PrefixCache, "hits", hits)
 
 
-def evicted_bundle_half_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def evicted_page_set_half_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagePool, "unregister", lambda self, page: None)
 
 
@@ -472,7 +472,7 @@ def evicted_bundle_half_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         window_off_by_one_column,
         window_off_by_one_token,
         hit_without_its_window,
-        evicted_bundle_half_kept,
+        evicted_page_set_half_kept,
     ],
 )
 def test_mutation_of_sliding_groups_breaks_a_history(

@@ -103,9 +103,9 @@ class PageLayout(NamedTuple):
         """
         pages = 0
         for group in self.groups:
-            most = group.max_columns(tokens, chunk)
+            group_columns = group.max_columns(tokens, chunk)
             decoding = group.max_columns(tokens, PAGE_SIZE)
-            pages += group.pages * min(seqs * most, max(most, seqs * decoding + pages_for(chunk) + 1))
+            pages += group.pages * min(seqs * group_columns, max(group_columns, seqs * decoding + pages_for(chunk) + 1))
         return pages
 
     def missing_pages(self, tokens: int, hit_columns: int, chunk: int) -> int:
@@ -249,7 +249,7 @@ class PrefixCache:
     def __init__(self, pool: PagePool, layout: PageLayout = FULL_ATTENTION) -> None:
         self._pool = pool
         self._layout = layout
-        self._bundles: list[dict[bytes, list[int]]] = [{} for _ in layout.groups]
+        self._page_sets: list[dict[bytes, list[int]]] = [{} for _ in layout.groups]
         self._entry_by_page: dict[int, tuple[int, bytes]] = {}  # index of the group, and hash
         self._secret = secrets.token_bytes(_HASH_BYTES)
         self.on_forget: Callable[[bytes], None] = lambda _: None
@@ -262,18 +262,18 @@ class PrefixCache:
         """
         hashes = self.page_hashes(request, (len(request.token_ids) - 1) // PAGE_SIZE)
         sliding = []
-        for group, bundles in zip(self._layout.groups, self._bundles, strict=True):
+        for group, page_sets in zip(self._layout.groups, self._page_sets, strict=True):
             if group.window is None:
-                del hashes[_num_known_columns(hashes, bundles) :]
+                del hashes[_num_known_columns(hashes, page_sets) :]
             else:
-                sliding.append((group, bundles))
+                sliding.append((group, page_sets))
         if not sliding:
             return range(1, len(hashes) + 1)
         hits = []
         starts = [0] * len(sliding)  # of each group's known columns that end at the current one
         for length, page_hash in enumerate(hashes, 1):
-            for index, (_, bundles) in enumerate(sliding):
-                if page_hash not in bundles:
+            for index, (_, page_sets) in enumerate(sliding):
+                if page_hash not in page_sets:
                     starts[index] = length
             if all(
                 start <= group.first_column(length * PAGE_SIZE)
@@ -287,14 +287,14 @@ class PrefixCache:
 
         A column that no window reaches has the null page.
         """
-        group_bundles = [
-            (group.first_column(hit_columns * PAGE_SIZE), [0] * group.pages, bundles)
-            for group, bundles in zip(self._layout.groups, self._bundles, strict=True)
+        group_page_sets = [
+            (group.first_column(hit_columns * PAGE_SIZE), [0] * group.pages, page_sets)
+            for group, page_sets in zip(self._layout.groups, self._page_sets, strict=True)
         ]
         pages: list[int] = []
         for column, page_hash in enumerate(self.page_hashes(request, hit_columns)):
-            for first_column, null_pages, bundles in group_bundles:
-                pages += bundles[page_hash] if column >= first_column else null_pages
+            for first_column, null_pages, page_sets in group_page_sets:
+                pages += page_sets[page_hash] if column >= first_column else null_pages
         return pages
 
     def register(self, request: Request) -> None:
@@ -305,12 +305,12 @@ class PrefixCache:
         hashes = self.page_hashes(request, num_full_columns)
         for column in range(request.registered_columns, num_full_columns):
             page_hash, column_start = hashes[column], column * self._layout.column_pages
-            for index, (group, bundles) in enumerate(zip(self._layout.groups, self._bundles, strict=True)):
-                if page_hash in bundles:  # another sequence computed it first, and one copy is enough
+            for index, (group, page_sets) in enumerate(zip(self._layout.groups, self._page_sets, strict=True)):
+                if page_hash in page_sets:  # another sequence computed it first, and one copy is enough
                     continue
                 first_page = column_start + group.first
-                bundles[page_hash] = bundle = request.pages[first_page : first_page + group.pages]
-                for page in bundle:
+                page_sets[page_hash] = page_set = request.pages[first_page : first_page + group.pages]
+                for page in page_set:
                     self._entry_by_page[page] = index, page_hash
                     self._pool.register(page)
         request.registered_columns = num_full_columns
@@ -328,15 +328,15 @@ class PrefixCache:
 
     def is_known(self, page_hash: bytes) -> bool:
         """Return whether the column with this hash is registered in every group."""
-        return all(page_hash in bundles for bundles in self._bundles)
+        return all(page_hash in page_sets for page_sets in self._page_sets)
 
     def check(self) -> None:
         """Raise AssertionError if the two maps disagree. Tests and an idle engine call this."""
         pages = {
             page: (index, page_hash)
-            for index, bundles in enumerate(self._bundles)
-            for page_hash, bundle in bundles.items()
-            for page in bundle
+            for index, page_sets in enumerate(self._page_sets)
+            for page_hash, page_set in page_sets.items()
+            for page in page_set
         }
         assert pages == self._entry_by_page, "maps disagree"
         assert set(self._entry_by_page) == self._pool.registered_pages, "the pool registers other pages than the cache"
@@ -348,16 +348,16 @@ class PrefixCache:
     def _forget(self, page: int) -> None:
         """Remove the page set of an evicted page, and free its other pages."""
         index, page_hash = self._entry_by_page.pop(page)
-        for other_page in self._bundles[index].pop(page_hash):
+        for other_page in self._page_sets[index].pop(page_hash):
             if other_page != page:
                 del self._entry_by_page[other_page]
                 self._pool.unregister(other_page)
         self.on_forget(page_hash)
 
 
-def _num_known_columns(hashes: list[bytes], bundles: dict[bytes, list[int]]) -> int:
+def _num_known_columns(hashes: list[bytes], page_sets: dict[bytes, list[int]]) -> int:
     """Return the number of leading hashes that are known."""
     for column, page_hash in enumerate(hashes):
-        if page_hash not in bundles:
+        if page_hash not in page_sets:
             return column
     return len(hashes)

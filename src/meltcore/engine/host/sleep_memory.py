@@ -89,8 +89,8 @@ class GpuSleepMemory:
             with self._pools.allocating("weights"):
                 pooled = content.clone().untyped_storage()
             for tensor in tensors:
-                moved = torch.empty(0, dtype=tensor.dtype, device=self._device)
-                tensor.data = moved.set_(pooled, tensor.storage_offset(), tensor.shape, tensor.stride())
+                view = torch.empty(0, dtype=tensor.dtype, device=self._device)
+                tensor.data = view.set_(pooled, tensor.storage_offset(), tensor.shape, tensor.stride())
             del content
         torch.cuda.empty_cache()
 
@@ -124,8 +124,8 @@ class GpuSleepMemory:
         except (MeltcoreError, OSError, torch.OutOfMemoryError) as error:
             memory.drop()
             torch.cuda.empty_cache()
-            what = "memory of its budget is missing" if self._keep == "host" else "the weights cannot be read again"
-            raise SleepError(f"{what}: {error}") from error
+            problem = "memory of its budget is missing" if self._keep == "host" else "the weights cannot be read again"
+            raise SleepError(f"{problem}: {error}") from error
         return memory.size("weights")
 
 
@@ -187,8 +187,8 @@ class CpuSleepMemory:
         weights, caches = self._storages()
         for storage in caches:
             content = torch.empty(0, dtype=torch.uint8).set_(storage)
-            for edge in (content[: mmap.PAGESIZE], content[-mmap.PAGESIZE :]):
-                edge.zero_()
+            for partial_page in (content[: mmap.PAGESIZE], content[-mmap.PAGESIZE :]):
+                partial_page.zero_()
         dropped = [*caches, *(weights if self._keep == "disk" else ())]
         return sum(drop_pages(storage.data_ptr(), storage.nbytes()) for storage in dropped)
 
@@ -263,8 +263,8 @@ class SleepableTask:
         """Load the model again and copy its weights, since prepared weights are not the tensors of the checkpoint."""
         assert self._load is not None
         loaded_model = self._load(progress=lambda _stage, _part: None)
-        for own, loaded in zip(self._model_tensors, _held_tensors(loaded_model), strict=True):
-            own.copy_(loaded)
+        for current, loaded in zip(self._model_tensors, _held_tensors(loaded_model), strict=True):
+            current.copy_(loaded)
 
 
 def _held_tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -192,9 +192,9 @@ def smallest_budget(is_enough: Callable[[int], bool], largest_bytes: int) -> int
     `is_enough` may raise ConfigError instead of returning False.
     """
 
-    def suffices(steps: int) -> bool:
+    def suffices(num_mib: int) -> bool:
         try:
-            return is_enough(steps * _STEP_BYTES)
+            return is_enough(num_mib * _STEP_BYTES)
         except ConfigError:
             return False
 

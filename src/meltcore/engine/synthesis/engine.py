@@ -229,11 +229,11 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         """
         if folder is None:
             rate, max_s = self._mel.sample_rate, 0.9 * self.max_reference_s
-            found = {name: dummy_voice(rate, max_s, seed) for seed, name in enumerate(PUBLISHED_VOICES)}
+            voices = {name: dummy_voice(rate, max_s, seed) for seed, name in enumerate(PUBLISHED_VOICES)}
         else:
-            found = read_voices(folder, self._mel.sample_rate)
+            voices = read_voices(folder, self._mel.sample_rate)
         speakers = {}
-        for name, voice in found.items():
+        for name, voice in voices.items():
             try:
                 speakers[name] = self._prepare(voice.samples, voice.text)
             except RequestError as error:
@@ -247,8 +247,8 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         if request.voice:
             return self._voices[find_voice(request.voice, list(self._voices))]
         if not request.reference:
-            known = ", ".join(self._voices) or "none"
-            raise RequestError(f"give a voice ({known}) or a reference with its text", param="voice")
+            voice_names = ", ".join(self._voices) or "none"
+            raise RequestError(f"give a voice ({voice_names}) or a reference with its text", param="voice")
         num_bytes, max_bytes = len(request.reference), int(_MAX_UPLOAD_S * self._mel.sample_rate) * _SAMPLE_BYTES
         if num_bytes % _SAMPLE_BYTES or num_bytes > max_bytes:
             raise RequestError(

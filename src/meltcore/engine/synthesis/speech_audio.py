@@ -54,11 +54,11 @@ def prepare_reference(samples: Samples, sample_rate: int, max_s: float) -> Refer
         raise _refusal(
             f"has {seconds:.1f} s without the silence at its ends; it must have {MIN_REFERENCE_S} to {max_s:.1f} s"
         )
-    whole = np.concatenate([speech, np.zeros(round(_END_SILENCE_S * sample_rate), np.float32)])
-    rms = float(np.sqrt(np.square(whole).mean()))
+    padded = np.concatenate([speech, np.zeros(round(_END_SILENCE_S * sample_rate), np.float32)])
+    rms = float(np.sqrt(np.square(padded).mean()))
     if rms < TARGET_RMS:
-        whole = whole * np.float32(TARGET_RMS / rms)
-    return Reference(whole, len(whole) / sample_rate)
+        padded = padded * np.float32(TARGET_RMS / rms)
+    return Reference(padded, len(padded) / sample_rate)
 
 
 def _refusal(reason: str) -> RequestError:
@@ -85,8 +85,8 @@ class SpeechJoiner:
         size = min(len(self._tail), len(chunk), self._overlap)
         fade = np.linspace(0, 1, size, dtype=np.float32)
         split = len(self._tail) - size
-        mixed = self._tail[split:] * (1 - fade) + chunk[:size] * fade
-        joined = np.concatenate([self._tail[:split], mixed, chunk[size:]])
+        faded = self._tail[split:] * (1 - fade) + chunk[:size] * fade
+        joined = np.concatenate([self._tail[:split], faded, chunk[size:]])
         end = len(joined) if is_last else max(0, len(joined) - self._overlap)
         self._tail = joined[end:]
         return joined[:end]

@@ -170,15 +170,15 @@ class SpeechSampler:
     def _begin(self) -> _Batch:
         """Make a batch of waiting utterances: the one that is due first, and others of similar length."""
         in_order = sorted(self._waiting.values(), key=lambda utterance: utterance.due)
-        chosen: list[Utterance] = []
+        utterances: list[Utterance] = []
         for utterance in in_order:
-            lengths = [each.frames for each in (*chosen, utterance)]
-            fits = max(lengths) * len(lengths) <= self._max_frames and max(lengths) <= min(lengths) * _MAX_PADDING
-            if not chosen or fits:
-                chosen.append(utterance)
-        for utterance in chosen:
+            lengths = [each.frames for each in (*utterances, utterance)]
+            has_space = max(lengths) * len(lengths) <= self._max_frames and max(lengths) <= min(lengths) * _MAX_PADDING
+            if not utterances or has_space:
+                utterances.append(utterance)
+        for utterance in utterances:
             del self._waiting[utterance.key]
-        batch = self._make_batch(chosen)
+        batch = self._make_batch(utterances)
         self._batches.append(batch)
         return batch
 

@@ -54,14 +54,14 @@ class StepGraphs:
             return step_velocity(self._model, inputs)
 
         def make(capturer: GraphCapturer) -> _Graph:
-            own = StepInputs(*(None if values is None else values.clone() for values in inputs))  # type: ignore[arg-type]
-            step_velocity(self._model, own)  # so that nothing is loaded or chosen during the capture
+            graph_inputs = StepInputs(*(None if values is None else values.clone() for values in inputs))  # type: ignore[arg-type]
+            step_velocity(self._model, graph_inputs)  # so that nothing is loaded or chosen during the capture
             torch.cuda.synchronize()
-            return _Graph(own, *capturer.capture(lambda: step_velocity(self._model, own)))
+            return _Graph(graph_inputs, *capturer.capture(lambda: step_velocity(self._model, graph_inputs)))
 
-        kept = self._cache.get((rows, frames, inputs.is_padding is None), make)
-        for own, values in zip(kept.inputs, inputs, strict=True):
-            if own is not None and values is not None:
-                own.copy_(values)
-        kept.graph.replay()
-        return kept.velocity
+        captured = self._cache.get((rows, frames, inputs.is_padding is None), make)
+        for target, values in zip(captured.inputs, inputs, strict=True):
+            if target is not None and values is not None:
+                target.copy_(values)
+        captured.graph.replay()
+        return captured.velocity

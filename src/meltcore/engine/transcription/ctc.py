@@ -34,9 +34,9 @@ def ctc_greedy(logits: torch.Tensor, frames: torch.Tensor, blank: int) -> list[E
     """
     best = logits.argmax(-1).masked_fill(padding_mask(frames, logits.shape[1]), blank)
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
-    chosen = logprobs.gather(-1, best[..., None])[..., 0].cpu()
+    best_logprobs = logprobs.gather(-1, best[..., None])[..., 0].cpu()
     blanks = logprobs[..., blank].cpu()
-    rows = zip(best.cpu(), chosen, blanks, frames.tolist(), strict=True)
+    rows = zip(best.cpu(), best_logprobs, blanks, frames.tolist(), strict=True)
     return [make_emissions(tokens, scores, row[:count], blank) for tokens, scores, row, count in rows]
 
 
@@ -53,5 +53,5 @@ def make_emissions(best: torch.Tensor, logprobs: torch.Tensor, blank_logprobs: t
     highest = torch.full((len(tokens),), -torch.inf).scatter_reduce(0, run_of_frame, logprobs, "amax")
     ends = counts.cumsum(0)
     is_token = tokens != blank
-    kept, first, end, scores = (each[is_token].tolist() for each in (tokens, ends - counts, ends, highest))
-    return Emissions(kept, first, end, scores, blank_logprobs.tolist())
+    token_ids, first, end, scores = (each[is_token].tolist() for each in (tokens, ends - counts, ends, highest))
+    return Emissions(token_ids, first, end, scores, blank_logprobs.tolist())

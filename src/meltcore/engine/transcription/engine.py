@@ -203,7 +203,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
         languages = torch.tensor([self._languages[requests[row].language] for row in rows], device=self._device)
         if len(rows) < len(requests):
             encoded, frames = encoded[rows], frames[rows]
-        found = transducer_greedy(
+        emissions = transducer_greedy(
             self.model,
             encoded,
             frames,
@@ -211,7 +211,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
             graphs=self._rnnt_graphs,
             frames_per_token=self._frames_per_token,
         )
-        return [(rows, found)]
+        return [(rows, emissions)]
 
     def _transcript(self, request: Transcribe, emissions: Emissions, frames: int) -> Transcript:
         words = join_tokens(emissions, self._token_texts[request.language], self.model.config.frame_s)
@@ -238,7 +238,7 @@ def join_tokens(emissions: Emissions, texts: Sequence[str], frame_s: float) -> t
     `texts` has the texts of the language's tokens. A frame lasts `frame_s` seconds.
     """
     tokens = emissions.tokens
-    starts = [at for at, token in enumerate(tokens) if at == 0 or texts[token].startswith(_WORD_START)]
+    starts = [index for index, token in enumerate(tokens) if index == 0 or texts[token].startswith(_WORD_START)]
     words = (_make_word(emissions, texts, frame_s, first, end) for first, end in pairwise([*starts, len(tokens)]))
     return tuple(word for word in words if word.text)
 

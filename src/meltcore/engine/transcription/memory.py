@@ -124,13 +124,15 @@ def _transcription_sizes(
     # Before the layers, in float32: samples, their windows and the transform. Then the features alone.
     transform = encoder.subsampling_factor * (features.hop * 3 + features.n_fft * 4) * 4
     # Samples and encoded frames live beside, and the tables of the RNN-T.
-    beside = (
+    io_bytes = (
         encoder.subsampling_factor * features.hop * 2 + 2 * (encoder.hidden_size + config.joint_size) * element_size
     )
     elements = encoder.subsampling_channels * encoder.subsampling_factor * encoder.num_mels // 4
-    part = max((graphs or TRANSCRIPTION_GRAPHS).subsampling, elements * max_shape)
-    frame_bytes = max(layer, transform) + beside + _loop_frame_bytes(config)
-    subsampled_bytes, part_bytes = (int(each * _SUBSAMPLING_TENSORS) * element_size for each in (elements, part))
+    batch_elements = max((graphs or TRANSCRIPTION_GRAPHS).subsampling, elements * max_shape)
+    frame_bytes = max(layer, transform) + io_bytes + _loop_frame_bytes(config)
+    subsampled_bytes, part_bytes = (
+        int(each * _SUBSAMPLING_TENSORS) * element_size for each in (elements, batch_elements)
+    )
     return frame_bytes, subsampled_bytes, part_bytes
 
 
@@ -147,12 +149,18 @@ def _transcription_workspace(
     frame_bytes, subsampled_bytes, part_bytes = _transcription_sizes(config, element_size, max_shape, graphs)
     frames = graphs.clips * max_shape
     pool = frames * frame_bytes + min(part_bytes, frames * subsampled_bytes)
-    kept = frames * (encoder.hidden_size * element_size + encoder.subsampling_factor * config.features.hop * 2)
-    kept += graph_node_bytes(1, encoder.num_layers)
+    graph_bytes = frames * (encoder.hidden_size * element_size + encoder.subsampling_factor * config.features.hop * 2)
+    graph_bytes += graph_node_bytes(1, encoder.num_layers)
     # Tables of the RNN-T, and the kernels of its iterations: about those of as many layers as the encoder's.
     decode_loop_bytes = MAX_LOOP_CLIPS * max_shape * (config.joint_size * element_size + _loop_frame_bytes(config))
     decode_loop_bytes += graph_node_bytes(1, encoder.num_layers)
-    return pool + graphs.encoder * kept + graphs.transducer * decode_loop_bytes + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES
+    return (
+        pool
+        + graphs.encoder * graph_bytes
+        + graphs.transducer * decode_loop_bytes
+        + LIBRARY_BYTES
+        + LEAST_BATCH_GAP_BYTES
+    )
 
 
 def planned_config(name: str, *, is_dummy: bool) -> IndicConformerConfig:

@@ -87,12 +87,12 @@ class BeamSearch:
         Raises ConfigError if sources or translations have more tokens than the model has positions.
         """
         config = model.config
-        for limit, most, name in (
+        for limit, max_positions, name in (
             (max_source, config.max_source_positions, "max_source_positions"),
             (options.max_new_tokens, config.max_target_positions, "max_target_positions"),
         ):
-            if limit > most:
-                raise ConfigError(f"{limit} tokens are more than the model's {name}, {most}")
+            if limit > max_positions:
+                raise ConfigError(f"{limit} tokens are more than the model's {name}, {max_positions}")
         self.model, self.options = model, options
         self.max_source, self.num_slots = max_source, slots
         self._encoder_tokens = encoder_tokens or _ENCODER_TOKENS[model.device.type]
@@ -198,8 +198,8 @@ class BeamSearch:
         launched = self._launch()
         if not self._overlaps:
             return self._take(launched)
-        before, self._launched = self._launched, launched
-        return self._take(before)
+        previous, self._launched = self._launched, launched
+        return self._take(previous)
 
     def _launch(self) -> _Step | None:
         """Launch a step of all sentences that are not known to be complete. Returns None if all are."""
@@ -207,8 +207,8 @@ class BeamSearch:
             self._limits.popleft()
             self._rows = None
         if self._rows is None:
-            least = self._num_steps - self.options.max_new_tokens
-            self._rows = [sentence for sentence in self._running.values() if sentence.begun_step > least]
+            last_complete_step = self._num_steps - self.options.max_new_tokens
+            self._rows = [sentence for sentence in self._running.values() if sentence.begun_step > last_complete_step]
         rows = self._rows
         if not rows:
             return None
@@ -252,10 +252,10 @@ class BeamSearch:
         if size not in self._graphs:
             assert self._capturer is not None
             step = partial(self.state.step, self._slots[:size], self.options.max_new_tokens, self.max_source)
-            sent = self._slots.clone()
+            saved_slots = self._slots.clone()
             self._slots.fill_(self.state.spare)
             step()  # compiles, on the spare slot
-            self._slots.copy_(sent)
+            self._slots.copy_(saved_slots)
             torch.cuda.synchronize()
             self._graphs[size] = self._capturer.capture(step)
         return self._graphs[size]

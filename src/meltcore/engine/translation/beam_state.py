@@ -119,8 +119,8 @@ class BeamState:
             cache[:, slots, :, : encoded.shape[1]] = keys_values
         self._source_lengths[slots] = lengths
         if self._synthetic_lengths is not None:
-            wanted = (lengths + _SYNTHETIC_EXTRA).clamp(min=_SYNTHETIC_LEAST)
-            self._synthetic_lengths[slots] = wanted.clamp(max=self.options.max_new_tokens)
+            target_lengths = (lengths + _SYNTHETIC_EXTRA).clamp(min=_SYNTHETIC_LEAST)
+            self._synthetic_lengths[slots] = target_lengths.clamp(max=self.options.max_new_tokens)
         for table, value in (
             (self._positions, 0), (self._last_tokens, EOS_ID), (self._finished_scores, _IMPOSSIBLE_SCORE),
             (self._is_finished, False), (self._is_done, False),
@@ -227,12 +227,12 @@ class BeamState:
         """
         beams, count = self.options.num_beams, log_probs.shape[-1]
         totals = log_probs + self._scores[slots][..., None]
-        scores, chosen = totals.flatten(1).topk(count)
-        parents = chosen // count
-        new_tokens = tokens.flatten(1).gather(1, chosen)
-        places = (lengths - 1)[:, None, None]
+        scores, best_indices = totals.flatten(1).topk(count)
+        parents = best_indices // count
+        new_tokens = tokens.flatten(1).gather(1, best_indices)
+        positions = (lengths - 1)[:, None, None]
         sequences = _take_beams(self._tokens[slots], parents)
-        sequences.scatter_(2, places.expand(-1, count, 1), new_tokens[..., None])
+        sequences.scatter_(2, positions.expand(-1, count, 1), new_tokens[..., None])
         ends = (new_tokens == EOS_ID) | is_last[:, None]
 
         running_scores = scores + ends * _IMPOSSIBLE_SCORE
@@ -241,8 +241,8 @@ class BeamState:
         self._scores[targets] = kept_scores
         self._tokens[targets] = _take_beams(sequences, keep)
         self._last_tokens[targets] = new_tokens.gather(1, keep)
-        own = torch.arange(beams, dtype=torch.int8, device=self.device)[:, None]
-        writers = self._writers[slots].scatter_(2, places.expand(-1, beams, 1), own.expand(len(slots), -1, 1))
+        beam_ids = torch.arange(beams, dtype=torch.int8, device=self.device)[:, None]
+        writers = self._writers[slots].scatter_(2, positions.expand(-1, beams, 1), beam_ids.expand(len(slots), -1, 1))
         self._writers[targets] = _take_beams(writers, parents.gather(1, keep))
         return self._cannot_improve(lengths, kept_scores[:, 0], finished_scores, is_finished)
 

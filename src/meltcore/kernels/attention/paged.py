@@ -103,13 +103,13 @@ def _group_keys(
     params: AttentionParams, metadata: AttentionMetadata, group: PaddedGroup, group_size: int
 ) -> _GroupKeys:
     """Return the keys of a padded group. Layers of a step with the same window and heads share the result."""
-    name = group, params.sliding_window, group_size, params.key_cache.shape[1]
-    found = None if metadata.shared is None else metadata.shared.get(name)
-    if found is None:
-        found = _find_keys(params, metadata, group, group_size)
+    key = group, params.sliding_window, group_size, params.key_cache.shape[1]
+    group_keys = None if metadata.shared is None else metadata.shared.get(key)
+    if group_keys is None:
+        group_keys = _find_keys(params, metadata, group, group_size)
         if metadata.shared is not None:
-            metadata.shared[name] = found
-    return found
+            metadata.shared[key] = group_keys
+    return group_keys
 
 
 def _find_keys(params: AttentionParams, metadata: AttentionMetadata, group: PaddedGroup, group_size: int) -> _GroupKeys:

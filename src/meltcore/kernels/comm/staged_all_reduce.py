@@ -320,17 +320,19 @@ def _launch(
     tiles = triton.cdiv(rows, tile_rows) if memory.has_messages else 0  # a launch of no programs only compiles
     tiles_per_rank, owned_tiles = triton.cdiv(tiles, ranks), max(0, triton.cdiv(tiles - memory.rank, ranks))
     words = as_words(output)
-    sent = (as_words(values), words if topk_weights is None else topk_weights)
+    inputs = (as_words(values), words if topk_weights is None else topk_weights)
     top_k = 0 if topk_weights is None else topk_weights.shape[1]
     tile = {"ROW": row, "BLOCK": block, "ROWS": tile_rows, "DTYPE": triton_dtype(output), "RANK": memory.rank}
     tile["num_warps"] = min(_MAX_WARPS, max(1, tile_rows * block // (32 * _WORDS_PER_THREAD)))
     tile |= pdl_options(output.device)
     group = {"RANKS": ranks, "FIRST_ROW": chunk_words(ranks) + COUNTER_WORDS}
     first_sum = group["FIRST_ROW"] + MESSAGE_WORDS
-    _all_reduce_send_kernel[(tiles_per_rank * (ranks - 1),)](*sent, memory.pointers, rows, TOP_K=top_k, **group, **tile)
+    _all_reduce_send_kernel[(tiles_per_rank * (ranks - 1),)](
+        *inputs, memory.pointers, rows, TOP_K=top_k, **group, **tile
+    )
     _exchange(0, memory)
     _all_reduce_sum_kernel[(owned_tiles,)](
-        *sent,
+        *inputs,
         words,
         memory.pointers,
         rows,

@@ -242,8 +242,8 @@ def _dequantize_with_minima(tensor: GgmlTensor, scales: torch.Tensor) -> torch.T
     if tensor.type in (GgmlType.Q4_1, GgmlType.Q5_1):
         d, minima = (each.flatten(-2)[..., : tensor.columns // 32] for each in (d, -dmin))
     elif tensor.type == GgmlType.Q2_K:
-        both = tensor.subscales.unflatten(-1, (-1, 16))
-        d, minima = ((d * (both & 15)).flatten(-2), (dmin * (both >> 4)).flatten(-2))
+        packed = tensor.subscales.unflatten(-1, (-1, 16))
+        d, minima = ((d * (packed & 15)).flatten(-2), (dmin * (packed >> 4)).flatten(-2))
     else:
         low, high = tensor.subscales.unflatten(-1, (-1, 12)).split([8, 4], -1)
         high = torch.cat([high & 15, high >> 4], -1)
@@ -272,21 +272,21 @@ def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return scaled
 
 
-def quantize_blocks(wide: torch.Tensor, ggml_type: GgmlType) -> torch.Tensor:
+def quantize_blocks(rows: torch.Tensor, ggml_type: GgmlType) -> torch.Tensor:
     """Quantize rows [..., columns] to blocks as a file stores them, uint8 [..., bytes of a row], with ggml's rounding.
 
     Supports Q8_0 and Q4_0. Raises ValueError for another type, or if a row is not a whole number of blocks.
     """
-    ggml_type.row_bytes(wide.shape[-1])
-    groups = wide.float().unflatten(-1, (-1, ggml_type.block_size))
+    ggml_type.row_bytes(rows.shape[-1])
+    groups = rows.float().unflatten(-1, (-1, ggml_type.block_size))
     magnitudes = groups.abs()
     if ggml_type == GgmlType.Q8_0:
         scales = magnitudes.amax(-1, keepdim=True)
         scales = scales / torch.full_like(scales, 127.0)  # a Python number would be multiplied by its reciprocal
         scaled = groups * _inverse(scales)
         # Half away from zero: torch rounds half to even.
-        whole = scaled.abs().floor()
-        values = (whole + (scaled.abs() - whole >= 0.5)).copysign(scaled).to(torch.int8).view(torch.uint8)
+        floors = scaled.abs().floor()
+        values = (floors + (scaled.abs() - floors >= 0.5)).copysign(scaled).to(torch.int8).view(torch.uint8)
     elif ggml_type == GgmlType.Q4_0:
         # The value of the largest magnitude becomes -8.
         scales = groups.gather(-1, magnitudes.argmax(-1, keepdim=True)) / -8.0

@@ -328,9 +328,9 @@ def ggml_embedding(
     """
     row = token_ids - (first_token or 0)
     if not use_triton(shard.values):
-        inside = (row >= 0) & (row < len(shard.values)) if first_token is not None else torch.ones_like(row).bool()
-        rows = shard.rows(torch.where(inside, row, 0))
-        return dequantize_reference(rows).to(dtype).masked_fill_(~inside[:, None], 0.0)
+        in_shard = (row >= 0) & (row < len(shard.values)) if first_token is not None else torch.ones_like(row).bool()
+        rows = shard.rows(torch.where(in_shard, row, 0))
+        return dequantize_reference(rows).to(dtype).masked_fill_(~in_shard[:, None], 0.0)
     out = torch.empty(len(token_ids), shard.columns, dtype=dtype, device=token_ids.device)
     return _launch(shard, token_ids, first_token or 0, out) if len(token_ids) else out
 

@@ -123,8 +123,8 @@ def select_config(pairs: int, weight: GgmlTensor) -> GemmConfig:
         block_m = 32
     width = block_k(weight)
     stage_bytes = 2 * block_m * width + 64 * (weight.values.shape[-1] * width // weight.columns + 16)
-    most = {32: 3, 64: 2}.get(block_m, 4)
-    stages = max(2, min(most, shared_bytes // 2 // stage_bytes))
+    max_stages = {32: 3, 64: 2}.get(block_m, 4)
+    stages = max(2, min(max_stages, shared_bytes // 2 // stage_bytes))
     return GemmConfig(block_m, 64, width, stages)
 
 
@@ -252,10 +252,10 @@ def _activate(
         activated = hidden.new_empty(pairs, rows // 2)
         multiply(hidden, gate_up[0], activated, from_tokens=True, gated=True)
         return activated
-    both = hidden.new_empty(pairs, sum(weight.values.shape[1] for weight in gate_up))
-    for weight, columns in zip(gate_up, both.chunk(2, 1), strict=True):
+    gate_and_up = hidden.new_empty(pairs, sum(weight.values.shape[1] for weight in gate_up))
+    for weight, columns in zip(gate_up, gate_and_up.chunk(2, 1), strict=True):
         multiply(hidden, weight, columns, from_tokens=True)
-    return swiglu(both)
+    return swiglu(gate_and_up)
 
 
 def select_body(hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor], down: GgmlTensor) -> _Body:
@@ -321,8 +321,8 @@ def ggml_expert_outputs_reference(
     outputs = torch.empty(len(pairs), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start < end:
-            own = pairs[start:end]
+            expert_pairs = pairs[start:end]
             dense = torch.cat([dequantize_reference(weight.rows(expert)) for weight in gate_up]).to(hidden.dtype)
-            activated = swiglu(hidden[own // top_k] @ dense.t())
-            outputs[own] = activated @ dequantize_reference(down.rows(expert)).to(hidden.dtype).t()
+            activated = swiglu(hidden[expert_pairs // top_k] @ dense.t())
+            outputs[expert_pairs] = activated @ dequantize_reference(down.rows(expert)).to(hidden.dtype).t()
     return outputs

@@ -46,8 +46,8 @@ def ggml_linear(
     if residual is not None:
         return _multiply_slices(hidden, weight, residual, add=True)
     if out is None or gated:
-        whole = _multiply_slices(hidden, weight, hidden.new_empty(len(hidden), len(weight.values)), add=False)
-        output = swiglu(whole) if gated else whole
+        result = _multiply_slices(hidden, weight, hidden.new_empty(len(hidden), len(weight.values)), add=False)
+        output = swiglu(result) if gated else result
         return output if out is None else out.copy_(output)
     return _multiply_slices(hidden, weight, out, add=False)
 

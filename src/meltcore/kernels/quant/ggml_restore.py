@@ -107,11 +107,11 @@ def _with_half_scales(numbers: torch.Tensor, exponent: torch.Tensor) -> tuple[to
     is_zero = (numbers == 0).all(-1)
     exponent = torch.where(is_zero, 0, exponent)
     if (exponent > _MOST_EXPONENT + _SPARE_BITS).any():
-        most = f"2^{int(exponent.max())}; held as {GgmlType.MXFP4.held.type.name}, it may be up to 2^18"
-        raise ValueError(f"has a block with the scale {most}")
-    kept = exponent.clamp(_LEAST_EXPONENT, _MOST_EXPONENT)
-    moved = _power_of_two((exponent - kept).clamp(min=-100))[..., None]
-    return (numbers.float() * moved).round().to(torch.int8), _power_of_two(kept).half()
+        largest = f"2^{int(exponent.max())}; held as {GgmlType.MXFP4.held.type.name}, it may be up to 2^18"
+        raise ValueError(f"has a block with the scale {largest}")
+    clamped = exponent.clamp(_LEAST_EXPONENT, _MOST_EXPONENT)
+    excess = _power_of_two((exponent - clamped).clamp(min=-100))[..., None]
+    return (numbers.float() * excess).round().to(torch.int8), _power_of_two(clamped).half()
 
 
 def _as_q8_0(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

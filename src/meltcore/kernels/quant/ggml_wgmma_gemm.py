@@ -112,9 +112,9 @@ def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
 def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
     """Return whether the kernel supports these tensors and is faster than all others."""
     num_values = len(weight.values) * weight.columns
-    least = _MIN_K_QUANT_TOKENS if _has_much_to_decode(num_values, weight.type) else _MIN_TOKENS
-    most = MAX_TOKENS if num_values >= _FEW_VALUES else _MAX_TOKENS_FEW_VALUES
-    return num_values >= _MIN_VALUES and least <= hidden.shape[0] <= most and supports(hidden, weight)
+    min_tokens = _MIN_K_QUANT_TOKENS if _has_much_to_decode(num_values, weight.type) else _MIN_TOKENS
+    max_tokens = MAX_TOKENS if num_values >= _FEW_VALUES else _MAX_TOKENS_FEW_VALUES
+    return num_values >= _MIN_VALUES and min_tokens <= hidden.shape[0] <= max_tokens and supports(hidden, weight)
 
 
 def _has_much_to_decode(num_values: int, block_type: BlockType) -> bool:
@@ -128,10 +128,10 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
     tile = next(each for each in TOKEN_TILES if token_tiles * each >= tokens)
     # A third warp group pays where a block has long runs or much to decode, and where each SM then has a whole tile.
     num_values, wide_tiles = rows * columns, -(-rows // (3 * _GROUP_ROWS))
-    pays = (
+    has_third_group = (
         num_values >= _MIN_WIDE_VALUES or _has_much_to_decode(num_values, block_type) or 0.9 * sms <= wide_tiles <= sms
     )
-    return WgmmaConfig.of(tile, 3 if pays and tile <= _MAX_WIDE_TOKENS else 2, block_type)
+    return WgmmaConfig.of(tile, 3 if has_third_group and tile <= _MAX_WIDE_TOKENS else 2, block_type)
 
 
 @cache

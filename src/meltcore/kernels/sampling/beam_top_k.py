@@ -67,10 +67,10 @@ def log_softmax_top_k_reference(
     logits: torch.Tensor, k: int, token: int, is_forbidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `log_softmax_top_k` in PyTorch, as its specification except for the order of equal logits."""
-    wide = logits.float()
-    total = wide.logsumexp(dim=-1, keepdim=True)
+    logits_f32 = logits.float()
+    total = logits_f32.logsumexp(dim=-1, keepdim=True)
     is_token = torch.arange(logits.shape[1], device=logits.device) == token
-    best, tokens = wide.masked_fill(is_forbidden[:, None] & is_token, -torch.inf).topk(k, dim=-1)
+    best, tokens = logits_f32.masked_fill(is_forbidden[:, None] & is_token, -torch.inf).topk(k, dim=-1)
     return best - total, tokens
 
 

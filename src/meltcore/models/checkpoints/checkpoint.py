@@ -185,13 +185,13 @@ class Checkpoint:
         if folder is None:
             return None
         config = _read_fields(folder / "tokenizer_config.json")
-        token, listed = config.optional("eos_token"), config.optional("added_tokens_decoder")
-        if listed is None:
+        token, decoder_tokens = config.optional("eos_token"), config.optional("added_tokens_decoder")
+        if decoder_tokens is None:
             token = _read_fields(folder / "special_tokens_map.json").optional("eos_token", token)
         if token is None:
             return None
         token_text = token if isinstance(token, str) else token["content"]
-        for token_id, added_token in (listed or {}).items():
+        for token_id, added_token in (decoder_tokens or {}).items():
             if added_token["content"] == token_text:
                 return int(token_id)
         added_tokens = _read_fields(folder / "tokenizer.json").optional("added_tokens", [])
@@ -282,8 +282,8 @@ def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: boo
 
     reasons = []
     names = Fields(checkpoint.config).optional("architectures", [])
-    known = next((name for name in names if name in DECODER_CONFIGS), None)
-    if known is None:
+    architecture = next((name for name in names if name in DECODER_CONFIGS), None)
+    if architecture is None:
         reasons.append(f"config.json names {', '.join(names) or 'nothing'}; we have {', '.join(DECODER_CONFIGS)}")
 
     def check_weights() -> None:
@@ -296,8 +296,8 @@ def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: boo
             raise ConfigError(reason)
 
     checks: list[Callable[[], object]] = [lambda: read_quantization_config(checkpoint.config)]
-    if known is not None and not has_overrides:
-        checks.insert(0, lambda: DECODER_CONFIGS[known](checkpoint.config))
+    if architecture is not None and not has_overrides:
+        checks.insert(0, lambda: DECODER_CONFIGS[architecture](checkpoint.config))
     if not is_dummy:
         checks.append(check_weights)
     for check in checks:
@@ -327,8 +327,8 @@ def open_task_checkpoint(name: str, task: Task, *, is_dummy: bool) -> Checkpoint
     checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
     names = checkpoint.config.get("architectures") or []
     if task.architectures.isdisjoint(names):
-        known = ", ".join(task.architectures)
-        raise ConfigError(f"{name}: config.json names {', '.join(names) or 'nothing'}; {task.title} runs {known}")
+        supported = ", ".join(task.architectures)
+        raise ConfigError(f"{name}: config.json names {', '.join(names) or 'nothing'}; {task.title} runs {supported}")
     return checkpoint
 
 
@@ -408,9 +408,10 @@ def find_gguf(model: str, files: CheckpointFiles) -> Path | None:
         return path
     if has_weights(file.name for file in path.iterdir()):
         return None
-    found = [file.name for file in path.iterdir() if not file.is_dir() and is_gguf(file)]
-    usual = [name for name in found if name.lower().endswith(".gguf")]  # others may be downloads that did not end
-    return _only_gguf_model(model, path, usual or found) if found else None
+    gguf_names = [file.name for file in path.iterdir() if not file.is_dir() and is_gguf(file)]
+    # Other names may be of downloads that did not end.
+    suffixed_names = [name for name in gguf_names if name.lower().endswith(".gguf")]
+    return _only_gguf_model(model, path, suffixed_names or gguf_names) if gguf_names else None
 
 
 def _only_gguf_model(model: str, folder: Path, names: list[str]) -> Path | None:
@@ -425,8 +426,8 @@ def _only_gguf_model(model: str, folder: Path, names: list[str]) -> Path | None:
     checkpoints, has_config = gguf_checkpoints(names), (folder / "config.json").exists()
     if len(checkpoints) == 1 and not has_config:  # which is read once, when it is opened
         return folder / next(iter(checkpoints))
-    others = other_kinds(folder, checkpoints)
-    models = [name for name in checkpoints if name not in others]
+    other_files = other_kinds(folder, checkpoints)
+    models = [name for name in checkpoints if name not in other_files]
     models = [name for name in models if kind_by_name(name) is None] or models
     if len(models) > 1:
         raise ConfigError(f"{model} has {len(models)} GGUF checkpoints, so name one of them: {', '.join(models)}")
@@ -434,8 +435,8 @@ def _only_gguf_model(model: str, folder: Path, names: list[str]) -> Path | None:
         return folder / models[0]
     if has_config:
         return None
-    shown = "; ".join(f"{name} is {kind}" for name, kind in others.items())
-    raise ConfigError(f"{model} has no GGUF file of a model: {shown}")
+    kinds_text = "; ".join(f"{name} is {kind}" for name, kind in other_files.items())
+    raise ConfigError(f"{model} has no GGUF file of a model: {kinds_text}")
 
 
 def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoint:

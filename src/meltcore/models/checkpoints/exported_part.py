@@ -111,9 +111,9 @@ class ExportedPart:
         if node.op != "MatMul":
             return node.inputs[2] if len(node.inputs) > 2 else None
         for user in self.graph.users(node.outputs[0]):
-            others = [name for name in user.inputs if name != node.outputs[0]]
-            if user.op == "Add" and len(others) == 1 and others[0] in self.graph.tensors:
-                return others[0]
+            other_inputs = [name for name in user.inputs if name != node.outputs[0]]
+            if user.op == "Add" and len(other_inputs) == 1 and other_inputs[0] in self.graph.tensors:
+                return other_inputs[0]
         return None
 
     def embedding(self) -> torch.Tensor:
@@ -135,9 +135,9 @@ class ExportedPart:
 
         Raises ConfigError if there is no LSTM, or if the LSTM has two directions or peepholes.
         """
-        kept = {name.rpartition(".")[2]: name for name in self.shapes if "_ih_l" in name or "_hh_l" in name}
-        if kept:
-            return {name: self.read(stored) for name, stored in sorted(kept.items())}
+        named_weights = {name.rpartition(".")[2]: name for name in self.shapes if "_ih_l" in name or "_hh_l" in name}
+        if named_weights:
+            return {name: self.read(full_name) for name, full_name in sorted(named_weights.items())}
         nodes = [] if self.graph is None else [node for node in self.graph.nodes if node.op == "LSTM"]
         if not nodes:
             raise ConfigError(f"{self.path} must have an LSTM; it has none")
@@ -151,8 +151,8 @@ class ExportedPart:
                 raise ConfigError(f"{self.path}: the LSTM {node.name or layer} cannot be read: {reason}")
             for kind in ("ih", "hh"):
                 weights[f"weight_{kind}_l{layer}"] = self._order_gates(names[kind], 1)
-            both = self._order_gates(names["bias"], 2)
-            weights[f"bias_ih_l{layer}"], weights[f"bias_hh_l{layer}"] = both.chunk(2)
+            biases = self._order_gates(names["bias"], 2)
+            weights[f"bias_ih_l{layer}"], weights[f"bias_hh_l{layer}"] = biases.chunk(2)
         return weights
 
     def _order_gates(self, name: str, parts: int) -> torch.Tensor:

@@ -55,10 +55,10 @@ def find_checkpoint(folder: Path) -> Path | None:
     """
     if (folder / "config.json").exists():
         return None
-    found = next((folder / name for name in CHECKPOINT_FILES if (folder / name).is_file()), None)
-    if found is None and (folder / DICTIONARY_FOLDER).is_dir():
+    checkpoint_path = next((folder / name for name in CHECKPOINT_FILES if (folder / name).is_file()), None)
+    if checkpoint_path is None and (folder / DICTIONARY_FOLDER).is_dir():
         raise ConfigError(f"{folder} has fairseq's {DICTIONARY_FOLDER}, and lacks {CHECKPOINT_FILES[0]}")
-    return found
+    return checkpoint_path
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -73,17 +73,17 @@ def read_config(path: Path) -> dict[str, Any]:
         if values.get(name):
             raise ConfigError(f"{path} sets {section}.{name} to {values[name]!r}, which IndicTrans2 does not compute")
     optional = {"layernorm_embedding"}
-    missing = [name for own, name in _NAMES.items() if values.get(name) is None and own not in optional]
+    missing = [name for field, name in _NAMES.items() if values.get(name) is None and field not in optional]
     if missing:
         raise ConfigError(f"{path} lacks {', '.join(f'{section}.{name}' for name in missing)}")
     for name in ("encoder_normalize_before", "decoder_normalize_before"):
         if values[name] is False:
             raise ConfigError(f"{path} sets {section}.{name} to False, which IndicTrans2 does not compute")
-    config = {own: values[name] for own, name in _NAMES.items() if values.get(name) is not None}
-    for own, value in config.items():
-        if not RULES[own].is_valid(value):
-            requirement = RULES[own].requirement
-            raise ConfigError(f"{path}: {section}.{_NAMES[own]} must be {requirement}; got {value!r}")
+    config = {field: values[name] for field, name in _NAMES.items() if values.get(name) is not None}
+    for field, value in config.items():
+        if not RULES[field].is_valid(value):
+            requirement = RULES[field].requirement
+            raise ConfigError(f"{path}: {section}.{_NAMES[field]} must be {requirement}; got {value!r}")
     tensors = model_tensors(archive)
     for side in ("encoder", "decoder"):
         name = f"{side}.embed_tokens.weight"
@@ -116,9 +116,9 @@ def _find_arguments(archive: TorchArchive) -> tuple[Mapping[str, Any], str]:
     config = config.fields if isinstance(config, PickledObject) else config
     nested = config.get("model") if isinstance(config, Mapping) else None
     for section, values in (("args", root.get("args")), ("cfg.model", nested)):
-        found = values.fields if isinstance(values, PickledObject) else values
-        if isinstance(found, Mapping) and found:
-            return found, section
+        arguments = values.fields if isinstance(values, PickledObject) else values
+        if isinstance(arguments, Mapping) and arguments:
+            return arguments, section
     raise ConfigError(f"{archive.path} is not a fairseq checkpoint: it has neither args nor cfg.model")
 
 

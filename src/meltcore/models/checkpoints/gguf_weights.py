@@ -118,10 +118,10 @@ class GGUFWeights(TensorFile):
             return target
         if target.shape[-1] == ggml_type.columns(entry.shape[-1]):
             return _converting_loader(target, ggml_type, ggml_type.block_size, partial(_dequantized, ggml_type, device))
-        held = ggml_type.held.type
-        if held == ggml_type:
+        held_type = ggml_type.held.type
+        if held_type == ggml_type:
             return target
-        width = held.row_bytes(ggml_type.block_size)
+        width = held_type.row_bytes(ggml_type.block_size)
         return _converting_loader(target, ggml_type, width, partial(_restore_blocks, ggml_type, device))
 
     def _published_entries(self, stored_name: str, tensor: GGUFTensor) -> Iterator[tuple[str, TensorEntry]]:
@@ -213,13 +213,13 @@ def _converting_loader(
     def blocks(index: Index, part: WeightLoader) -> tuple[Index, WeightLoader]:
         start, stop, _ = (index[1] if len(index) > 1 else slice(None)).indices(columns)
         first, last = start // width, -(-stop // width)
-        kept = slice(start - first * width, stop - first * width)
+        kept_columns = slice(start - first * width, stop - first * width)
         stored_bytes = slice(first * ggml_type.block_bytes, last * ggml_type.block_bytes)
 
         def loader(part: WeightLoader) -> WeightLoader:
             def store(source: torch.Tensor) -> None:
                 for rows, part_rows in split_rows(part, max(1, _PART_VALUES // columns)):
-                    part_rows.copy_(convert(source[as_slice(rows)])[:, kept])
+                    part_rows.copy_(convert(source[as_slice(rows)])[:, kept_columns])
 
             def rows_loader(rows: range) -> WeightLoader | None:
                 part_rows = row_loader(part, rows)

@@ -74,8 +74,8 @@ class OnnxEncoder:
                 orders[node.op] += 1
             module = module and module.removeprefix(_PREFIX)
             if module is None or f"{module}.weight" in sources:
-                known = "no name" if module is None else f"the name {module}, as another does"
-                raise ConfigError(f"{self._part.path}: the weight {weight} has {known} (node {node.name!r})")
+                name_text = "no name" if module is None else f"the name {module}, as another does"
+                raise ConfigError(f"{self._part.path}: the weight {weight} has {name_text} (node {node.name!r})")
             sources[f"{module}.weight"] = _Source(weight, node)
             if bias is not None and _is_anonymous(bias):
                 sources[f"{module}.bias"] = _Source(bias)
@@ -137,10 +137,10 @@ class OnnxEncoder:
         if node.op == "MatMul":
             value = next((user.outputs[0] for user in graph.users(value) if user.op == "Add"), value)
         for user in graph.users(value):
-            others = [name for name in user.inputs if name != value]
-            if user.op != "Mul" or len(others) != 1 or others[0] not in graph.tensors:
+            other_inputs = [name for name in user.inputs if name != value]
+            if user.op != "Mul" or len(other_inputs) != 1 or other_inputs[0] not in graph.tensors:
                 continue
-            factor = graph.tensors[others[0]].read()
+            factor = graph.tensors[other_inputs[0]].read()
             if factor.numel() == 1 and math.isclose(factor.item(), math.sqrt(hidden_size), rel_tol=1e-3):
                 return True
             raise ConfigError(

@@ -84,9 +84,9 @@ class TensorFile:
         Without `dtypes` it must be an unquantized type.
         """
         dtype_name = self.entries[name].dtype_name
-        known = self.DTYPES | self.QUANTIZED_DTYPES
-        if dtypes and known.get(dtype_name) not in dtypes:
-            names = [known_name for known_name, dtype in known.items() if dtype in dtypes]
+        known_dtypes = self.DTYPES | self.QUANTIZED_DTYPES
+        if dtypes and known_dtypes.get(dtype_name) not in dtypes:
+            names = [known_name for known_name, dtype in known_dtypes.items() if dtype in dtypes]
             raise self._dtype_error(name, f"quantization_config asks for {' or '.join(names)}")
         if not dtypes and dtype_name not in self.DTYPES:
             kind = "scales must be" if name.endswith(("_scale", "_scale_inv")) else "weights must be unquantized:"

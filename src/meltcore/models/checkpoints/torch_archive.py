@@ -97,10 +97,10 @@ class TorchArchive:
         byte_order = entries.get(f"{prefix}byteorder")
         if byte_order is not None and self._read_entry(archive, byte_order, 16) != b"little":
             raise ValueError("its byte order is not little-endian")
-        places = self._entry_places(file, archive, prefix)
+        locations = self._entry_places(file, archive, prefix)
         content = self._read_entry(archive, entries[pickles[0]], _MAX_PICKLE_BYTES)
         _check_opcodes(content)
-        self.root = _Unpickler(BytesIO(content), places).load()
+        self.root = _Unpickler(BytesIO(content), locations).load()
         self.code: dict[str, str] = {}
         left_bytes = _MAX_CODE_BYTES
         for name, entry in entries.items():
@@ -119,7 +119,7 @@ class TorchArchive:
 
     def _entry_places(self, file: Any, archive: zipfile.ZipFile, prefix: str) -> dict[str, tuple[int, int]]:
         """Return the file offset and size of each tensor entry by its key. Entries must not overlap."""
-        places: dict[str, tuple[int, int]] = {}
+        locations: dict[str, tuple[int, int]] = {}
         begin = f"{prefix}data/"
         end_of_last, last = 0, ""
         for entry in sorted(archive.infolist(), key=lambda each: each.header_offset):
@@ -133,18 +133,18 @@ class TorchArchive:
                 continue
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                 raise ConfigError(f"{self.path}: {entry.filename} is compressed; tensors must be stored as they are")
-            places[entry.filename.removeprefix(begin)] = offset, entry.file_size
+            locations[entry.filename.removeprefix(begin)] = offset, entry.file_size
         if end_of_last > file.seek(0, 2):
             raise ConfigError(f"{self.path}: {last} ends beyond the file")
-        return places
+        return locations
 
 
 class _Unpickler(pickle.Unpickler):
     """Unpickles tensors as their locations and all other objects as PickledObjects, without importing a class."""
 
-    def __init__(self, file: BytesIO, places: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, file: BytesIO, locations: Mapping[str, tuple[int, int]]) -> None:
         super().__init__(file)
-        self._entry_places = places
+        self._entry_places = locations
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the replacement of a class or function. Nothing is imported."""
@@ -207,12 +207,12 @@ def script_fields(root: Any) -> Iterator[tuple[str, Any]]:
     Raises ValueError for deeper nesting, or for more objects, than any model has.
     """
     todo: list[tuple[str, PickledObject, int]] = [("", root, 0)] if isinstance(root, PickledObject) else []
-    seen = 0
+    num_seen = 0
     while todo:
         prefix, module, depth = todo.pop()
         for name, value in module.fields.items():
-            seen += 1
-            if depth > _MAX_DEPTH or seen > _MAX_ENTRIES:
+            num_seen += 1
+            if depth > _MAX_DEPTH or num_seen > _MAX_ENTRIES:
                 raise ValueError("modules are nested too deep or too many")
             if isinstance(value, PickledObject) and value.fields:
                 todo.append((f"{prefix}{name}.", value, depth + 1))

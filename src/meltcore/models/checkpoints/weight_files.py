@@ -40,7 +40,7 @@ def indexed_files(index: dict[str, Any]) -> list[str]:
     return files
 
 
-def files_without_index(names: Collection[str], place: str = "") -> list[str]:
+def files_without_index(names: Collection[str], location: str = "") -> list[str]:
     """Return the files of the weights by their names alone, in order.
 
     Returns an empty list if no name is that of a model's own weights. Raises ConfigError if numbered shards are
@@ -48,30 +48,32 @@ def files_without_index(names: Collection[str], place: str = "") -> list[str]:
     """
     if WHOLE_FILE in names:
         return [WHOLE_FILE]
-    found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
-    shards = [name for name in found if _SHARD.fullmatch(name)]
+    candidates = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    shards = [name for name in candidates if _SHARD.fullmatch(name)]
     if not shards:
-        return [name for name in found if _OTHER_FILES.fullmatch(name) is None]
+        return [name for name in candidates if _OTHER_FILES.fullmatch(name) is None]
     count = max(int(name[15:20]) for name in shards)
     expected = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     missing = [name for name in expected if name not in names]
     if missing:
-        raise ConfigError(f"{place}: {len(missing)} of {count} shards are missing: {_shorten_names(missing)}")
+        raise ConfigError(f"{location}: {len(missing)} of {count} shards are missing: {_shorten_names(missing)}")
     return expected
 
 
 def has_weights(names: Iterable[str]) -> bool:
     """Return whether files or an index of a model's own weights are among the files of a folder or repository."""
-    own = [name for name in names if "/" not in name and _OTHER_FILES.fullmatch(name) is None]
-    return INDEX in own or any(name.endswith(".safetensors") for name in own)
+    root_names = [name for name in names if "/" not in name and _OTHER_FILES.fullmatch(name) is None]
+    return INDEX in root_names or any(name.endswith(".safetensors") for name in root_names)
 
 
 def no_weights_reason(names: Collection[str]) -> str:
     """Return why no file holds the weights of a model."""
-    beside = sorted(name for name in names if name.endswith(".safetensors"))
-    if not beside:
+    other_names = sorted(name for name in names if name.endswith(".safetensors"))
+    if not other_names:
         return "holds no *.safetensors files (--load-format dummy needs none)"
-    return f"holds no model.safetensors; {_shorten_names(beside)} are adapters or other layouts, which are not read"
+    return (
+        f"holds no model.safetensors; {_shorten_names(other_names)} are adapters or other layouts, which are not read"
+    )
 
 
 def _shorten_names(names: Sequence[str]) -> str:

@@ -50,24 +50,24 @@ class IndicTrans2Config:
     def read(cls, values: Mapping[str, Any]) -> IndicTrans2Config:
         """Read config.json. Raises ConfigError for missing fields and unsupported values."""
         config = Fields(values)
-        sides = {}
-        for side in ("encoder", "decoder"):
+        stack_sizes = {}
+        for stack in ("encoder", "decoder"):
             names = ("vocab_size", "layers", "attention_heads", "ffn_dim", "embed_dim")
-            fields = config.required(*(f"{side}_{name}" for name in names))
-            sides[side] = [fields[f"{side}_{name}"] for name in names]
-            if not config.optional(f"{side}_normalize_before", False):
-                raise config.unsupported_field(f"{side}_normalize_before", _INDICTRANS2)
-            if sides[side][4] % (2 * sides[side][2]):
-                raise config.field_error(f"{side}_embed_dim", f"must be a multiple of twice {side}_attention_heads")
-        if sides["encoder"][4] != sides["decoder"][4]:
+            fields = config.required(*(f"{stack}_{name}" for name in names))
+            stack_sizes[stack] = [fields[f"{stack}_{name}"] for name in names]
+            if not config.optional(f"{stack}_normalize_before", False):
+                raise config.unsupported_field(f"{stack}_normalize_before", _INDICTRANS2)
+            if stack_sizes[stack][4] % (2 * stack_sizes[stack][2]):
+                raise config.field_error(f"{stack}_embed_dim", f"must be a multiple of twice {stack}_attention_heads")
+        if stack_sizes["encoder"][4] != stack_sizes["decoder"][4]:
             raise config.unsupported_field("decoder_embed_dim", _INDICTRANS2)
         activation = config.required("activation_function")["activation_function"]
         if activation not in TRANSLATION_ACTIVATIONS:
             raise config.unsupported_field("activation_function", _INDICTRANS2)
         return cls(
-            hidden_size=sides["encoder"][4],
-            encoder=StackConfig(*sides["encoder"][:4]),
-            decoder=StackConfig(*sides["decoder"][:4]),
+            hidden_size=stack_sizes["encoder"][4],
+            encoder=StackConfig(*stack_sizes["encoder"][:4]),
+            decoder=StackConfig(*stack_sizes["decoder"][:4]),
             **config.required("max_source_positions", "max_target_positions"),
             activation=activation,
             scale_embedding=config.optional("scale_embedding", False),

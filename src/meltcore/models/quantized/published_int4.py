@@ -82,7 +82,7 @@ def _check_settings(config: Int4Config) -> None:
 
 def _stated_formats(config: Int4Config, layers: Iterable[tuple[object, list[str]]]) -> dict[str, Int4Format]:
     """Return the formats of all modules that `config` quantizes."""
-    stated = Int4Format(_layout(config), Int4Type(config.group_size))
+    stated_format = Int4Format(_layout(config), Int4Type(config.group_size))
     modules: list[str] = []
     for layer, names in layers:
         if isinstance(layer, ParallelLMHead):
@@ -92,7 +92,7 @@ def _stated_formats(config: Int4Config, layers: Iterable[tuple[object, list[str]
         else:
             names = modules_of_experts(layer, names) if isinstance(layer, SparseMoeBlock) else names
             modules += [name for name in names if config.quantizes(name)]
-    return dict.fromkeys(modules, stated)
+    return dict.fromkeys(modules, stated_format)
 
 
 def _layout(config: Int4Config) -> Layout:
@@ -105,35 +105,35 @@ def stored_formats(
     config: Int4Config, files: Sequence[TensorFile], canonical_name: Callable[[str], str]
 ) -> dict[str, Int4Format]:
     """Return the format of each module whose matrix is stored as `qweight`."""
-    places = {canonical_name(name): (file, name) for file in files for name in file.entries}
-    modules = [name.removesuffix(".qweight") for name in places if name.endswith(".qweight")]
+    locations = {canonical_name(name): (file, name) for file in files for name in file.entries}
+    modules = [name.removesuffix(".qweight") for name in locations if name.endswith(".qweight")]
     if not modules:
         raise ConfigError(
             f"{files[0].path.parent} has no tensor *.qweight, but config.json: quantization_config.quant_method is "
             f"{config.quant_method}"
         )
-    return {module: _stored_format(config, module, places) for module in modules}
+    return {module: _stored_format(config, module, locations) for module in modules}
 
 
-def _stored_format(config: Int4Config, module: str, places: Mapping[str, tuple[TensorFile, str]]) -> Int4Format:
-    file, name = places[f"{module}.qweight"]
+def _stored_format(config: Int4Config, module: str, locations: Mapping[str, tuple[TensorFile, str]]) -> Int4Format:
+    file, name = locations[f"{module}.qweight"]
     if not config.quantizes(module):
         raise ConfigError(f"{file.path.name}: {name} is quantized; config.json: quantization_config excludes it")
-    if f"{module}.scales" not in places:
+    if f"{module}.scales" not in locations:
         raise ConfigError(f"{file.path.name}: {name} has no tensor {module}.scales")
-    scales_file, scales_name = places[f"{module}.scales"]
+    scales_file, scales_name = locations[f"{module}.scales"]
     scale_type = scales_file.entries[scales_name].dtype_name
     if scale_type not in _SCALE_DTYPES:
         raise ConfigError(f"{scales_file.path.name}: {scales_name} is stored as {scale_type}; scales are F16 or BF16")
     shape = file.entries[name].shape
     inputs = shape[0] * (1 if config.quant_method == "awq" else WORD_VALUES) if shape else 0
-    has_g_idx = f"{module}.g_idx" in places
+    has_g_idx = f"{module}.g_idx" in locations
     return Int4Format(
         _layout(config),
         Int4Type(config.group_size, _SCALE_DTYPES[scale_type]),
         has_g_idx,
-        f"{module}.bias" in places,
-        _group_index(config, inputs, *places[f"{module}.g_idx"]) if has_g_idx else b"",
+        f"{module}.bias" in locations,
+        _group_index(config, inputs, *locations[f"{module}.g_idx"]) if has_g_idx else b"",
     )
 
 
@@ -142,20 +142,22 @@ def _group_index(config: Int4Config, inputs: int, file: TensorFile, name: str) -
 
     Raises ConfigError if the group sizes or the order contradict the configuration.
     """
-    place = f"{file.path.name}: {name}"
+    location = f"{file.path.name}: {name}"
     entry, group_size = file.entries[name], config.group_size
     if entry.dtype_name != "I32" or entry.shape != (inputs,):
-        raise ConfigError(f"{place} is {entry.dtype_name} {list(entry.shape)}; {inputs} inputs need I32 [{inputs}]")
+        raise ConfigError(f"{location} is {entry.dtype_name} {list(entry.shape)}; {inputs} inputs need I32 [{inputs}]")
     groups = file.read(name)
     num_groups = math.ceil(inputs / group_size)
     outside = (groups < 0) | (groups >= num_groups)
     if outside.any():
-        raise ConfigError(f"{place} names group {int(groups[outside][0])}; {inputs} inputs have {num_groups} groups")
+        raise ConfigError(f"{location} names group {int(groups[outside][0])}; {inputs} inputs have {num_groups} groups")
     if torch.equal(groups, torch.arange(inputs, dtype=torch.int32) // group_size):
         return b""
     sizes = torch.bincount(groups, minlength=num_groups)
     if inputs % group_size or (sizes != group_size).any():
-        raise ConfigError(f"{place} has groups of {int(sizes.min())} to {int(sizes.max())} inputs, not of {group_size}")
+        raise ConfigError(
+            f"{location} has groups of {int(sizes.min())} to {int(sizes.max())} inputs, not of {group_size}"
+        )
     if not (isinstance(config, GptqConfig) and config.desc_act):
-        raise ConfigError(f"{place} is in activation order; config.json: quantization_config.desc_act is false")
+        raise ConfigError(f"{location} is in activation order; config.json: quantization_config.desc_act is false")
     return groups.numpy().tobytes()

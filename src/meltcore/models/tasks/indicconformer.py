@@ -180,18 +180,18 @@ class IndicConformer(nn.Module):
         Raises ConfigError that names missing, unexpected and misshapen tensors.
         """
         converted = from_nemo(tensors, self.config, source, has_batch_norm=has_batch_norm)
-        own = dict(self.named_parameters())
-        _raise_for_names(source, "lacks", own.keys() - converted.keys())
-        _raise_for_names(source, "has unexpected", converted.keys() - own.keys())
+        parameters = dict(self.named_parameters())
+        _raise_for_names(source, "lacks", parameters.keys() - converted.keys())
+        _raise_for_names(source, "has unexpected", converted.keys() - parameters.keys())
         for name, values in converted.items():
-            if values.shape != own[name].shape:
+            if values.shape != parameters[name].shape:
                 raise ConfigError(
                     f"{source}: {name} has shape {list(values.shape)}; "
-                    f"the configuration asks for {list(own[name].shape)}"
+                    f"the configuration asks for {list(parameters[name].shape)}"
                 )
         with torch.no_grad():
             for name, values in converted.items():
-                own[name].copy_(values)
+                parameters[name].copy_(values)
 
     def fill_dummy(self, seed: int) -> None:
         """Fill the weights with random values of the scale that the model is initialized with."""

@@ -57,11 +57,11 @@ class TextLayer(nn.Module):
 
     def forward(self, hidden: torch.Tensor, is_padding: torch.Tensor | None) -> torch.Tensor:
         """Return the new hidden states [rows, frames, size]. is_padding: [rows, frames] bool."""
-        mixed = self.dwconv(_without(hidden, is_padding).transpose(1, 2)).transpose(1, 2)
-        wide = functional.gelu(self.pwconv1(self.norm(mixed)))
-        response = torch.linalg.vector_norm(_without(wide, is_padding), dim=1, keepdim=True, dtype=torch.float32)
-        response = (response / (response.mean(dim=-1, keepdim=True) + _GRN_EPS)).to(wide.dtype)
-        added: torch.Tensor = self.pwconv2(self.grn["gamma"] * (wide * response) + self.grn["beta"] + wide)
+        convolved = self.dwconv(_without(hidden, is_padding).transpose(1, 2)).transpose(1, 2)
+        expanded = functional.gelu(self.pwconv1(self.norm(convolved)))
+        response = torch.linalg.vector_norm(_without(expanded, is_padding), dim=1, keepdim=True, dtype=torch.float32)
+        response = (response / (response.mean(dim=-1, keepdim=True) + _GRN_EPS)).to(expanded.dtype)
+        added: torch.Tensor = self.pwconv2(self.grn["gamma"] * (expanded * response) + self.grn["beta"] + expanded)
         return hidden + added
 
 

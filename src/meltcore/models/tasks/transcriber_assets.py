@@ -121,15 +121,15 @@ class PublishedAssets:
 
     def _prediction_parts(self) -> tuple[ExportedPart, ExportedPart]:
         """Return the part with the embedding and the part with the LSTM. Both may be the same file."""
-        whole = ExportedPart.find_part(self._folder, "rnnt_decoder")
-        if whole is not None:
-            return whole, whole
+        decoder_part = ExportedPart.find_part(self._folder, "rnnt_decoder")
+        if decoder_part is not None:
+            return decoder_part, decoder_part
         names = ("rnnt_decoder_embed", "rnnt_decoder_rnn")
         if not any(ExportedPart.find_part(self._folder, name) for name in names):
-            others = sorted(path.name for path in self._folder.glob("*decoder*") if "ctc" not in path.name)
+            other_decoders = sorted(path.name for path in self._folder.glob("*decoder*") if "ctc" not in path.name)
             raise ConfigError(
                 f"{self._folder} has neither rnnt_decoder nor {' and '.join(names)} (.onnx or .ts); it has "
-                f"{', '.join(others) or 'no other decoder'}"
+                f"{', '.join(other_decoders) or 'no other decoder'}"
             )
         return self._part(names[0]), self._part(names[1])
 
@@ -175,14 +175,16 @@ class PublishedAssets:
 def _activation(part: ExportedPart) -> str:
     """Return the activation function of the joint network, between its projections and the languages' heads."""
     if part.graph is None:
-        found = [name for name in _ACTIVATIONS.values() if re.search(rf"\b{name}_?\(", part.code)]
+        activations = [name for name in _ACTIVATIONS.values() if re.search(rf"\b{name}_?\(", part.code)]
     else:
-        others = ("Identity", "Dropout", "Constant")
-        found = [_ACTIVATIONS.get(node.op, node.op) for node in part.graph.nodes if node.op not in others]
-    if len(found) != 1 or found[0] not in _ACTIVATIONS.values():
-        known = ", ".join(_ACTIVATIONS.values())
-        raise ConfigError(f"{part.path} must compute one of {known}; it computes {', '.join(found) or 'nothing'}")
-    return found[0]
+        ignored_ops = ("Identity", "Dropout", "Constant")
+        activations = [_ACTIVATIONS.get(node.op, node.op) for node in part.graph.nodes if node.op not in ignored_ops]
+    if len(activations) != 1 or activations[0] not in _ACTIVATIONS.values():
+        supported = ", ".join(_ACTIVATIONS.values())
+        raise ConfigError(
+            f"{part.path} must compute one of {supported}; it computes {', '.join(activations) or 'nothing'}"
+        )
+    return activations[0]
 
 
 def _read_features(part: ExportedPart) -> LogMelConfig:
@@ -216,11 +218,11 @@ def _read_features(part: ExportedPart) -> LogMelConfig:
         is_number = isinstance(value, (int, float)) and type(value) is not bool and type(expected) in (int, float)
         if not (math.isclose(value, expected, rel_tol=1e-6) if is_number else value == expected):
             raise ConfigError(f"{part.path} sets {name} to {value!r}; the features computed here have {expected!r}")
-    for name, found, ours in (
+    for name, stored, computed in (
         ("window", window.flatten(), torch.hann_window(config.window, periodic=False)),
         ("fb", filters.reshape(num_mels, bins), mel_filters(config)),
     ):
-        error = float((found - ours).abs().max())
+        error = float((stored - computed).abs().max())
         if not error <= _TOLERANCE:
             raise ConfigError(f"{part.path}: {names[name]} differs by {error:.2g} from the features computed here")
     return config
@@ -228,9 +230,9 @@ def _read_features(part: ExportedPart) -> LogMelConfig:
 
 def _final_values(code: str) -> dict[str, Any]:
     """Return the constants in TorchScript code, from lines such as `n_fft : Final[int] = 512`."""
-    found = re.findall(r"^ +(\w+) : Final\[\w+\] = ([-+.\w\"]{1,40})$", code, re.MULTILINE)
+    constants = re.findall(r"^ +(\w+) : Final\[\w+\] = ([-+.\w\"]{1,40})$", code, re.MULTILINE)
     values = {}
-    for name, text in found:
+    for name, text in constants:
         try:
             values[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -252,7 +254,7 @@ def _edge_padding(part: ExportedPart, n_fft: int) -> Literal["reflect", "constan
         return "reflect"
     if modes == {"constant"}:
         return "constant"
-    found = " and ".join(sorted(modes)) or "no known padding"
+    modes_text = " and ".join(sorted(modes)) or "no known padding"
     raise ConfigError(
-        f"{part.path} must pad clips by reflection, or with zeros, before torch.stft; its code has {found}"
+        f"{part.path} must pad clips by reflection, or with zeros, before torch.stft; its code has {modes_text}"
     )

@@ -60,15 +60,15 @@ class _PlannedTensor(NamedTuple):
     num_bytes: int
     is_quantized: bool
 
-    def tensors(self, loss: RoundingLoss) -> dict[str, torch.Tensor]:
+    def tensors(self, rounding_loss: RoundingLoss) -> dict[str, torch.Tensor]:
         """Read the tensor. Returns the tensors that are stored for it, by name."""
         if isinstance(self.source, TensorFile):
             with safe_open(self.source.path, "pt") as file:
                 return {self.name: file.get_tensor(self.name)}
         if not self.is_quantized:
-            kept = self.source.read()
-            self.source.check_largest(float(kept.abs().max()), _LARGEST_VALUE, "float32")
-            return {self.name: kept}
+            unquantized = self.source.read()
+            self.source.check_largest(float(unquantized.abs().max()), _LARGEST_VALUE, "float32")
+            return {self.name: unquantized}
         values, scales = torch.empty(self.shape, dtype=FP8), torch.empty(self.shape[0], 1)
         row = 0
         for part in self.source.parts():
@@ -77,7 +77,7 @@ class _PlannedTensor(NamedTuple):
             values[row : row + len(part)] = quantized.values
             scales[row : row + len(part), 0] = quantized.scales
             row += len(part)
-            loss.add(part.float().numpy(), (quantized.values.float() * quantized.scales[:, None]).numpy())
+            rounding_loss.add(part.float().numpy(), (quantized.values.float() * quantized.scales[:, None]).numpy())
         return {self.name: values, f"{self.name}_scale": scales}
 
 
@@ -93,7 +93,7 @@ def write_fp8(
     if path.exists() and (not (path / "config.json").exists() or path.samefile(checkpoint.folder)):
         reason = "the source" if (path / "config.json").exists() else "no checkpoint folder"
         raise ConfigError(f"{path} is {reason}, so it is not replaced")
-    loss = RoundingLoss()
+    rounding_loss = RoundingLoss()
     with (
         atomic_output(path, overwrite=overwrite) as folder,
         open_tensors(checkpoint, allow_requantize=allow_requantize) as source,
@@ -111,7 +111,7 @@ def write_fp8(
             file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
             tensors: dict[str, torch.Tensor] = {}
             for tensor in shard:
-                tensors |= tensor.tensors(loss)
+                tensors |= tensor.tensors(rounding_loss)
                 progress("quantizing", (len(weight_map) + len(tensors)) / _num_tensors(planned))
             save_file(tensors, folder / file, metadata={"format": "pt"})
             (folder / file).chmod(0o644)  # it is private otherwise
@@ -124,7 +124,7 @@ def write_fp8(
         for name in _TEXT_FILES:
             if (checkpoint.folder / name).exists():
                 shutil.copyfile(checkpoint.folder / name, folder / name)
-    return loss
+    return rounding_loss
 
 
 def _plan(source: SourceTensors) -> Iterator[_PlannedTensor]:
@@ -162,8 +162,8 @@ def _quantization_config(planned: list[_PlannedTensor]) -> dict[str, Any]:
     """Return quantization_config of config.json. All linear layers that keep their type are listed by name."""
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
     inputs = weights | {"strategy": "token", "dynamic": True}
-    kept = [tensor.name for tensor in planned if not tensor.is_quantized and len(tensor.shape) > 1]
-    modules = {name.rpartition(".")[0] for name in kept if not name.endswith("embed_tokens.weight")}
+    unquantized_names = [tensor.name for tensor in planned if not tensor.is_quantized and len(tensor.shape) > 1]
+    modules = {name.rpartition(".")[0] for name in unquantized_names if not name.endswith("embed_tokens.weight")}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",

@@ -70,9 +70,9 @@ def check_requantizable(model: GGUFModel, *, allow_requantize: bool) -> None:
             raise ConfigError(f"{file.path}: {name} has the type {type_id}, which cannot be read")
     quantized = [tensor.type for tensor in model.tensors.values() if tensor.type not in DENSE_TYPES]
     if quantized and not allow_requantize:
-        stored = count_formats(each.name for each in quantized)
+        formats_text = count_formats(each.name for each in quantized)
         raise ConfigError(
-            f"{model.path} is quantized already: it stores {stored}. Rounding rounded values loses more than "
+            f"{model.path} is quantized already: it stores {formats_text}. Rounding rounded values loses more than "
             "quantizing the original model; --allow-requantize does it nevertheless"
         )
     for each in set(quantized):
@@ -96,19 +96,19 @@ def requantize(
     if path.exists() and any(path.samefile(file.path) for file in model.files):
         raise ConfigError(f"{path} is the source, so it is not replaced")
     tensors = [_NewTensor(name, tensor, _new_type(model, name, target_type)) for name, tensor in model.tensors.items()]
-    loss = RoundingLoss()
+    rounding_loss = RoundingLoss()
     with atomic_output(path, overwrite=overwrite) as temporary_path:
         check_disk_space(path, sum(tensor.num_bytes for tensor in tensors))
         with temporary_path.open("wb") as file:
             file.write(_header(model, tensors, target_type))
             for index, tensor in enumerate(tensors):
                 _pad(file)
-                for part in _blocks(model, tensor, loss):
+                for part in _blocks(model, tensor, rounding_loss):
                     file.write(part.data)
                 progress("quantizing", (index + 1) / len(tensors))
             _pad(file)
         GGUFModel(temporary_path)
-    return loss
+    return rounding_loss
 
 
 def _new_type(model: GGUFModel, name: str, target_type: GGMLQuantizationType) -> GGMLQuantizationType:
@@ -130,9 +130,9 @@ def _new_type(model: GGUFModel, name: str, target_type: GGMLQuantizationType) ->
 def _header(model: GGUFModel, tensors: list[_NewTensor], target_type: GGMLQuantizationType) -> bytes:
     """Return everything before the first tensor except the padding."""
     first = model.files[0]
-    kept = [key for key in first.metadata if key not in _REPLACED_KEYS and not key.startswith("split.")]
+    kept_keys = [key for key in first.metadata if key not in _REPLACED_KEYS and not key.startswith("split.")]
     numbers = {"general.file_type": int(FILE_TYPES[target_type]), "general.quantization_version": QUANTIZATION_VERSION}
-    values = [first.raw_value(key) for key in kept]
+    values = [first.raw_value(key) for key in kept_keys]
     values += [_text(key) + struct.pack("<II", GGUFValueType.UINT32, value) for key, value in numbers.items()]
     infos, offset = [], 0
     for tensor in tensors:
@@ -151,13 +151,13 @@ def _pad(file: BinaryIO) -> None:
     file.write(bytes(-file.tell() % _ALIGNMENT))
 
 
-def _blocks(model: GGUFModel, tensor: _NewTensor, loss: RoundingLoss) -> Iterator[np.ndarray[Any, Any]]:
+def _blocks(model: GGUFModel, tensor: _NewTensor, rounding_loss: RoundingLoss) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the rows of a tensor in its new type. Raises ConfigError if the type cannot hold a value."""
     file, source = model.file_by_tensor[tensor.name], tensor.source
-    stored = file.blocks(tensor.name)
-    step = max(1, _PART_VALUES // source.shape[-1])
-    for start in range(0, prod(source.shape[:-1]), step):
-        rows = stored[start : start + step]
+    source_blocks = file.blocks(tensor.name)
+    rows_per_part = max(1, _PART_VALUES // source.shape[-1])
+    for start in range(0, prod(source.shape[:-1]), rows_per_part):
+        rows = source_blocks[start : start + rows_per_part]
         with np.errstate(all="ignore"):
             values = gguf.quants.dequantize(rows, source.type)
         largest, limit = float(np.abs(values).max()), LARGEST_VALUES.get(tensor.type, np.inf)
@@ -168,5 +168,5 @@ def _blocks(model: GGUFModel, tensor: _NewTensor, loss: RoundingLoss) -> Iterato
             raise ConfigError(f"{file.path}: {tensor.name} has {size}")
         if source.type != tensor.type:
             rows = gguf.quants.quantize(values, tensor.type)
-            loss.add(values, gguf.quants.dequantize(rows, tensor.type))
+            rounding_loss.add(values, gguf.quants.dequantize(rows, tensor.type))
         yield rows

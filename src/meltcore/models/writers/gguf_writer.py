@@ -84,7 +84,7 @@ class _StoredTensor(NamedTuple):
         """Bytes of the tensor."""
         return prod(self.shape[:-1] if len(self.shape) > 1 else self.shape) * self.row_bytes
 
-    def blocks(self, loss: RoundingLoss) -> np.ndarray[Any, Any]:
+    def blocks(self, rounding_loss: RoundingLoss) -> np.ndarray[Any, Any]:
         """Read and convert the tensor. Returns [rows, row_bytes] uint8.
 
         Each value of a one-dimensional tensor is a row.
@@ -99,11 +99,11 @@ class _StoredTensor(NamedTuple):
                 source.check_largest(
                     float(values.abs().max()), LARGEST_VALUES.get(self.type, _LARGEST_FLOAT), self.type.name
                 )
-                stored = gguf.quants.quantize(values.numpy(), self.type)
+                quantized = gguf.quants.quantize(values.numpy(), self.type)
                 if self.type in FILE_TYPES:
-                    loss.add(values.numpy(), gguf.quants.dequantize(stored, self.type))
-                stored = stored.view(np.uint8)
-                blocks[row : row + len(values)] = stored.reshape(len(values), -1)
+                    rounding_loss.add(values.numpy(), gguf.quants.dequantize(quantized, self.type))
+                quantized = quantized.view(np.uint8)
+                blocks[row : row + len(values)] = quantized.reshape(len(values), -1)
                 row += len(values)
         return blocks if self.row_order is None else blocks[self.row_order.numpy()]
 
@@ -130,7 +130,7 @@ def write_gguf(
     name = _architecture_name(checkpoint)
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; a GGUF file is written")
-    loss = RoundingLoss()
+    rounding_loss = RoundingLoss()
     with (
         atomic_output(path, overwrite=overwrite) as temporary_path,
         open_tensors(checkpoint, allow_requantize=allow_requantize) as source,
@@ -163,11 +163,11 @@ def write_gguf(
                 writer.flush()
             _check_header(checkpoint.name, temporary_path, path, config, check_header)
             for index, tensor in enumerate(tensors):
-                writer.write_tensor_data(tensor.blocks(loss))
+                writer.write_tensor_data(tensor.blocks(rounding_loss))
                 progress("quantizing", (index + 1) / len(tensors))
         finally:
             writer.close()
-    return loss
+    return rounding_loss
 
 
 def _architecture_name(checkpoint: Checkpoint) -> str:
@@ -364,9 +364,9 @@ def _check_header(
     except ConfigError as error:
         raise ConfigError(f"{model} cannot be written as GGUF: {error}") from error
     for field in fields(DecoderConfig):
-        expected, found = getattr(config, field.name), getattr(read_fields, field.name)
-        if expected != found:
+        expected, read_value = getattr(config, field.name), getattr(read_fields, field.name)
+        if expected != read_value:
             raise ConfigError(
-                f"{model}: {field.name} is {expected}; a GGUF file cannot state it and is read as {found}"
+                f"{model}: {field.name} is {expected}; a GGUF file cannot state it and is read as {read_value}"
             )
     check_header(written)

@@ -324,8 +324,8 @@ def _factors(model: GGUFModel, name: str, pairs: int) -> np.ndarray[Any, Any]:
     """Return the divisors of rotary frequencies that a tensor holds. Raises ConfigError for another type or shape."""
     tensor = model.tensors.get(name)
     if tensor is None or tensor.type != GGMLQuantizationType.F32 or tensor.shape != (pairs,):
-        found = "is missing" if tensor is None else f"is {tensor.type.name} {list(tensor.shape)}"
-        raise ConfigError(f"{model.path}: {name} {found}; it must be F32 [{pairs}]")
+        problem = "is missing" if tensor is None else f"is {tensor.type.name} {list(tensor.shape)}"
+        raise ConfigError(f"{model.path}: {name} {problem}; it must be F32 [{pairs}]")
     factors: np.ndarray[Any, Any] = model.file_by_tensor[name].blocks(name).view("<f4")[0].astype(np.float64)
     return factors
 
@@ -343,8 +343,8 @@ def _llama3_rope(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any] | N
     frequencies = config["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
     for length in _LLAMA3_LENGTHS:
         turns = length * frequencies / (2 * math.pi)
-        kept = np.clip((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0, 1.0)
-        if np.allclose(divisors, 1 / (kept + (1 - kept) / factor), rtol=1e-4, atol=0):
+        kept_fraction = np.clip((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0, 1.0)
+        if np.allclose(divisors, 1 / (kept_fraction + (1 - kept_fraction) / factor), rtol=1e-4, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -374,8 +374,8 @@ def _read_gemma(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
         sliding = keys.model.numbers(f"gemma3.{key}").tolist()
         if len(sliding) != layers:
             raise keys.error(key, f"must have a value for each of {layers} layers; got {len(sliding)}")
-        if wrong := [each for each in sliding if each not in (0, 1)]:
-            raise keys.error(key, f"must be true or false for each layer; got {wrong[0]}")
+        if invalid := [each for each in sliding if each not in (0, 1)]:
+            raise keys.error(key, f"must be true or false for each layer; got {invalid[0]}")
         return fields | {"layer_types": ["sliding_attention" if each else "full_attention" for each in sliding]}
     return fields | {"sliding_window_pattern": keys.optional("sliding_window_pattern", key, GEMMA_PATTERN)}
 

@@ -244,20 +244,20 @@ class _HeaderParser:
             raise self._error(f"GGUF version {version}; supported: {', '.join(map(str, _VERSIONS))}")
         return self._count("tensors"), self._count("metadata values")
 
-    def _count(self, what: str) -> int:
-        count = self._unpack(_UINT64, f"the number of {what}")
+    def _count(self, subject: str) -> int:
+        count = self._unpack(_UINT64, f"the number of {subject}")
         if count > _MAX_COUNT:
-            raise self._error(f"the file has {count} {what}; at most {_MAX_COUNT} are read")
+            raise self._error(f"the file has {count} {subject}; at most {_MAX_COUNT} are read")
         return count
 
-    def text(self, what: str) -> str:
+    def text(self, subject: str) -> str:
         """Read a text, which errors call `what`."""
-        length = self._unpack(_UINT64, f"the length of {what}")
-        start = self._skip(length, what)
+        length = self._unpack(_UINT64, f"the length of {subject}")
+        start = self._skip(length, subject)
         try:
             return self._data[start : self.position].decode()
         except UnicodeDecodeError as error:
-            raise self._error(f"{what} is not UTF-8: {error}") from error
+            raise self._error(f"{subject} is not UTF-8: {error}") from error
 
     def value(self, key: str) -> Any:
         """Read the type and value of a metadata key. An array is checked and not decoded."""
@@ -321,23 +321,23 @@ class _HeaderParser:
         except ValueError as error:
             raise self._error(f"{key} has the unknown type {type_id}") from error
 
-    def _unpack(self, number: struct.Struct, what: str) -> int:
-        value: int = number.unpack_from(self._data, self._skip(number.size, what))[0]
+    def _unpack(self, number: struct.Struct, subject: str) -> int:
+        value: int = number.unpack_from(self._data, self._skip(number.size, subject))[0]
         return value
 
-    def _skip(self, num_bytes: int, what: str) -> int:
+    def _skip(self, num_bytes: int, subject: str) -> int:
         """Move past `num_bytes` bytes. Return the position of the first of them."""
         start = self.position
         if start + num_bytes > self._end:
-            raise self._cut_short(what, start, num_bytes)
+            raise self._cut_short(subject, start, num_bytes)
         self.position = start + num_bytes
         return start
 
-    def _cut_short(self, what: str, start: int, num_bytes: int) -> ConfigError:
+    def _cut_short(self, subject: str, start: int, num_bytes: int) -> ConfigError:
         limit = f"the file has {len(self._data)}"
         if self._end < len(self._data):
             limit = f"a header may have {_MAX_HEADER_BYTES}"
-        return self._error(f"{what} takes {num_bytes} bytes from byte {start} on; {limit}")
+        return self._error(f"{subject} takes {num_bytes} bytes from byte {start} on; {limit}")
 
     def _error(self, reason: str) -> ConfigError:
         return ConfigError(f"{self._path}: {reason}")

@@ -42,25 +42,25 @@ def unsupported_formats(model: GGUFModel, *, is_configured: bool) -> str | None:
 
     `is_configured` says that the architecture and the metadata can be served. The text then suggests another format.
     """
-    found = {
+    refused = {
         name: tensor.type.name
         for name, tensor in model.tensors.items()
         if tensor.type not in (*DENSE_TYPES, *QUANTIZED_TYPES)
     }
-    is_readable = not model.unknown_types and _UNREADABLE_FORMATS.isdisjoint(found.values())
+    is_readable = not model.unknown_types and _UNREADABLE_FORMATS.isdisjoint(refused.values())
     for name, type_id in model.unknown_types.items():
-        found[name] = (
+        refused[name] = (
             f"{_REMOVED_FORMATS[type_id]}, which ggml has removed"
             if type_id in _REMOVED_FORMATS
             else f"unknown type {type_id}"
         )
-    if not found:
+    if not refused:
         return None
     supported = ", ".join(each.name for each in (*DENSE_TYPES, *QUANTIZED_TYPES))
     remedy = "take a file of the model in one of these"
     if is_readable and is_configured:
         remedy += f", or write one: meltcore quantize {model.path} --to q8_0 --allow-requantize"
-    return f"stores {count_formats(found.values())} (first: {next(iter(found))}); supported: {supported}; {remedy}"
+    return f"stores {count_formats(refused.values())} (first: {next(iter(refused))}); supported: {supported}; {remedy}"
 
 
 def count_formats(labels: Iterable[str]) -> str:
@@ -105,9 +105,9 @@ def held_bytes(tensor: GGUFTensor, held_type: GgmlType | None, element_size: int
     return prod(rows) * (columns * element_size if held_type is None else sum(held_type.array_bytes(columns)))
 
 
-def describe_on_host(tensors: Mapping[str, GGUFTensor], form: str) -> str:
+def describe_on_host(tensors: Mapping[str, GGUFTensor], form_text: str) -> str:
     """Describe the weights of a file and the form in which a CPU holds them."""
-    return f"{size_text(sum(tensor.num_bytes for tensor in tensors.values()))} of the file, {form}"
+    return f"{size_text(sum(tensor.num_bytes for tensor in tensors.values()))} of the file, {form_text}"
 
 
 class FormatUse(NamedTuple):
@@ -133,15 +133,15 @@ class FormatUse(NamedTuple):
 def restored_formats(tensors: Mapping[str, GGUFTensor], element_size: int) -> list[FormatUse]:
     """Return the formats among `tensors` that a device holds as another one, in the order of the file."""
     uses: dict[tuple[GgmlType, GgmlType | None], FormatUse] = {}
-    for name, held in held_formats(tensors).items():
+    for name, held_type in held_formats(tensors).items():
         tensor = tensors[name]
-        if tensor.type not in QUANTIZED_TYPES or held == (stored := GgmlType(tensor.type)):
+        if tensor.type not in QUANTIZED_TYPES or held_type == (stored_type := GgmlType(tensor.type)):
             continue
-        loss = "" if held is None else stored.held.loss
-        use = uses.get((stored, held), FormatUse(stored, held, 0, 0, 0, loss))
-        uses[stored, held] = use._replace(
+        loss = "" if held_type is None else stored_type.held.loss
+        use = uses.get((stored_type, held_type), FormatUse(stored_type, held_type, 0, 0, 0, loss))
+        uses[stored_type, held_type] = use._replace(
             tensors=use.tensors + 1,
             stored_bytes=use.stored_bytes + tensor.num_bytes,
-            held_bytes=use.held_bytes + held_bytes(tensor, held, element_size),
+            held_bytes=use.held_bytes + held_bytes(tensor, held_type, element_size),
         )
     return list(uses.values())

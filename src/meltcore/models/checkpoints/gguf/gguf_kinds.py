@@ -49,12 +49,12 @@ def other_kinds(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
     The name decides the kind of a file that cannot be read.
     """
-    found = {}
+    kinds = {}
     for name in names:
         try:
             kind = other_kind(GGUFModel(folder / name))
         except ConfigError:
             kind = kind_by_name(name)
         if kind is not None:
-            found[name] = kind
-    return found
+            kinds[name] = kind
+    return kinds

@@ -53,17 +53,17 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
     reasoning = [i for i, token in enumerate(tokens) if token in _REASONING_TOKENS and types[i] == TokenType.NORMAL]
     types[reasoning] = TokenType.USER_DEFINED
     candidates = {token_id for token_id, token in enumerate(tokens) if token in TURN_TOKENS}
-    stated = [token_id for name in _STATED_KEYS if (token_id := special_id(model, name, len(tokens))) is not None]
-    candidates |= {i for i in stated if _is_in_brackets(tokens[i]) and types[i] != TokenType.UNKNOWN}
-    wrong = [i for i in sorted(candidates) if types[i] != TokenType.CONTROL]
-    types[wrong] = TokenType.CONTROL
+    stated_ids = [token_id for name in _STATED_KEYS if (token_id := special_id(model, name, len(tokens))) is not None]
+    candidates |= {i for i in stated_ids if _is_in_brackets(tokens[i]) and types[i] != TokenType.UNKNOWN}
+    retyped = [i for i in sorted(candidates) if types[i] != TokenType.CONTROL]
+    types[retyped] = TokenType.CONTROL
     if (unknown := np.flatnonzero(~np.isin(types, list(TokenType)))).size:
         first = int(unknown[0])
         raise ConfigError(
             f"{model.path}: {key} must be from {min(TokenType)} to {max(TokenType)}; "
             f"got {types[first]} for token {first}"
         )
-    return types, [tokens[i] for i in wrong]
+    return types, [tokens[i] for i in retyped]
 
 
 def special_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
