@@ -1,7 +1,8 @@
 """Finds where audio files begin, end and join, from their bytes alone. Decoders see complete files only.
 
 If the bytes of a file end early, FFmpeg and libsndfile return a shorter decoding without an error. If several files
-were joined, both read only one. So the elements at the top level of each container are counted here first.
+were joined, both libraries read only the first. So the elements at the top level of each container are counted here
+first.
 """
 
 from __future__ import annotations

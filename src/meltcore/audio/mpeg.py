@@ -17,7 +17,7 @@ NO_FLAC_SYNC = re.compile(rb"\xff[\xe2-\xe7\xf0-\xf7\xfa-\xff]")  # frames of FL
 
 
 def frame_bytes(header: bytes) -> int:
-    """Return the length of the frame of MP3 or AAC (ADTS) that begins with these bytes, or 0 if none does.
+    """Return the length of the MP3 or AAC (ADTS) frame that begins with these bytes, or 0 without a frame.
 
     A frame in Layer I or with a free bit rate has an unknown length, for which 1 is returned.
     """

@@ -156,7 +156,7 @@ async def end_worker(worker: asyncio.subprocess.Process) -> None:
 
 
 def missing_package(format_name: str) -> str | None:
-    """Return the name of a missing package that a format needs, or None if none is missing."""
+    """Return the name of the package that a format needs and that is missing, or None."""
     return "PyAV (meltcore[av])" if format_name == "aac" and find_spec("av") is None else None
 
 

@@ -29,7 +29,7 @@ WGMMA = Path(__file__).with_name("wgmma.cu")  # those of its warp groups, the se
 
 
 def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int | str) -> bytes:
-    """Compile CUDA C++ for one architecture (90: sm_90, "90a": sm_90a) and return the cubin. Needs no GPU.
+    """Compile CUDA C++ for one architecture (90: sm_90, "90a": sm_90a) and return the cubin. It needs no GPU.
 
     Raises MeltcoreError with NVRTC's messages if the source has an error.
     """

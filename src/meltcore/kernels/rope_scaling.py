@@ -29,7 +29,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Divides low frequencies by `factor`, keeps high ones, and interpolates between them, as Llama 3.1 does.
+    """Divides low frequencies by `factor`, keeps high frequencies, and interpolates between them, as in Llama 3.1.
 
     A frequency is low with fewer than `low_freq_factor` turns in `original_max_position_embeddings` positions, and high
     with more than `high_freq_factor`.

@@ -21,7 +21,7 @@ class Attention(nn.Module):
         wide_qk_norm: whether queries and keys are normalized over all heads together instead (OLMo 2).
         output_gate: whether each head's output is multiplied by the sigmoid of a gate (Qwen3.5). The first matrix of
             `qkv_proj` then holds the gates of all heads above the queries of all heads.
-        sliding_window: the number of newest tokens that a query sees, its own included. None lets it see all tokens.
+        sliding_window: the number of newest tokens that a query sees, including its own. None lets it see all tokens.
         scale: factor of the scores, by default head_dim^-0.5.
         post_norm: whether the output of `o_proj` is normalized before it is added (Gemma 3).
         pre_norm: whether the residual stream is normalized before it is read. OLMo 2 has norms only after the layers.

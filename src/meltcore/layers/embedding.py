@@ -49,7 +49,7 @@ class ParallelLMHead(nn.Module):
         self.quantize(self._method)
 
     def quantize(self, method: QuantizationMethod) -> None:
-        """Allocate the weight in the format of `method`. Must be called before weights are loaded.
+        """Allocate the weight in the format of `method`. Call this before weights are loaded.
 
         Raises ValueError if the method does not support embeddings.
         """

@@ -105,7 +105,7 @@ class SparseMoeBlock(nn.Module):
         self.quantize(self._method)
 
     def quantize(self, method: QuantizationMethod) -> None:
-        """Allocate the experts in the format of `method`. Must be called before weights are loaded.
+        """Allocate the experts in the format of `method`. Call this before weights are loaded.
 
         Raises ValueError if the method does not support experts.
         """

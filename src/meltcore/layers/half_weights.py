@@ -78,7 +78,7 @@ class HalfWeight(nn.Module):
 
 
 def stored_values(weight: nn.Module) -> torch.Tensor:
-    """Return the values of a loaded weight, [rows, columns] float32, columns in the order of the layer's inputs."""
+    """Return the values of a loaded weight, [rows, columns] float32. Columns have the order of the layer's inputs."""
     if isinstance(weight, MergedWeight):
         return torch.cat([stored_values(part) for part in weight.parts])
     if isinstance(weight, DenseWeight):

@@ -39,8 +39,8 @@ class Int4Format(NamedTuple):
     """How a checkpoint stores a matrix.
 
     Args:
-        has_g_idx: the checkpoint has a tensor g_idx.
-        has_bias: the checkpoint has a tensor bias of zeros, where the model has no bias.
+        has_g_idx: whether the checkpoint has a tensor g_idx.
+        has_bias: whether the checkpoint has a bias of zeros although the model has no bias.
         group_index: int32 g_idx if the inputs are in activation order, else empty.
     """
 
@@ -80,7 +80,7 @@ class _Matrix(NamedTuple):
     input_order: torch.Tensor | None
 
     def tensors(self) -> dict[str, WeightLoader]:
-        """Return the loaders of the matrix's tensors, by the last part of their names."""
+        """Return the loader of each tensor of the matrix, by the last part of the tensor's name."""
         layout, int4_type, has_g_idx, has_bias, _ = self.format
         (outputs, inputs), kept_inputs = self.part.shape, self.part.inputs
         group, words = int4_type.group_size, outputs // WORD_VALUES
@@ -226,15 +226,15 @@ class Int4Experts(GgmlExperts):
         self._format, self._hidden_size = matrix_format, hidden_size
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
-        """Return the loaders of one expert's matrix gate_proj, by the last part of their names."""
+        """Return the loader of each tensor of one expert's gate_proj, by the last part of the tensor's name."""
         return self._rows_tensors(expert, 0)
 
     def up_tensors(self, expert: int) -> dict[str, WeightLoader]:
-        """Return the loaders of one expert's matrix up_proj, by the last part of their names."""
+        """Return the loader of each tensor of one expert's up_proj, by the last part of the tensor's name."""
         return self._rows_tensors(expert, len(self._local_columns))
 
     def down_tensors(self, expert: int) -> dict[str, WeightLoader]:
-        """Return the loaders of one expert's matrix down_proj, by the last part of their names."""
+        """Return the loader of each tensor of one expert's down_proj, by the last part of the tensor's name."""
         rows = range(self._hidden_size)
         return self._tensors(
             self.down_proj,

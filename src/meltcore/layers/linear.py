@@ -37,14 +37,14 @@ class LinearBase(nn.Module):
         return tuple(map(len, self._outputs))
 
     def quantize(self, method: QuantizationMethod) -> None:
-        """Allocate the weight in the format of `method`. Must be called before weights are loaded."""
+        """Allocate the weight in the format of `method`. Call this before weights are loaded."""
         self._method = method
         self._allocate()
 
     def tensors(
         self, first: int, row_order: torch.Tensor | None = None, *, stop: int | None = None
     ) -> dict[str, WeightLoader]:
-        """Return the loaders of the tensors of checkpoint matrix `first`, by the last part of their names.
+        """Return the loader of each tensor of checkpoint matrix `first`, by the last part of the tensor's name.
 
         Row i of this rank's rows is row `row_order[i]` of the checkpoint; None keeps the order. With `stop` the
         checkpoint has matrices `first` to `stop` - 1 of this layer concatenated in one.
@@ -79,7 +79,7 @@ class ColumnParallelLinear(LinearBase):
         super().__init__(input_size, *output_sizes)
 
     def shard(self, *local_outputs: range) -> None:
-        """Keep the outputs local_outputs[i] of matrix i. Must be called before weights are loaded."""
+        """Keep the outputs local_outputs[i] of matrix i. Call this before weights are loaded."""
         self._outputs = local_outputs
         self._allocate()
 
@@ -119,7 +119,7 @@ class RowParallelLinear(LinearBase):
         return self._group is not None
 
     def shard(self, local_inputs: range, group: TensorParallelGroup) -> None:
-        """Keep the inputs `local_inputs`. Must be called before weights are loaded."""
+        """Keep the inputs `local_inputs`. Call this before weights are loaded."""
         self._inputs, self._group = local_inputs, group
         self._allocate()
 

@@ -34,7 +34,7 @@ class LinearWeight(Protocol):
     """
 
     def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
-        """Return the loaders of the tensors of a checkpoint's matrix, by the last part of their names.
+        """Return the loader of each tensor of a checkpoint's matrix, by the last part of the tensor's name.
 
         Raises ValueError if the part's rows are in several formats.
         """

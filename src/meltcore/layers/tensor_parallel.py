@@ -131,9 +131,9 @@ class TensorParallelGroup:
             threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True).start()
 
     def destroy(self) -> None:
-        """Leave the group together with all other ranks. Waits for them at most five seconds.
+        """Leave the group together with all other ranks, which are awaited for at most five seconds.
 
-        Must not be called while a step is running.
+        No step may be running.
         """
         self.symmetric_memory = None
         if dist.is_initialized():

@@ -27,7 +27,7 @@ def uniform_routing_seed() -> int | None:
 
 
 def record_routing(layer_id: int, topk_ids: torch.Tensor) -> None:
-    """Record the experts that a layer used in a step, [tokens, top_k] int32. Adds no work to a CUDA graph.
+    """Record the experts that a layer used in a step, [tokens, top_k] int32. This adds no work to a CUDA graph.
 
     Eager steps on a GPU are not recorded: they are prefill and use all experts. A second graph for the same number of
     tokens is not recorded either. So the records are of decode graphs, which are captured first.

@@ -176,7 +176,7 @@ def _shard_on_meta(
 
 
 def check_tensors(model: Model, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError unless the checkpoint's files hold each tensor of the model exactly once, in its shape."""
+    """Raise ConfigError if a tensor of the model is missing in the checkpoint's files, stored twice or misshapen."""
     with ExitStack() as stack:
         _plan_reads(model, checkpoint, [stack.enter_context(file) for file in open_files(checkpoint)])
 
@@ -219,7 +219,7 @@ def planned_device(on_cpu: bool) -> torch.device:
 
 
 def task_dtype(name: DType, device: torch.device, *, on_gpu: torch.dtype) -> torch.dtype:
-    """Return the type of weights and activations. "auto" is `on_gpu` on a GPU and float32 on a CPU."""
+    """Return the type of weights and activations. "auto" stands for `on_gpu` on a GPU and float32 on a CPU."""
     if name != "auto":
         return TORCH_DTYPES[name]
     return on_gpu if device.type == "cuda" else torch.float32
@@ -228,8 +228,8 @@ def task_dtype(name: DType, device: torch.device, *, on_gpu: torch.dtype) -> tor
 def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: int) -> None:
     """Raise ConfigError if the weights do not fit into the free memory of `device`.
 
-    Must be called before weights are allocated, since a host overcommits memory and kills a process later. Each rank
-    has `weight_bytes`. On a CPU all ranks share the memory.
+    Call this before weights are allocated, since a host overcommits memory and kills a process later. Each rank has
+    `weight_bytes`. On a CPU all ranks share the memory.
     """
     if device.type == "cpu":
         needed_bytes, free_bytes = weight_bytes * num_ranks, host_available_bytes()
@@ -375,7 +375,7 @@ def _check_tied_head(model: LoadableModel, files: Sequence[TensorFile]) -> None:
 
 
 def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) -> None:
-    """Fill the model with random weights. The speed is that of real weights; the answers are meaningless.
+    """Fill the model with random weights. It is as fast as with real weights, but its answers are meaningless.
 
     Each rank draws whole tensors and keeps its part, so that a group holds the same weights as one device. For
     quantized tensors of a GGUF checkpoint, blocks are drawn. Large tensors are drawn in ranges of rows.

@@ -86,7 +86,7 @@ class RemoveModel(msgspec.Struct, tag="remove_model", frozen=True):
 
 
 class RoutesChanged(msgspec.Struct, tag="routes", frozen=True):
-    """Tells the process the configured models of languages and routes. Sent at the start and after each change.
+    """Tells the process, at its start and after each change, the configured models of languages and routes.
 
     `order` has the names of the models that come first.
     """

@@ -27,11 +27,11 @@ def gpu_resource(number: int) -> str:
 
 
 class Ping(msgspec.Struct, tag="ping", frozen=True):
-    """Asks whether the driver still answers. Answered by `Pong`."""
+    """Asks whether the driver still answers. The driver answers with `Pong`."""
 
 
 class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
-    """Asks for all living nodes, and which of these checkpoints each node can load. Answered by `Nodes`.
+    """Asks for all living nodes, and which of these checkpoints each node can load. The driver answers with `Nodes`.
 
     Args:
         checkpoints: Absolute paths, and ids of the hub.
@@ -47,7 +47,7 @@ class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
 
 
 class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
-    """Asks for an engine process on a node. Answered by `EngineListening` or `EngineEnded`.
+    """Asks for an engine process on a node. The answer is `EngineListening` or `EngineEnded`.
 
     Args:
         engine: Number of the engine.
@@ -85,7 +85,7 @@ class KillEngine(msgspec.Struct, tag="kill_engine", frozen=True):
 
 
 class RunOnNodes(msgspec.Struct, tag="run_on_nodes", frozen=True):
-    """Asks every node to run a command of Meltcore. Answered by `CommandStarted`, then one `CommandEnded` per node.
+    """Asks every node to run a command of Meltcore. The answers are `CommandStarted`, then one `CommandEnded` per node.
 
     Args:
         command: Name and options of the command.

@@ -31,7 +31,7 @@ class ChatPrompt(NamedTuple):
     """The text of a rendered chat.
 
     Args:
-        text: The text that the model reads, special tokens included.
+        text: The text that the model reads, including special tokens.
         special_tokens: The control tokens of the template in the text. None means all control tokens that the tokenizer
             finds.
         controls: All control tokens of the tokenizer and the template.

@@ -279,7 +279,7 @@ def named_special_tokens(folder: Path) -> list[str | dict[str, Any]]:
 
 
 def _special_settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json with the fields of special_tokens_map.json in place of its own.
+    """Return tokenizer_config.json with its fields replaced by the fields of special_tokens_map.json.
 
     special_tokens_map.json is not read if tokenizer_config.json has `added_tokens_decoder`.
     """

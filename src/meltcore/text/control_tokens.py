@@ -106,7 +106,7 @@ class ControlTokens:
         return any(self.find(text[at : at + _PIECE_CHARS + overlap]) for at in range(0, len(text), _PIECE_CHARS))
 
     def overlaps(self, string: str) -> bool:
-        """Return whether a string contains a control token, or begins or ends in the middle of one."""
+        """Return whether a string contains a control token, or begins or ends in the middle of a control token."""
         starts, ends = self._ends_and_beginnings
         lengths = range(1, len(string) + 1)
         is_part = any(string[-length:] in starts or string[:length] in ends for length in lengths)

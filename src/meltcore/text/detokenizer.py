@@ -1,4 +1,4 @@
-"""Converts token ids to text as they arrive. Holds back incomplete characters and possible stop strings."""
+"""Converts token ids to text as they arrive. Incomplete characters and possible stop strings are held back."""
 
 from __future__ import annotations
 

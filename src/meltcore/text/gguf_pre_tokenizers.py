@@ -19,7 +19,7 @@ class PreTokenizer(NamedTuple):
 
     Args:
         steps: The steps in the order of their application. The last step writes bytes as characters.
-        normalizer: Changes the text before the steps. None changes nothing.
+        normalizer: Changes the text before the steps, or None.
         ignore_merges: Keeps a word that is a token whole, without applying merges.
         add_bos: Begins a text with BOS if tokenizer.ggml.add_bos_token is absent.
     """

@@ -216,7 +216,7 @@ def _num_rows(checkpoint: Checkpoint) -> int:
 
 
 def _sample_texts(tokenizer: Tokenizer, num_tokens: int) -> list[str]:
-    """Return texts of random tokens, special ones included, and of characters that a vocabulary may lack."""
+    """Return texts of random tokens, including special tokens, and of characters that a vocabulary may lack."""
     generator = random.Random(0)  # noqa: S311 - draws samples
     special_ids = [token_id for token_id in sorted(tokenizer.special_ids) if token_id < num_tokens]
     texts = []

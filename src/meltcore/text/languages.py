@@ -1,4 +1,4 @@
-"""Lists the languages that speech and translation models share, under all their names. Needs no package."""
+"""Lists the languages that speech and translation models share, under all their names. It needs no package."""
 
 from __future__ import annotations
 

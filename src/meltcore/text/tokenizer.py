@@ -99,7 +99,7 @@ class Tokenizer:
 
     @classmethod
     def synthetic_bytes(cls, vocab_size: int) -> Tokenizer:
-        """Return a byte-level tokenizer for a model without one.
+        """Return a byte-level tokenizer for a model without a tokenizer.
 
         Id n is byte n up to 255; the others are texts like " t300". Encoding gives one token per byte, so prompt
         lengths are easy to predict, and every id decodes to some text. Raises ConfigError for a vocabulary of fewer
@@ -219,7 +219,7 @@ def _check_prefix(path: Path) -> None:
 
 
 def _missing_reason(folder: Path) -> str:
-    """Return why a folder without tokenizer.json has no tokenizer, and how to get one."""
+    """Return why a folder without tokenizer.json has no tokenizer, and how the user can get it."""
     fault = f"{folder} has no tokenizer.json"
     others = [name for name in OTHER_LAYOUTS if (folder / name).exists()]
     if not others:

@@ -242,8 +242,8 @@ class PrefixCache:
     exactly when all tokens up to its end are equal. The key is random per process: no prompt can be crafted to collide.
 
     The page set of a cache group in a column is kept or lost as a whole, independently of other groups. A prefix needs
-    the page sets of all its columns in groups of full attention. In sliding groups it needs those that the next token's
-    window reaches.
+    the page sets of all its columns in groups of full attention. In sliding groups it needs the page sets that the next
+    token's window reaches.
     """
 
     def __init__(self, pool: PagePool, layout: PageLayout = FULL_ATTENTION) -> None:

@@ -1,8 +1,8 @@
 """Limits the prefill of very long prompts while other sequences decode.
 
 A step's token budget is meant for many short prompts. One prompt of 200,000 tokens would fill it for dozens of steps,
-each 10 to 30 times as long as a step that only decodes. All others would receive tokens at that pace. So such a prompt
-is prefilled in chunks that at most double the time of a step, by the measured times of earlier steps.
+each 10 to 30 times as long as a step that only decodes. All other sequences would receive tokens only as often. So such
+a prompt is prefilled in chunks that at most double the time of a step, by the measured times of earlier steps.
 
 A chunk has a minimum cost: with routed experts it reads most of their weights, however small it is. When even a small
 chunk more than doubles a step, few large chunks of 0.1 s run instead. They are so far apart that more than 99 of 100

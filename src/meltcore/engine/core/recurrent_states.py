@@ -207,7 +207,7 @@ class StateSnapshots:
         """Return whether to keep the state after the first `end` tokens.
 
         The state is kept if no snapshot of it exists or is being taken, and a slot can be freed for it. If the method
-        returns True, the slot is free, and the caller must call `attach` or `abandon` later.
+        returns True, a slot is free, and the caller must call `attach` or `abandon` later.
         """
         page_hash = self._page_hash(request, end)
         if page_hash in self._slot_by_hash or page_hash in self._claimed:

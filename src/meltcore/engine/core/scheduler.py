@@ -180,7 +180,7 @@ class Scheduler:
                 self._finish_if_last(request, token_id)
 
     def record_step_time(self, scheduled: list[Chunk], took_s: float) -> None:
-        """Report the time of a step to the pacer, if there is one."""
+        """Report the time of a step to the pacer, if the scheduler has a pacer."""
         if self.pacer is not None:
             self.pacer.record(took_s, self._step_contents(scheduled))
 
@@ -374,7 +374,7 @@ class Scheduler:
         return True
 
     def _release_passed_pages(self, request: Request) -> None:
-        """Release the pages that neither the next query nor later ones read.
+        """Release the pages that no later query reads.
 
         Pages are registered before they are released. The host knows the tokens of these pages, since only the newest
         token of a sequence may be unknown.

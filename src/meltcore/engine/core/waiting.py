@@ -87,8 +87,8 @@ class WaitingQueue(Generic[Request]):
     def take(self, max_cost: int, bound: int | None = None) -> list[WaitingRequest[Request]]:
         """Remove and return the next batch, or an empty list if the first request does not fit.
 
-        The first request in order determines the padded cost. Requests of that padded cost follow in order, then
-        requests of smaller ones, unless padding makes them more than twice as expensive.
+        The first request in order determines the padded cost. Requests of that padded cost follow in order. Then come
+        requests of smaller padded costs, if padding does not make them more than twice as expensive.
 
         Args:
             max_cost: the maximum cost of the batch with its padding.

@@ -30,7 +30,7 @@ class StartedRanks:
     """
 
     def __init__(self, size: int) -> None:
-        """Start the processes of `size` ranks, rank 0 included.
+        """Start the processes of a group of `size` ranks, except for rank 0.
 
         Raises ConfigError when no shared folder can be created.
         """

@@ -245,9 +245,10 @@ class Ranks:
         return self._rank_error(self._blocking_ranks() or "rank 0", " ".join(str(error).split())[:300])
 
     def close(self, on_idle: Callable[[], None]) -> None:
-        """Destroy the group together with the other ranks, or kill their processes if that fails. Can be called twice.
+        """Destroy the group together with the other ranks, or kill their processes if that fails.
 
-        `on_idle` is called before the group is destroyed, when no step is in flight.
+        `on_idle` is called before the group is destroyed, when no step is in flight. A second call of this method does
+        nothing.
         """
         if not self._end.alive:
             return

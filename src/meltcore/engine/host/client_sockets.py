@@ -199,7 +199,7 @@ class _OrphanWatch(threading.Thread):
         self._stopped = False
 
     def stop(self) -> None:
-        """Stop watching. Must be called on the thread of the socket."""
+        """Stop watching. Call this on the thread of the socket."""
         self._stopped = True
         self.join()
         self._socket.disable_monitor()

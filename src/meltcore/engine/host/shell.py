@@ -93,13 +93,13 @@ class Engine(Protocol):
         """End these requests; the next `step` reports their ends. Unknown ids are ignored."""
 
     def take_turn(self, turn: StepTurn) -> None:
-        """Receive the limits of the next step. Called only if engines of other classes share the GPUs."""
+        """Receive the limits of the next step. The shell calls this only if engines of other classes share the GPUs."""
 
     def step(self) -> Outputs:
         """Compute a step. Return the new outputs of all requests."""
 
     def check(self) -> None:
-        """Raise RankError if the engine has failed. Called while the engine has no work."""
+        """Raise RankError if the engine has failed. The shell calls this while the engine has no work."""
 
     def close(self) -> None:
         """Release devices and other processes. No step may follow."""

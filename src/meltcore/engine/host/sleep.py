@@ -26,7 +26,7 @@ class SleepableEngine(Protocol):
     """Defines the part of an engine's interface that only engines with a sleep mode have."""
 
     def sleep(self, keep: Literal["host", "disk"]) -> SleepResult:
-        """Release memory. Called only while there is no work.
+        """Release memory. The shell calls this only while there is no work.
 
         Raises SleepError and changes nothing if this is not possible.
         """

@@ -127,7 +127,7 @@ def plan_memory(
 
     Args:
         model: the sizes of the model.
-        memory_bytes: the memory to divide, weights and reserve included.
+        memory_bytes: the memory to divide, including weights and reserve.
         max_model_len: the maximum number of tokens of a sequence.
         max_num_seqs: the maximum number of running sequences.
         max_num_batched_tokens: the maximum number of tokens of a step.

@@ -62,7 +62,7 @@ class BatchTask(ABC, Generic[Request, Result]):
 
     @abstractmethod
     def start(self, requests: Sequence[Request], padded_cost: int) -> None:
-        """Begin these requests, padded to `padded_cost`, beside those that run.
+        """Begin these requests, padded to `padded_cost`, beside the requests that run.
 
         The engine keeps no copy of the messages.
         """

@@ -2,8 +2,9 @@
 
 The decoder state of a clip changes only with a token. So one iteration computes, for every clip, the logits of several
 frames with the same prediction. It takes the first frame whose best token is not the blank, and then advances the
-prediction network once for all clips. This is the method of Xu et al., "Label-Looping", 2024, but for the window of
-frames. Clips in different places of their audio share every operation. On a GPU several iterations are one CUDA graph.
+prediction network once for all clips. This is the method of Xu et al., "Label-Looping", 2024, except for the window of
+frames. Clips at different positions of their audio share every operation. On a GPU several iterations are one CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class _Loop:
 
 
 class TransducerGraphs:
-    """Loops whose iterations are CUDA graphs, by the shape of the batch."""
+    """Keeps a `_Loop` for each shape of a batch, with several of its iterations as a CUDA graph."""
 
     def __init__(self, model: IndicConformer, limit: int = 16, frames_per_token: int | None = None) -> None:
         """Keep `limit` graphs, one per number of clips and frames. `transducer_greedy` explains frames_per_token."""

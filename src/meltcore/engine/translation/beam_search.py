@@ -78,9 +78,9 @@ class BeamSearch:
             options: the settings of the search.
             slots: the number of sources that are decoded together.
             max_source: the maximum number of tokens of a source.
-            overlap: the results of a step are read while the next step runs. None means True on a GPU.
-            graphs: CUDA graphs are replayed. A graph is captured at its first use or by `capture`. None means True on a
-                GPU.
+            overlap: whether the results of a step are read while the next step runs. None means True on a GPU.
+            graphs: whether CUDA graphs are replayed. A graph is captured at its first use or by `capture`. None means
+                True on a GPU.
             encoder_tokens: the maximum number of tokens, with padding, that are encoded together. A longer source is
                 encoded alone.
 
@@ -202,7 +202,7 @@ class BeamSearch:
         return self._take(previous)
 
     def _launch(self) -> _Step | None:
-        """Launch a step of all sentences that are not known to be complete. Returns None if all are."""
+        """Launch a step of all sentences that are not known to be complete. Returns None without such a sentence."""
         while self._limits and self._limits[0] <= self._num_steps:
             self._limits.popleft()
             self._rows = None

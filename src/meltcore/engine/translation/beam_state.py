@@ -1,8 +1,8 @@
 """Holds the tables of a beam search on the device, and computes one step: a token for every beam of the given slots.
 
-Scores, stopping and length penalty equal those of `generate` in transformers. A step reads nothing from the host but
-the slots, so that it can be captured as a CUDA graph. What a step computes for a sentence that is done goes to a spare
-slot. So its result stays as it is until the host has read it, though the next step may run already.
+Scores, stopping and length penalty are computed as by `generate` in transformers. A step reads nothing from the host
+but the slots, so that it can be captured as a CUDA graph. What a step computes for a sentence that is done goes to a
+spare slot. So its result stays as it is until the host has read it, though the next step may run already.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class BeamOptions:
             translations.
         early_stopping: True ends the search when `num_beams` beams are finished. False ends it when no running beam can
             become better at its current length. "never" ends it when no running beam can become better at any length.
-        has_synthetic_lengths: a translation has 5 tokens more than its source, at least 8 and at most `max_new_tokens`.
-            This is for random weights, which do not end by themselves.
+        has_synthetic_lengths: whether a translation has 5 tokens more than its source, at least 8 and at most
+            `max_new_tokens`. This is for random weights, which do not end by themselves.
     """
 
     num_beams: int = NUM_BEAMS

@@ -153,7 +153,7 @@ class CompileWorkers:
             self._report(reason)
 
     def close(self) -> None:
-        """End the workers, including those that are compiling. Can be called twice."""
+        """End the workers, including those that are compiling. A second call does nothing."""
         self.is_closed = True
         self._end()
 

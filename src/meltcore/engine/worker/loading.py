@@ -1,4 +1,4 @@
-"""Loads a model to its device and plans its memory, for an engine and for each rank alike."""
+"""Loads a model to its device and plans its memory, for an engine without ranks and for each rank."""
 
 from __future__ import annotations
 
@@ -157,9 +157,9 @@ def fill_weights(model: Model, config: EngineConfig, checkpoint: Checkpoint, pro
 
 
 def check_shards(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> None:
-    """Raise ConfigError if `load` would raise one on every rank of a group.
+    """Raise the ConfigError that `load` would raise on every rank of a group.
 
-    Called before any rank loads. So the user gets one message, and gets it before the ranks join the group.
+    The check runs before any rank loads. So the user gets a single message, before the ranks join the group.
     """
     checkpoint = replace(checkpoint, config=apply_overrides(checkpoint.config, config.hf_overrides))
     dtype = _choose_dtype(checkpoint, config, device)
@@ -178,7 +178,7 @@ def _plan_memory(
     cache_dtype: torch.dtype,
     held: HostWeights | None = None,
 ) -> MemoryPlan:
-    """Divide the memory. `held` says how the weights will be converted. None means that they stay as they are."""
+    """Return the memory plan. `held` says how the weights will be converted, and None that they are not converted."""
     shape = _shape(model, device, cache_dtype, config.tensor_parallel_size, held)
     divide = partial(
         plan_memory,

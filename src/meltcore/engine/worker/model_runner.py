@@ -179,7 +179,7 @@ class ModelRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all caches, the null page and the null slot included."""
+        """The bytes of all caches, including the null page and the null slot."""
         # By address: sub-groups share their tensors.
         return sum({tensor.data_ptr(): tensor.nbytes for pair in self.caches for tensor in pair}.values())
 
@@ -297,7 +297,7 @@ class ModelRunner:
         return chunks, Step(new_pages, [], [], batch)
 
     def _compute(self, step: Step) -> tuple[torch.Tensor, LogitsAt]:
-        """Compute a step. Returns the greedy tokens of the sequences that sample, and access to their logits.
+        """Compute a step. Returns the greedy tokens of the sequences that sample, and a function for their logits.
 
         The step is a replay of a graph, or is launched kernel by kernel. The greedy tokens are also written to the
         table of last tokens.

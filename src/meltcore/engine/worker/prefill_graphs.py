@@ -1,8 +1,9 @@
 """Steps with prompts as CUDA graphs, where launching their kernels would take longer than computing them.
 
-Kernel by kernel, a step of 28 layers costs the host 10 to 16 ms whatever it holds. Every sequence that decodes beside a
-short prompt would wait for it. So a step is padded to the next of a few sizes (buckets) and replayed: 1 to 2 ms for a
-prompt of a few hundred tokens. For long prompts the device takes longer than the host, and nothing is padded.
+Launched kernel by kernel, a step of 28 layers costs the host 10 to 16 ms, however few tokens it has. Every sequence
+that decodes beside a short prompt would wait for it. So a step is padded to the next of a few sizes (buckets) and
+replayed: 1 to 2 ms for a prompt of a few hundred tokens. For long prompts the device takes longer than the host, and
+nothing is padded.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
     num_decodes, num_padded_decodes = batch.num_decodes, bucket.num_decodes - batch.num_decodes
 
     def padded_indices(tokens: Sequence[int]) -> np.ndarray:
-        """Return the padded indices of tokens: indices of longer chunks come after all entries for chunks of one."""
+        """Return the indices of tokens in the padded step, whose first entries are for chunks of one token."""
         indices = np.asarray(tokens, dtype=np.int64)
         return indices + num_padded_decodes * (indices >= num_decodes)
 

@@ -56,7 +56,7 @@ class SampleResult(NamedTuple):
         )
 
     def copy_to_host(self) -> SampleResult:
-        """Start a copy to the host, complete once the stream has passed this point."""
+        """Start a copy to the host. The copy is complete once the stream has passed this point."""
         logprobs = None if self.logprobs is None else tuple(to_host(part) for part in self.logprobs)
         return SampleResult(to_host(self.token_ids), self.logprob_rows, logprobs)  # type: ignore[arg-type]
 

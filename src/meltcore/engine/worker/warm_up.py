@@ -69,7 +69,7 @@ class StepLimits(NamedTuple):
 
 
 class CompileOrder(NamedTuple):
-    """The index of this process among those that compile the same kernels, and their number."""
+    """The index of this process among the processes that compile the same kernels, and the number of processes."""
 
     process_index: int = 0
     num_processes: int = 1
@@ -77,7 +77,7 @@ class CompileOrder(NamedTuple):
     def is_assigned(self, index: int) -> bool:
         """Return whether this process is the first to compile the kernel of this index.
 
-        All processes number kernels alike.
+        All processes number kernels in the same order.
         """
         return index % self.num_processes == self.process_index
 
@@ -94,7 +94,8 @@ class KernelCompiler:
     def __init__(self, order: CompileOrder, num_processes: int) -> None:
         """Fork workers, and start threads that prepare what Triton needs first.
 
-        Up to `num_processes` processes on this machine may compile at the same time, including those of other engines.
+        Up to `num_processes` processes on this machine may compile at the same time, including processes of other
+        engines.
         """
         self.order = order
         self.workers = CompileWorkers(worker_count(num_processes))

@@ -83,7 +83,7 @@ class AttentionParams(NamedTuple):
         key_cache: [pages, page_size, kv_heads, head_dim], contiguous.
         value_cache: [pages, page_size, kv_heads, head_dim], contiguous.
         scale: factor of the scores.
-        sliding_window: the number of newest keys that a query sees, its own included. None lets it see all keys.
+        sliding_window: the number of newest keys that a query sees, including its own. None lets it see all keys.
     """
 
     norms: HeadNorms | None

@@ -125,8 +125,8 @@ def block_fp8_grouped_gemm(
         output: [pairs, rows], or [pairs, rows / 2] if `from_tokens`.
         dispatch: the pairs of the step, aligned to tiles of `config.block_m` pairs.
         config: the tile configuration.
-        from_tokens: the weight holds gate rows above up rows, and the result is silu(gate) * up. In the tile that a
-            program loads, gate and up rows alternate.
+        from_tokens: whether the weight holds gate rows above up rows, and the result is silu(gate) * up. In the tile
+            that a program loads, gate and up rows alternate.
     """
     is_quantized = isinstance(inputs, BlockFp8Tensor)
     values, input_scales = inputs if isinstance(inputs, BlockFp8Tensor) else (inputs, weight.scales)

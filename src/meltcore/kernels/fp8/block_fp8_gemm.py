@@ -208,8 +208,8 @@ def block_fp8_gemm(
         hidden: quantized tokens, or unquantized tokens of any floating type, which are quantized in blocks.
         weight: [N, K].
         output: [tokens, N]. Rows may be strided.
-        gated: the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
-        has_residual: the result is added to `output`.
+        gated: whether the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
+        has_residual: whether the result is added to `output`.
         config: the tile configuration. None selects one by size.
 
     Raises ValueError for unquantized tokens and a weight without blocks.

@@ -256,7 +256,7 @@ def fp8_skinny_gemm(
 def output_or_residual(
     tokens: int, weight: Fp8Tensor, dtype: torch.dtype, gated: bool, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the residual [tokens, N] if there is one, else new memory of that size.
+    """Return `residual`, [tokens, N], if it is given, else new memory of that size.
 
     N is the number of the weight's rows, or half of it if `gated`.
     """

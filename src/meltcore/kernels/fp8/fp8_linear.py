@@ -54,7 +54,7 @@ def fp8_linear(
 
 
 def uses_tma(hidden: Fp8Tensor, weight: Fp8Tensor, *, gated: bool) -> bool:
-    """Return whether the GEMM with TMA supports these tensors and is faster than the others."""
+    """Return whether the GEMM with TMA supports these tensors and is faster than the other GEMMs."""
     max_tokens = _MAX_GATED_SPLIT_K_TOKENS if gated else _MAX_SPLIT_K_TOKENS
     return len(hidden.values) > max_tokens and tma.supports(hidden.values, weight.values)
 

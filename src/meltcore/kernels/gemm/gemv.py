@@ -147,7 +147,7 @@ def gemv(
         hidden: [1, K].
         weight: [N, K].
         norm: None means that `hidden` is normalized already.
-        gated: the weight holds gate rows above up rows, and the result is silu(gate) * up, [1, N / 2].
+        gated: whether the weight holds gate rows above up rows, and the result is silu(gate) * up, [1, N / 2].
         residual: [1, N], contiguous. The result is added to `residual` in place, and `residual` is returned.
         out: [1, N], of the type of `hidden` or float32. The result is written to `out`.
         config: None selects a configuration by size.

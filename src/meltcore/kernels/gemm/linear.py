@@ -32,7 +32,8 @@ def linear(
         hidden: [tokens, K].
         weight: [N, K].
         norm: None means that `hidden` is normalized already.
-        gated: the result is silu(gate) * up, [tokens, N / 2], where gate and up are the halves of the GEMM's columns.
+        gated: whether the result is silu(gate) * up, [tokens, N / 2], where gate and up are the halves of the GEMM's
+            columns.
         residual: [tokens, N], contiguous. The result is added to `residual` in place, and `residual` is returned.
         out: [tokens, N], contiguous. The result is written to `out`. A float32 `out` takes the sums without rounding
             them to the type of `hidden`.

@@ -222,8 +222,8 @@ def select_config(tokens: int, rows: int, k: int, num_sms: int, shared_bytes: in
     """Select the configuration for a weight [rows, k] and a program's `shared_bytes` of shared memory.
 
     A program takes over half of an SM's shared memory: if two programs fit, PDL puts two on one SM while other SMs stay
-    empty. So there are no more programs than SMs, if possible. Measured in a chain of 28 layers of Qwen3-0.6B (H200,
-    docs/decisions/small-batch-gemm.md).
+    empty. So there are no more programs than SMs, if possible. The configurations were measured in a chain of 28 layers
+    of Qwen3-0.6B (H200, docs/decisions/small-batch-gemm.md).
     """
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     token_tiles = -(-tokens // block_m)
@@ -258,7 +258,7 @@ def split_k_gemm(
     Args:
         hidden: [tokens, K].
         weight: [N, K].
-        gated: the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
+        gated: whether the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
         residual: [tokens, N], contiguous. The result is added to `residual` in place, and `residual` is returned.
         out: [tokens, N], contiguous, of the type of `hidden` or float32. The result is written to `out`.
         config: None selects a configuration by size.

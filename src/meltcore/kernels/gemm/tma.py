@@ -105,7 +105,7 @@ def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
 def is_faster(tokens: int, rows: int) -> bool:
     """Return whether this GEMM multiplies gate and up rows of a 16-bit weight faster than the library does.
 
-    Measured on an H100 with 2,048 to 28,672 rows (docs/decisions/small-batch-gemm.md).
+    This was measured on an H100 with 2,048 to 28,672 rows (docs/decisions/small-batch-gemm.md).
     """
     return tokens >= _MIN_TOKENS and tokens * rows >= _MIN_OUTPUTS
 
@@ -140,8 +140,8 @@ def tma_gemm(
         hidden: [tokens, K].
         weight: [N, K] of the same dtype.
         dtype: the type of the result.
-        scales: float32 scales of the tokens and of the weight's rows, if both are e4m3.
-        gated: the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
+        scales: float32 scales of the tokens and of the weight's rows. None for 16-bit tensors.
+        gated: whether the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
         residual: [tokens, N], contiguous. The result is added to `residual` in place, and `residual` is returned.
         config: the tile configuration. None selects one by size.
     """

@@ -205,9 +205,10 @@ def select_experts(
         logits: [tokens, experts] of any floating type, rows may be strided; or partial sums [splits, tokens, experts]
             float32, which are summed and rounded to `dtype`.
         top_k: number of experts per token.
-        norm_topk_prob: the weights of a token's experts add up to one; otherwise they are the experts' probabilities.
-        shared_expert: the last column belongs to an expert that is not selected by rank. It is appended to the experts
-            of every token, weighted by the sigmoid of its logit.
+        norm_topk_prob: whether the weights of a token's experts add up to 1. Otherwise they are the experts'
+            probabilities.
+        shared_expert: whether the last column belongs to an expert that is not selected by rank. It is appended to the
+            experts of every token, weighted by the sigmoid of its logit.
         uniform_seed: draws experts uniformly at random, differently in every call. It is for benchmarks on dummy
             weights, whose tokens are all alike.
         dtype: the type to which sums of partial sums are rounded.
@@ -251,5 +252,5 @@ def select_experts(
 
 @cache
 def _call_counters(device: torch.device, tokens: int) -> torch.Tensor:
-    """Return the counters of random draws per token of a step. Captured graphs keep their address."""
+    """Return a counter of random draws per token of a step. Captured graphs keep the address of the counters."""
     return torch.zeros(tokens, dtype=torch.int32, device=device)

@@ -275,7 +275,7 @@ def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def quantize_blocks(rows: torch.Tensor, ggml_type: GgmlType) -> torch.Tensor:
     """Quantize rows [..., columns] to blocks as a file stores them, uint8 [..., bytes of a row], with ggml's rounding.
 
-    Supports Q8_0 and Q4_0. Raises ValueError for another type, or if a row is not a whole number of blocks.
+    Only Q8_0 and Q4_0 are supported. Raises ValueError for another type, or if a row is not a whole number of blocks.
     """
     ggml_type.row_bytes(rows.shape[-1])
     groups = rows.float().unflatten(-1, (-1, ggml_type.block_size))

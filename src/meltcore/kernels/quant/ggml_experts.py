@@ -1,7 +1,7 @@
 """Computes routed experts with block-quantized weights by a grouped GEMM that dequantizes in registers.
 
-On CUDA, the kernels of ggml_expert_gemv.py serve few tokens, and those of ggml_expert_gemm.py few pairs per expert.
-With many pairs per expert, the weights are dequantized first.
+On CUDA, the kernels of ggml_expert_gemv.py serve few tokens, and ggml_expert_gemm.py serves few pairs per expert. With
+many pairs per expert, the weights are dequantized first.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def _activate(
 
 
 def select_body(hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor], down: GgmlTensor) -> _Body:
-    """Return the fastest implementation for this number of pairs per expert among those that support the tensors."""
+    """Return the fastest implementation that supports the tensors, by the number of pairs per expert."""
     if (
         pairs >= MIN_DEQUANTIZED_PAIRS * len(down.values)
         and len(gate_up) == 1

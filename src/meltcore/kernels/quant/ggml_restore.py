@@ -92,7 +92,7 @@ def _scale_parts(blocks: torch.Tensor, ggml_type: GgmlType) -> tuple[torch.Tenso
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Return 2^exponent in float32, also where that is subnormal: from -128 on."""
+    """Return 2^exponent in float32, for exponents from -128 on. The smallest results are subnormal."""
     bits = torch.where(exponent < -126, 1 << (exponent + 149).clamp(0, 23), (exponent + 127) << 23)
     return bits.to(torch.int32).view(torch.float32)
 

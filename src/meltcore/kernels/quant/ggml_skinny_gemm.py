@@ -113,7 +113,7 @@ def format_macros(block_type: BlockType, dtype: torch.dtype) -> tuple[tuple[str,
 
 
 def chunk_columns(block_type: BlockType) -> int:
-    """Return the columns that a warp takes at a time, which have 128 bytes."""
+    """Return the number of columns that a warp takes at a time. Their values have 128 bytes."""
     return _BYTE_CHUNK if block_type == GgmlType.Q8_0 or isinstance(block_type, Fp8Type) else CHUNK
 
 

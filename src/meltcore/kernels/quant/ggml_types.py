@@ -73,7 +73,7 @@ class GgmlType(IntEnum):
     def array_bytes(self, columns: int) -> tuple[int, int, int]:
         """Return the bytes of a packed row's values, scales and sub-scales. All are multiples of 4.
 
-        Raises KeyError for a format that is held as another one.
+        Raises KeyError for a format that is held as another format.
         """
         chunks = -(-columns // _CHUNK)
         if self == GgmlType.Q8_0:

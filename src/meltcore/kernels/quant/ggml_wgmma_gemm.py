@@ -123,7 +123,7 @@ def _has_much_to_decode(num_values: int, block_type: BlockType) -> bool:
 
 @cache
 def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, sms: int) -> WgmmaConfig:
-    """Select the configuration for a number of tokens and a weight [rows, columns]. Measured on an H200."""
+    """Select the configuration for a number of tokens and a weight [rows, columns], as measured on an H200."""
     token_tiles = -(-tokens // TOKEN_TILES[-1])
     tile = next(each for each in TOKEN_TILES if token_tiles * each >= tokens)
     # A third warp group pays where a block has long runs or much to decode, and where each SM then has a whole tile.

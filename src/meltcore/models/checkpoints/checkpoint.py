@@ -231,7 +231,7 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
         files: what is downloaded. "all" includes the weights, and "text" is everything but the weights. "config" means
             the same as "text", but a bundled configuration makes the download unnecessary. A GGUF file is always
             downloaded as a whole.
-        tokenizer: another folder or hub id, whose tokenizer and chat template replace those of the checkpoint.
+        tokenizer: another folder or hub id, whose tokenizer and chat template replace the checkpoint's.
 
     Raises ConfigError if there is no such folder, GGUF file, hub repository or config.json, or if a JSON or GGUF file
     is invalid. Raises UnservableModelError for a GGUF file that cannot be served.

@@ -1,8 +1,8 @@
 """Reads the weights of a network that was exported to ONNX or TorchScript. An export may lose the checkpoint's names.
 
 torch.onnx renames the weights that it transposes or folds (`onnx::MatMul_1234`). These are weights of linear layers of
-sequences, of convolutions with a batch norm, and of LSTMs. Their positions in the graph tell what they are. No code of
-a file is executed.
+sequences, of convolutions with a batch norm, and of LSTMs. A weight's position in the graph tells what it is. No code
+of a file is executed.
 """
 
 from __future__ import annotations

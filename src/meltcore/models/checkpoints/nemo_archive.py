@@ -71,7 +71,7 @@ class NemoArchive:
     def token_texts(self, config: IndicConformerConfig) -> dict[str, list[str]]:
         """Return the text of every token, by language. U+2581 at the beginning of a text stands for a space.
 
-        Raises ConfigError if a SentencePiece model is missing, or if its size is not that of the configuration.
+        Raises ConfigError if a SentencePiece model is missing, or if its size differs from the configuration.
         """
         try:
             from sentencepiece import SentencePieceProcessor

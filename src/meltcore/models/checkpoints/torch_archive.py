@@ -57,7 +57,7 @@ class PickledObject:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes by name. Empty if the state is not a dict."""
+        """The attributes by name, or an empty mapping if the state is not a dict."""
         return self.state if isinstance(self.state, dict) else {}
 
 

@@ -43,7 +43,7 @@ def indexed_files(index: dict[str, Any]) -> list[str]:
 def files_without_index(names: Collection[str], location: str = "") -> list[str]:
     """Return the files of the weights by their names alone, in order.
 
-    Returns an empty list if no name is that of a model's own weights. Raises ConfigError if numbered shards are
+    Returns an empty list if no file has a name of a model's own weights. Raises ConfigError if numbered shards are
     missing.
     """
     if WHOLE_FILE in names:

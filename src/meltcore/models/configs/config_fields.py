@@ -357,7 +357,7 @@ class Fields:
         return self.field_error(name, f"must be {requirement}; got {short_json(self._values.get(name))}")
 
     def field_error(self, name: str, reason: str) -> ConfigError:
-        """Return the error for a field that cannot be used. `reason` follows the field's name in its text."""
+        """Return the error for a field that cannot be used. In its text `reason` follows the field's name."""
         return ConfigError(f"{self._file}: {self._prefix}{name} {reason}")
 
     def unsupported_field(self, name: str, family: str = "this decoder") -> ConfigError:

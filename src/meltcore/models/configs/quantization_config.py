@@ -102,10 +102,10 @@ class GptqConfig:
 
     Args:
         group_size: -1 means one group of all columns.
-        desc_act: the columns are in activation order, and the checkpoint names the group of each column.
-        sym: every zero point is the middle of the range.
+        desc_act: whether the columns are in activation order. The checkpoint then names the group of each column.
+        sym: whether every zero point is the middle of the range.
         checkpoint_format: "gptq" stores zero points minus one. "gptq_v2" stores the zero points themselves.
-        lm_head: the output head is quantized too.
+        lm_head: whether the output head is quantized too.
     """
 
     quant_method: ClassVar[str] = "gptq"

@@ -139,7 +139,7 @@ class IndicF5Config:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], vocab_size: int) -> IndicF5Config:
-        """Read config.json, whose objects `arch` and `mel_spec` are those of F5-TTS. The object `vocoder` is optional.
+        """Read config.json. Its objects `arch` and `mel_spec` are as in F5-TTS, and its object `vocoder` is optional.
 
         `arch.max_frames` is a field of Meltcore: a model that was trained on short texts gets short chunks. vocab.txt
         has `vocab_size` characters. Raises ConfigError for an unsupported configuration.

@@ -237,7 +237,7 @@ class Decoder(Model):
         return self.embedding.weight.device
 
     def shard(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's shard of every layer and of the vocabulary. Must be called before weights are loaded."""
+        """Keep this rank's shard of every layer and of the vocabulary. Call this before weights are loaded."""
         self.embedding.shard(group)
         if not self.config.tie_word_embeddings:
             self.lm_head.shard(group)

@@ -49,7 +49,7 @@ class ExpertsConfig:
         """Read the fields from config.json, where the number of experts is num_experts or num_local_experts.
 
         Raises ConfigError for a missing or wrong field, for more experts per token than experts, or for a shared expert
-        of another width than the others.
+        whose width differs from the other experts'.
         """
         if not config.has("num_experts"):
             config = config.with_values(num_experts=config.optional("num_local_experts"))
@@ -134,7 +134,7 @@ class DecoderConfig:
         zero_centered_norms: whether a checkpoint stores a norm's scale minus one.
         experts: the routed experts. None makes the model dense.
         recurrent: the recurrent layers. None gives all layers attention.
-        sliding_window: the number of newest tokens that a query of the sliding_layers sees, its own included.
+        sliding_window: the number of newest tokens that a query of the sliding_layers sees, including its own.
         rope_local_theta: the base of the frequencies of the sliding_layers, which are not scaled. None uses the
             frequencies of the other layers.
         attention_scale: the factor of attention scores. None uses head_dim^-0.5.

@@ -21,7 +21,7 @@ class FullAttentionSpec(NamedTuple):
 
 
 class SlidingWindowSpec(NamedTuple):
-    """The KV cache of a layer that attends to the newest `window` tokens, the current one included.
+    """The KV cache of a layer that attends to the newest `window` tokens, including the current token.
 
     Keys and values lie in pages. Pages whose tokens have all left the window are released.
     """
@@ -39,7 +39,7 @@ class RecurrentStateSpec(NamedTuple):
     """The state of a recurrent layer, whose size does not depend on the sequence length.
 
     It is a matrix [key_dim, value_dim] per head, and a ring buffer of the last `conv_width` inputs of a convolution
-    over `conv_channels`, the current one included.
+    over `conv_channels`, including the current input.
     """
 
     conv_channels: int
@@ -113,8 +113,8 @@ class KVCacheGroups(NamedTuple):
 def group_layers(specs: Sequence[KVCacheSpec]) -> KVCacheGroups:
     """Group the layers of a model by equal specs. `specs` has the spec of each layer.
 
-    Raises ConfigError for a window below 1 and for attention layers whose keys differ in size. Raises ValueError unless
-    there is an attention layer, and at most one kind of recurrent layers.
+    Raises ConfigError for a window below 1 and for attention layers whose keys differ in size. Raises ValueError
+    without an attention layer, and for several kinds of recurrent layers.
     """
     layers: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):

@@ -61,7 +61,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def shard(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's shard of every layer and of the vocabulary. Must be called before weights are loaded.
+        """Keep this rank's shard of every layer and of the vocabulary. Call this before weights are loaded.
 
         `logits` then computes logits of this rank's tokens only. Raises ConfigError when a size cannot be divided
         evenly.

@@ -25,7 +25,7 @@ class Qwen3(Decoder):
 
 
 class Qwen3Moe(Decoder):
-    """A Qwen3 model with routed experts in all layers but those that config.json lists as dense."""
+    """A Qwen3 model with routed experts in all layers that config.json does not list as dense."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Build the model from a parsed config.json.

@@ -5,8 +5,8 @@ smaller the file, the slower such a step would be. So the weights are converted 
 if the processor can multiply float32 tokens by float16 weights (kernels/gemm/half_weight.py), otherwise float32.
 
 Values of blocks are rounded by float16, by at most 2^-12 of a value. That moved the perplexity of SmolLM2-135M in Q8_0
-by 0.022 %. Therefore these weights keep the rounding error in a second part, and the result equals that of float32.
-Checkpoints of 16 bits need no second part, and checkpoints in float32 stay as they are.
+by 0.022 %. Therefore these weights keep the rounding error in a second part, and the result equals the result in
+float32. Checkpoints of 16 bits need no second part, and checkpoints in float32 stay as they are.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def host_weights(model: Model, dtype_names: Collection[str]) -> HostWeights | No
 
 
 def _layers(model: Decoder) -> Iterator[LinearBase | ParallelLMHead]:
-    """Yield the linear layers and the head. An embedding is included only if it is the head too."""
+    """Yield the linear layers and the head. An embedding is yielded only if it is also the head."""
     for layer, _ in tensors_of_layers(model):
         if isinstance(layer, LinearBase) or layer is model.lm_head:
             yield layer

@@ -27,7 +27,7 @@ Fp8Config = BlockFp8Config | CompressedFp8Config
 
 
 def keep_published_fp8(model: Model, config: Fp8Config, device: torch.device) -> None:
-    """Make every layer keep the FP8 weights of a published checkpoint. Called on the meta device.
+    """Make every layer of a model on the meta device keep the FP8 weights of a published checkpoint.
 
     Embedding, output head and routers are not quantized in these formats. Raises ConfigError if the GPU has no FP8, if
     only some experts of a layer are quantized, or if the format does not allow a size.

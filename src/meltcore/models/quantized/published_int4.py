@@ -31,7 +31,7 @@ _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 def quantize_to_int4(
     model: Model, config: Int4Config, files: Sequence[TensorFile], *, is_size_only: bool = False
 ) -> None:
-    """Make every layer keep the 4-bit weights of `files`. Called on the meta device.
+    """Make every layer of a model on the meta device keep the 4-bit weights of `files`.
 
     Without `files`, for dummy weights or a plan, layers get the formats that `config` states. Raises ConfigError for
     unsupported settings, for tensors that contradict the settings, and for a shard that cuts a group.

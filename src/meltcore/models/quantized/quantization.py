@@ -84,7 +84,7 @@ def quantize_fp8_layer(
 
 
 def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_layers: bool = True) -> None:
-    """Make every layer hold its GGUF tensors in the formats that the file has. Called on the meta device.
+    """Make every layer of a model on the meta device hold its GGUF tensors in the formats of the file.
 
     Args:
         model: the model.
@@ -132,7 +132,7 @@ def tensors_of_layers(
 
 
 def quantize_as_llama_cpp(model: Model, weight_format: Literal["q4_0", "q8_0"]) -> None:
-    """Make every layer hold the blocks that llama.cpp's quantizer writes. Called on the meta device, without a file.
+    """Make every layer of a model on the meta device hold the blocks that llama.cpp's quantizer would write.
 
     With Q4_0 the head is in Q6_K, or in Q8_0 if its rows are not a whole number of Q6_K blocks. The head of Gemma 3 has
     16 bits.

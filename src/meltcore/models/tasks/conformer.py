@@ -92,8 +92,8 @@ class ConformerFeedForward(nn.Module):
 class RelativeAttention(nn.Module):
     """Full attention in which a learned projection of the distance between two frames adds to their score.
 
-    The form is that of Transformer-XL (Dai et al., 2019): score = ((query + u) key + (query + v) position) / sqrt(head
-    size).
+    The score is computed as in Transformer-XL (Dai et al., 2019): score = ((query + u) key + (query + v) position) /
+    sqrt(head size).
     """
 
     def __init__(self, config: ConformerConfig) -> None:
@@ -225,7 +225,7 @@ def sinusoids(max_frames: int, size: int, device: torch.device | None = None) ->
 
 
 def relative_shift(scores: torch.Tensor) -> torch.Tensor:
-    """Align scores by distance with pairs of frames, as a view: [..., frames, 2 * frames - 1] -> [..., frames, frames].
+    """Return a view [..., frames, frames] of scores by distance, [..., frames, 2 * frames - 1].
 
     Entry (i, j) of the result is the score of distance i - j, which is in column j - i + frames - 1.
     """

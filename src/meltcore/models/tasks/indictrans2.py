@@ -1,8 +1,8 @@
 """IndicTrans2: an encoder-decoder that translates between English and 22 Indian languages.
 
-It is fairseq's pre-norm transformer: LayerNorms with biases, biases in all linear layers, sinusoidal positions,
-embeddings scaled by the square root of their size, an encoder and a decoder vocabulary. The distilled checkpoints
-normalize embeddings and share the decoder's with the head. Paper: https://arxiv.org/abs/2305.16307.
+It is fairseq's pre-norm transformer: LayerNorms with biases, biases in all linear layers, sinusoidal positions, and
+embeddings scaled by the square root of their size. Encoder and decoder have separate vocabularies. The distilled
+checkpoints normalize embeddings, and the decoder's embedding is also the head. Paper: https://arxiv.org/abs/2305.16307.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
         return projected
 
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
-        """Return the weight loaders by the tensors' names, the norm's included."""
+        """Return the weight loader of each tensor, including the norm's, by the tensor's name."""
         return {
             **norm_tensors(f"{prefix}self_attn_layer_norm", self.norm),
             **linear_tensors([f"{prefix}self_attn.{part}_proj" for part in "qkv"], self.qkv_proj),
@@ -86,7 +86,7 @@ class CrossAttention(nn.Module):
         return projected
 
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
-        """Return the weight loaders by the tensors' names, the norm's included."""
+        """Return the weight loader of each tensor, including the norm's, by the tensor's name."""
         return {
             **norm_tensors(f"{prefix}encoder_attn_layer_norm", self.norm),
             **linear_tensors([f"{prefix}encoder_attn.q_proj"], self.q_proj),
@@ -115,7 +115,7 @@ class FeedForward(nn.Module):
         return added
 
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
-        """Return the weight loaders by the tensors' names, the norm's included."""
+        """Return the weight loader of each tensor, including the norm's, by the tensor's name."""
         return {
             **norm_tensors(f"{prefix}final_layer_norm", self.norm),
             **linear_tensors([f"{prefix}fc1"], self.fc1),

@@ -279,7 +279,7 @@ def config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, A
 
 
 def _gemma_metadata(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys of Gemma 3 that other families lack. No published file of it needs them."""
+    """Return the keys of Gemma 3 that other families lack. No published file of Gemma 3 needs these keys."""
     assert config.attention_scale is not None
     assert config.rope_local_theta is not None
     # Without a type, files of 4B and larger models stand for the published factor.

@@ -100,7 +100,7 @@ class DequantizedTensor(SourceTensor):
     Args:
         name: the weight's name in an unquantized file.
         method: the quantization method of a layer that loads the weight.
-        stored: the tensors that hold the weight, by the last part of their names.
+        stored: the tensors that hold the weight, each by the last part of its name.
     """
 
     method: QuantizationMethod = dataclasses.field(kw_only=True)
@@ -113,7 +113,7 @@ class DequantizedTensor(SourceTensor):
 
     @property
     def is_merged(self) -> bool:
-        """Whether the file merges it with others."""
+        """Whether the file merges this tensor with other tensors."""
         return any(tensor.is_merged for tensor in self.stored.values())
 
     def parts(self) -> Iterator[torch.Tensor]:

@@ -145,7 +145,7 @@ def preprocess(
 def postprocess(text: str, language: Language, placeholders: dict[str, str]) -> str:
     """Return a model's output in the language's script, without placeholders, and with punctuation next to its words.
 
-    `placeholders` are those that `preprocess` returned for the source sentence.
+    `placeholders` is the mapping that `preprocess` returned for the source sentence.
     """
     if language.script == "Arabic":
         for mark in "؟۔،":

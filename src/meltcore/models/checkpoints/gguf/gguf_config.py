@@ -220,7 +220,7 @@ class _Keys:
         return self.error(key, f"is {describe_value(self.raw(key))}, which is not computed here")
 
     def error(self, key: str, reason: str) -> ConfigError:
-        """Return the error for a key. `reason` follows the key's name in its text."""
+        """Return the error for a key. In its text `reason` follows the name of the key."""
         return ConfigError(f"{self.model.path}: {self._prefix}{key} {reason}")
 
 

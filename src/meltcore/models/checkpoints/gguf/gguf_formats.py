@@ -131,7 +131,7 @@ class FormatUse(NamedTuple):
 
 
 def restored_formats(tensors: Mapping[str, GGUFTensor], element_size: int) -> list[FormatUse]:
-    """Return the formats among `tensors` that a device holds as another one, in the order of the file."""
+    """Return the formats among `tensors` that a device holds as another format, in the order of the file."""
     uses: dict[tuple[GgmlType, GgmlType | None], FormatUse] = {}
     for name, held_type in held_formats(tensors).items():
         tensor = tensors[name]
