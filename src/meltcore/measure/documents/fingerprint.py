@@ -68,12 +68,12 @@ def clean_arguments(arguments: Sequence[str]) -> list[str]:
     The value of a secret option or of a NAME_OF_KEY=value becomes "***". An absolute path becomes its last name. If an
     argument is a command line, its words are cleaned.
     """
-    clean: list[str] = []
+    cleaned: list[str] = []
     hide_next = False
     for argument in arguments:
-        clean.append("***" if hide_next else _clean_argument(argument))
+        cleaned.append("***" if hide_next else _clean_argument(argument))
         hide_next = not hide_next and bool(_SECRET_OPTION.fullmatch(argument))
-    return clean
+    return cleaned
 
 
 def _clean_argument(argument: str) -> str:
@@ -94,8 +94,8 @@ def _clean_line(line: str) -> str:
     matches = list(_WORD.finditer(line))
     arguments = [_unquote(word_match[0]) for word_match in matches]
     parts, end = [], 0
-    for match, argument, clean in zip(matches, arguments, clean_arguments(arguments), strict=True):
-        parts += [line[end : match.start()], match[0] if clean == argument else _quote(clean)]
+    for match, argument, cleaned in zip(matches, arguments, clean_arguments(arguments), strict=True):
+        parts += [line[end : match.start()], match[0] if cleaned == argument else _quote(cleaned)]
         end = match.end()
     return "".join([*parts, line[end:]])
 

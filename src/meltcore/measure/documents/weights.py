@@ -11,8 +11,8 @@ Rate = Literal["total_tokens_per_s", "output_tokens_per_s"]
 
 def missing_concurrencies(levels: Sequence[LevelResult]) -> list[int]:
     """Return the concurrencies that have a weight but no level in `levels`."""
-    present = {level.concurrency for level in levels}
-    return [concurrency for concurrency in WEIGHTS if concurrency not in present]
+    measured_concurrencies = {level.concurrency for level in levels}
+    return [concurrency for concurrency in WEIGHTS if concurrency not in measured_concurrencies]
 
 
 def weighted_sum(levels: Sequence[LevelResult], rate: Rate) -> float:

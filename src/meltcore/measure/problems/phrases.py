@@ -143,10 +143,14 @@ def phrase(rng: random.Random, split: Split) -> Phrase:
 def _make_phrase(source: list[str], target: list[str], times: list[str]) -> Phrase:
     """Return the Phrase of words. A model reads a placeholder for each time, numbered in the order of the source."""
     source = [source[0].capitalize(), *source[1:]]
-    order = {time: i + 1 for i, time in enumerate(word for word in source if word in times)}
+    placeholder_numbers = {time: i + 1 for i, time in enumerate(word for word in source if word in times)}
 
     def words(texts: list[str]) -> list[str]:
-        return [part for text in texts for part in (["<", f"ID{order[text]}", ">"] if text in order else [text])]
+        return [
+            part
+            for text in texts
+            for part in (["<", f"ID{placeholder_numbers[text]}", ">"] if text in placeholder_numbers else [text])
+        ]
 
     return Phrase(_text(source), _text(target), words(source), words(target))
 

@@ -47,13 +47,13 @@ def parse_pair(text: str, flag: str) -> tuple[str, str]:
     return name, value
 
 
-def read_options(given: Mapping[str, Sequence[str]], backends: Sequence[str]) -> dict[str, BackendOptions]:
+def read_options(texts_by_flag: Mapping[str, Sequence[str]], backends: Sequence[str]) -> dict[str, BackendOptions]:
     """Return the options of each backend from texts such as "vllm=/opt/vllm/bin/python", by command-line flag.
 
     Raises ConfigError for a malformed text, and for a name that is not in `backends`.
     """
     fields: dict[str, dict[str, Any]] = {}
-    for flag, texts in given.items():
+    for flag, texts in texts_by_flag.items():
         for text in texts:
             name, value = parse_pair(text, flag)
             if name not in backends:
@@ -115,8 +115,10 @@ class BackendsPlan:
             raise ConfigError("no backend to measure: give --backends or --add NAME=URL")
         for name in self.backends:
             if name not in TEMPLATES and self._options(name).command is None:
-                known = ", ".join(TEMPLATES)
-                raise ConfigError(f"backend {name!r} has no template (there are {known}): give --command {name}=TEXT")
+                template_names = ", ".join(TEMPLATES)
+                raise ConfigError(
+                    f"backend {name!r} has no template (there are {template_names}): give --command {name}=TEXT"
+                )
         for name in self.options:
             if name not in self.backends:
                 raise ConfigError(f"options are given for {name!r}, which is not among --backends {','.join(names)}")

@@ -103,9 +103,9 @@ def _run_line(run: BackendRun) -> str:
         else throughput_text(level)
         for level in run.levels
     )
-    ready = "" if run.ready_s is None else f"ready after {run.ready_s:.1f} s"
+    ready_note = "" if run.ready_s is None else f"ready after {run.ready_s:.1f} s"
     reason = f"not measured: {run.reason}" if run.reason else ""
-    return f"{run.backend}, {run.start}: {', '.join(part for part in (ready, rates, reason) if part)}"
+    return f"{run.backend}, {run.start}: {', '.join(part for part in (ready_note, rates, reason) if part)}"
 
 
 def _run(

@@ -90,8 +90,8 @@ def _failed_shares(runs: Sequence[BackendRun], levels: Sequence[int]) -> str:
     for run in runs:
         shares = [100 * each.failed / each.requests for each in run.levels if each.concurrency in levels]
         if any(run.failure(each) for each in levels):
-            low, high = f"{min(shares):.0f}", f"{max(shares):.0f}"
-            share = low if low == high else f"{low} to {high}"
+            lowest, highest = f"{min(shares):.0f}", f"{max(shares):.0f}"
+            share = lowest if lowest == highest else f"{lowest} to {highest}"
             texts.append(f"; {run.backend} failed {share} % ({run.start})")
     return "".join(texts)
 
@@ -175,13 +175,17 @@ def _measured(run: BackendRun | None, levels: Sequence[int]) -> list[LevelResult
 
 
 def _speed(run: BackendRun | None, levels: Sequence[int]) -> str:
-    low, high = levels[0], levels[-1]
-    if run is None or (highest_level := run.level(high)) is None or (lowest_level := run.level(low)) is None:
-        return unmeasured(run, (high, low))
+    lowest_concurrency, highest_concurrency = levels[0], levels[-1]
+    if (
+        run is None
+        or (highest_level := run.level(highest_concurrency)) is None
+        or (lowest_level := run.level(lowest_concurrency)) is None
+    ):
+        return unmeasured(run, (highest_concurrency, lowest_concurrency))
     ttft = format_number(highest_level.ttft_ms.p50) if highest_level.ttft_ms.p50 is not None else UNMEASURED
     return (
-        f"{format_number(highest_level.output_tokens_per_s)} tok/s at {high}, "
-        f"{format_number(lowest_level.output_tokens_per_s)} at {low}; TTFT {ttft} ms"
+        f"{format_number(highest_level.output_tokens_per_s)} tok/s at {highest_concurrency}, "
+        f"{format_number(lowest_level.output_tokens_per_s)} at {lowest_concurrency}; TTFT {ttft} ms"
     )
 
 
@@ -199,12 +203,12 @@ def _concurrency(run: BackendRun | None, levels: Sequence[int]) -> str:
 def _ratio(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
     """Return the rate of one kind of start at the highest concurrency, relative to one server on one GPU, as text."""
     run, single = comparison.run(backend, kind), comparison.run(backend, "single")
-    high = max(int(level) for level in comparison.load["concurrency"])
-    level = run.level(high) if run is not None else None
+    highest_concurrency = max(int(level) for level in comparison.load["concurrency"])
+    level = run.level(highest_concurrency) if run is not None else None
     if level is None:
-        return unmeasured(run, (high,))
-    single_level = single.level(high) if single is not None else None
-    rate = f"{format_number(level.output_tokens_per_s)} tok/s at {high}"
+        return unmeasured(run, (highest_concurrency,))
+    single_level = single.level(highest_concurrency) if single is not None else None
+    rate = f"{format_number(level.output_tokens_per_s)} tok/s at {highest_concurrency}"
     if single_level is None or not single_level.output_tokens_per_s:
         return rate
     return f"{rate}, {level.output_tokens_per_s / single_level.output_tokens_per_s:.2f} times"

@@ -229,16 +229,16 @@ def _speech_stream(fleet: _Fleet) -> str:
 
 @_opens("openai: audio.transcriptions.create, with word times", _TRANSCRIPTIONS)
 def _transcription(fleet: _Fleet) -> str:
-    found = fleet.openai.audio.transcriptions.create(
+    transcription = fleet.openai.audio.transcriptions.create(
         model=fleet.models[_TRANSCRIPTIONS],
         file=("clip.wav", fleet.clip.audio_wav),
         language=DEMO_LANGUAGE,
         response_format="verbose_json",
         timestamp_granularities=["word"],
     )
-    _expect(found.text == fleet.clip.answer, f"{found.text!r}, not {fleet.clip.answer!r}")
-    _expect(len(found.words) == len(fleet.clip.answer.split()), f"{len(found.words)} words have times")
-    return repr(found.text)
+    _expect(transcription.text == fleet.clip.answer, f"{transcription.text!r}, not {fleet.clip.answer!r}")
+    _expect(len(transcription.words) == len(fleet.clip.answer.split()), f"{len(transcription.words)} words have times")
+    return repr(transcription.text)
 
 
 @_opens("openai: an unknown model is a 404 that lists the models", _CHAT)
@@ -270,18 +270,18 @@ def _chat_direct(fleet: _Fleet) -> str:
 
 @_opens("dwani: translate.run_translate", _TRANSLATE)
 def _translate(fleet: _Fleet) -> str:
-    found = fleet.dwani.translate([fleet.phrase.given], "english", "kannada")["translations"]
-    _expect(found == [fleet.phrase.answer], f"{found}, not {fleet.phrase.answer!r}")
-    return found[0]  # type: ignore[no-any-return]
+    translations = fleet.dwani.translate([fleet.phrase.given], "english", "kannada")["translations"]
+    _expect(translations == [fleet.phrase.answer], f"{translations}, not {fleet.phrase.answer!r}")
+    return translations[0]  # type: ignore[no-any-return]
 
 
 @_opens("dwani: asr.transcribe", "/v1/transcribe", needs=(_TRANSCRIPTIONS,))
 def _transcribe(fleet: _Fleet) -> str:
-    found = fleet.dwani.transcribe(str(fleet.clip_path), "english")["text"]
-    _expect(found == fleet.clip.answer, f"{found!r}, not {fleet.clip.answer!r}")
+    transcript = fleet.dwani.transcribe(str(fleet.clip_path), "english")["text"]
+    _expect(transcript == fleet.clip.answer, f"{transcript!r}, not {fleet.clip.answer!r}")
     kannada = fleet.dwani.transcribe(str(fleet.clip_path), "kannada")["text"]
     _expect(kannada and not kannada.isascii(), repr(kannada))
-    return f"{found!r}, as kannada {kannada!r}"
+    return f"{transcript!r}, as kannada {kannada!r}"
 
 
 @_opens("dwani: audio.speech", _SPEECH)
@@ -338,8 +338,8 @@ def _speech_to_speech(fleet: _Fleet) -> str:
         "/transcribe_batch", "/v1/audio/speech_batch", needs=(_TRANSLATE, _SPEECH, _TRANSCRIPTIONS))  # fmt: skip
 def _workers(fleet: _Fleet) -> str:
     files = [("files", ("clip.wav", fleet.clip.audio_wav))] * 2
-    found = fleet.send("/transcribe_batch/?language=english", files=files).json()["transcriptions"]
-    _expect(found == [fleet.clip.answer] * 2, str(found))
+    transcripts = fleet.send("/transcribe_batch/?language=english", files=files).json()["transcriptions"]
+    _expect(transcripts == [fleet.clip.answer] * 2, str(transcripts))
     codes = {"src_lang": SOURCE_LANGUAGE, "tgt_lang": TARGET_LANGUAGE}
     body = {"sentences": [fleet.phrase.given], **codes}
     translated = fleet.send("/translate", params=codes, json=body).json()["translations"]

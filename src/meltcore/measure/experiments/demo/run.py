@@ -418,10 +418,10 @@ def fleet_server(fleet: Path, log_path: Path, *, report: Callable[[str], None]) 
 
 def models_by_task(api: Api) -> dict[str, str]:
     """Return the name of the first model of each task. Raises ApiError if /v1/models has no usable answer."""
-    found: dict[str, str] = {}
+    model_by_task: dict[str, str] = {}
     for card in api.get("/v1/models").json()["data"]:
-        found.setdefault(card.get("task") or CHAT, card["id"])
-    return found
+        model_by_task.setdefault(card.get("task") or CHAT, card["id"])
+    return model_by_task
 
 
 def _all_ready(address: str) -> bool:

@@ -24,8 +24,8 @@ def parse_mix(text: str) -> dict[str, float]:
     for part in text.split(","):
         task, _, value = part.partition("=")
         if task not in tasks() or task in shares:
-            known = ", ".join(tasks())
-            raise ConfigError(f"--mix: {part!r} is not one of {known} with its share, each once, as generation=70")
+            task_names = ", ".join(tasks())
+            raise ConfigError(f"--mix: {part!r} is not one of {task_names} with its share, each once, as generation=70")
         try:
             shares[task] = read_number(value, float)
         except ValueError as error:

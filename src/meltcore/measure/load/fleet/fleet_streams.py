@@ -109,12 +109,12 @@ class FleetLevels:
 
     async def run(self, part: Part, label: str, streams: Sequence[Stream], send_s: float) -> FleetLevel:
         """Release all streams together, wait until each request has an answer or a failure, and return the level."""
-        sent = [
+        level_streams = [
             self._level_stream(stream, stream.level(send_s), streams, f"{label}, {stream.name}") for stream in streams
         ]
-        await self._run(label, sent)
-        released_s = sent[0].released_s
-        records = [record for each in sent for record in each.records if record.sent_s]
+        await self._run(label, level_streams)
+        released_s = level_streams[0].released_s
+        records = [record for each in level_streams for record in each.records if record.sent_s]
         ended_s = max((record.ended_s for record in records), default=released_s)
         return FleetLevel(
             part=part,
@@ -123,7 +123,7 @@ class FleetLevels:
             send_s=send_s,
             duration_s=ended_s - released_s,
             peak_in_flight=_peak(records),
-            streams=[self._summarize(stream, each) for stream, each in zip(streams, sent, strict=True)],
+            streams=[self._summarize(stream, each) for stream, each in zip(streams, level_streams, strict=True)],
             released_s=released_s,
         )
 

@@ -63,10 +63,10 @@ def _open(config: LoadConfig, _num_requests: int, _clips: Sequence[Clip]) -> Wor
         num_texts = rng.randint(*counts)
         # Texts of a file follow one another: request i has the texts from i * (the most of a request) on.
         lines = [texts.line(index * counts.high + each, rng).text for each in range(num_texts)]
-        sent = TaskWork(sentences=num_texts, source_chars=sum(map(len, lines)))
+        work = TaskWork(sentences=num_texts, source_chars=sum(map(len, lines)))
         if "documents" in fields:
-            return Prompt("/v1/rerank", {"query": texts.line(index, rng).text, "documents": lines}, None, sent)
-        return Prompt("/v1/embeddings", {"input": lines, "encoding_format": "base64"}, None, sent)
+            return Prompt("/v1/rerank", {"query": texts.line(index, rng).text, "documents": lines}, None, work)
+        return Prompt("/v1/embeddings", {"input": lines, "encoding_format": "base64"}, None, work)
 
     return Workload(published_workload(spec), prompt, False, EmbeddingResponse)
 

@@ -155,26 +155,36 @@ def task_load(level: LevelResult) -> TaskLoad:
 class MeasuredTask:
     """Holds everything that measurements need to know about one task.
 
-    Args: name: The name of the task in cards of models, in documents and in options, from its declaration. aliases:
-    Names of the task in the cards of other servers. word: The word with which the task's workloads begin, such as
-    `speak` in `speak:words=8`. It is empty for the task of all other workloads. None uses the name of the task. usage:
-    The task's workloads for `meltcore load --help`, each with a description of its requests. path: The route of the
-    task's requests, from its declaration. uploads: True if requests upload audio. A burst of such requests costs the
-    client CPU time. share: The task's share of a mixed level of `load --fleet`, in percent. demo_share: The task's
-    share of a mixed level of the demo, in percent. open: Opens the workload of a configuration for a number of
-    requests. If another process has made the clips of the run, it receives those clips. Raises ConfigError for a
-    malformed description and an unreadable file. default_workload: Returns the workload for a model if none is given. A
-    small model gets short requests. slo_metrics: The latencies that `--goodput` may limit. work_of: Returns the work of
-    a complete answer, in the unit of the throughput. By default each answer is one unit. None counts output tokens.
-    details: Returns fields of TaskLoad that only this task has, from the complete answers and the duration. notes:
-    Returns the notes on the complete answers of a level. may_be_empty: True if an answer without text may be right.
-    unit: The unit of the task's throughput. first_key: The key of the latency to the first part of an answer. None
-    means that answers arrive whole. first_word: The name of the first part of an answer. latencies: The latencies that
-    tables and charts show. distributions: The distributions of the full table of a level. metrics: The metrics that
-    comparisons show beside the throughput and `shared_metrics`. shared_metrics: The metrics that other tasks have too.
-    definitions: The definitions of metrics that only this task has. facts: Returns what the succeeded requests of a
-    level have done, as names and texts. step: The demo's step of the task. read_back: The demo's step of a task whose
-    answers have no single right form.
+    Args:
+        name: The name of the task in cards of models, in documents and in options, from its declaration.
+        aliases: Names of the task in the cards of other servers.
+        word: The word with which the task's workloads begin, such as `speak` in `speak:words=8`. It is empty for the
+            task of all other workloads. None uses the name of the task.
+        usage: The task's workloads for `meltcore load --help`, each with a description of its requests.
+        path: The route of the task's requests, from its declaration.
+        uploads: True if requests upload audio. A burst of such requests costs the client CPU time.
+        share: The task's share of a mixed level of `load --fleet`, in percent.
+        demo_share: The task's share of a mixed level of the demo, in percent.
+        open: Opens the workload of a configuration for a number of requests. If another process has made the clips of
+            the run, it receives those clips. Raises ConfigError for a malformed description and an unreadable file.
+        default_workload: Returns the workload for a model if none is given. A small model gets short requests.
+        slo_metrics: The latencies that `--goodput` may limit.
+        work_of: Returns the work of a complete answer, in the unit of the throughput. By default each answer is one
+            unit. None counts output tokens.
+        details: Returns fields of TaskLoad that only this task has, from the complete answers and the duration.
+        notes: Returns the notes on the complete answers of a level.
+        may_be_empty: True if an answer without text may be right.
+        unit: The unit of the task's throughput.
+        first_key: The key of the latency to the first part of an answer. None means that answers arrive whole.
+        first_word: The name of the first part of an answer.
+        latencies: The latencies that tables and charts show.
+        distributions: The distributions of the full table of a level.
+        metrics: The metrics that comparisons show beside the throughput and `shared_metrics`.
+        shared_metrics: The metrics that other tasks have too.
+        definitions: The definitions of metrics that only this task has.
+        facts: Returns what the succeeded requests of a level have done, as names and texts.
+        step: The demo's step of the task.
+        read_back: The demo's step of a task whose answers have no single right form.
     """
 
     name: str = ""
@@ -213,13 +223,13 @@ class MeasuredTask:
 @cache
 def tasks() -> Mapping[str, MeasuredTask]:
     """Return the record of each task by its name. The first one is the default: levels of it have no TaskLoad."""
-    found = {}
+    records = {}
     for name, task in declared.tasks().items():
         if task.workload:
             record: MeasuredTask = resolve_name(task.workload)
             word = name if record.word is None else record.word
-            found[name] = replace(record, name=name, word=word, path=next(iter(task.paths)))
-    return found
+            records[name] = replace(record, name=name, word=word, path=next(iter(task.paths)))
+    return records
 
 
 def default_task() -> MeasuredTask:
@@ -264,15 +274,15 @@ def first_latency(level: LevelResult) -> Distribution | None:
 
 def define_metric(key: str) -> Definition:
     """Return the definition of a metric, which belongs to a task or to all levels. Raises KeyError for another key."""
-    own = {definition.key: definition for task in tasks().values() for definition in task.definitions}
-    return own[key] if key in own else define(key)
+    task_definitions = {definition.key: definition for task in tasks().values() for definition in task.definitions}
+    return task_definitions[key] if key in task_definitions else define(key)
 
 
 def all_metrics() -> list[Metric]:
     """Return all metrics that comparisons can show: the metrics of each task, then the shared metrics."""
-    own = [metric for task in tasks().values() for metric in task.own_metrics]
+    task_metrics = [metric for task in tasks().values() for metric in task.own_metrics]
     shared = [metric for task in tasks().values() for metric in task.shared_metrics]
-    return list(dict.fromkeys([*own, *shared]))
+    return list(dict.fromkeys([*task_metrics, *shared]))
 
 
 def throughput_text(level: LevelResult) -> str:

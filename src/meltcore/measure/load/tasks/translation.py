@@ -84,9 +84,9 @@ def _open(config: LoadConfig, _num_requests: int, _clips: Sequence[Clip]) -> Wor
         # Sentences of a file follow one another: request i has those from i * (the most of a request) on.
         lines = [texts.line(index * counts.high + each, rng) for each in range(num_sentences)]
         sentences = [line.text for line in lines]
-        sent = TaskWork(sentences=num_sentences, source_chars=sum(map(len, sentences)))
+        work = TaskWork(sentences=num_sentences, source_chars=sum(map(len, sentences)))
         grade = make_grader([line.answer for line in lines])
-        return Prompt(PATH, {**languages, "sentences": sentences}, grade, sent)
+        return Prompt(PATH, {**languages, "sentences": sentences}, grade, work)
 
     return Workload(published_workload(spec), prompt, texts.are_graded, TranslationResponse)
 
@@ -141,8 +141,8 @@ def _source_per_s(level: LevelResult, unit: str) -> float | None:
 
 def phrases(seed: int, num_phrases: int = 200) -> list[Problem]:
     """Return held-out sentences with their translations."""
-    found = generate_phrases("heldout", num_phrases=num_phrases, seed=seed)
-    return [Problem(each.source, each.target) for each in found]
+    sentences = generate_phrases("heldout", num_phrases=num_phrases, seed=seed)
+    return [Problem(each.source, each.target) for each in sentences]
 
 
 def _write_texts(folder: Path, problems: Sequence[Problem]) -> str:

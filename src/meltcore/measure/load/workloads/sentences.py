@@ -102,9 +102,11 @@ class Texts:
         self._words: IntRange = parse_range(fields.get("words", DEFAULT_WORDS), f"workload {spec}: words")
         self._script = check_script(fields.get("script", script_of(language)), f"workload {spec}")
         self._lines = _read_lines(Path(fields["file"])) if "file" in fields else []
-        given = [name for name in ("words", "script") if self._lines and name in fields]
-        if given:
-            raise ConfigError(f"workload {spec}: {given[0]} is for made sentences, and file gives the texts")
+        conflicting_names = [name for name in ("words", "script") if self._lines and name in fields]
+        if conflicting_names:
+            raise ConfigError(
+                f"workload {spec}: {conflicting_names[0]} is for made sentences, and file gives the texts"
+            )
 
     @property
     def are_graded(self) -> bool:

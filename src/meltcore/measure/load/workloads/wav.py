@@ -95,12 +95,12 @@ class WavReader:
         Bytes before the next file are samples of unknown size, or chunks after the samples.
         """
         num_known, data = len(self._tail), self._tail + data
-        found = _FILE_HEAD.search(data)
-        end = len(data) if found is None else found.start()
+        match = _FILE_HEAD.search(data)
+        end = len(data) if match is None else match.start()
         if self._left_bytes is None:
             self._num_bytes += end - num_known  # less than nothing where the next file begins in the tail
-        self._tail = b"" if found else data[-_FILE_HEAD_BYTES + 1 :]
-        if found is None:
+        self._tail = b"" if match else data[-_FILE_HEAD_BYTES + 1 :]
+        if match is None:
             return b""
         self._earlier_s, self._num_bytes, self._bytes_per_s, self._left_bytes = self.seconds, 0, 0, 0
         self._header = b""

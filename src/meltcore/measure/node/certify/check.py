@@ -95,8 +95,8 @@ class MeasuredCheck(HardwareCheck):
         """Return the expectation that follows from the topology for a metric, or None if there is none."""
         raise NotImplementedError
 
-    def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgment]) -> None:
-        """Change verdicts in `judged` by rules other than a floor."""
+    def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judgments: list[Judgment]) -> None:
+        """Change verdicts in `judgments` by rules other than a floor."""
 
     def measure(self, context: CertifyContext) -> CheckReport:
         """Start the probe, watch the GPUs meanwhile, and return the judged results."""
@@ -109,11 +109,11 @@ class MeasuredCheck(HardwareCheck):
         conditions, findings, throttled = watch.close()
         busy |= context.busy()
         results = read_results(completed.stdout)
-        judged = judge(self._expected_values(context, requests), results, _missing_reason(completed, limit_s), busy)
-        self.adjust(context, results, judged)
-        warn_throttled(judged, throttled)
-        rows = [judgment.row for judgment in judged]
-        return self.report(rows, [*make_findings(self.name, judged), *findings], conditions)
+        judgments = judge(self._expected_values(context, requests), results, _missing_reason(completed, limit_s), busy)
+        self.adjust(context, results, judgments)
+        warn_throttled(judgments, throttled)
+        rows = [judgment.row for judgment in judgments]
+        return self.report(rows, [*make_findings(self.name, judgments), *findings], conditions)
 
     def _expectations(
         self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]
@@ -150,8 +150,8 @@ def _separator(settings: Mapping[str, Setting]) -> str:
 
 def _missing_reason(completed: CompletedRun, limit_s: float) -> tuple[FaultCode, str]:
     if completed.returncode is None:
-        alive = "; it cannot even be killed, the driver holds it" if completed.is_alive else " and was killed"
-        return "TIMED_OUT", f"not measured: the probe took more than {limit_s:.0f} s{alive}"
+        kill_note = "; it cannot even be killed, the driver holds it" if completed.is_alive else " and was killed"
+        return "TIMED_OUT", f"not measured: the probe took more than {limit_s:.0f} s{kill_note}"
     if completed.returncode != 0:
         reason = f"with status {completed.returncode}: {last_line(completed)}"
         return "PROBE_FAILED", f"not measured: the probe ended {reason}"

@@ -129,19 +129,19 @@ def gemm_launcher(dtype: str, m: int, n: int, k: int, device: int) -> Callable[[
     index = 0
     if dtype == "fp8":
         unit_scale = torch.ones((), device=f"cuda:{device}")
-        lhs = [left.to(torch.float8_e4m3fn) for left in lhs]
-        rhs = [right.t().to(torch.float8_e4m3fn).t() for right in rhs]
+        lhs = [lhs_buffer.to(torch.float8_e4m3fn) for lhs_buffer in lhs]
+        rhs = [rhs_buffer.t().to(torch.float8_e4m3fn).t() for rhs_buffer in rhs]
 
     def launch() -> torch.Tensor:
         nonlocal index
-        left, right = lhs[index], rhs[index]
+        lhs_buffer, rhs_buffer = lhs[index], rhs[index]
         index = (index + 1) % count
         if dtype == "fp8":
             torch._scaled_mm(
-                left, right, unit_scale, unit_scale, out_dtype=torch.bfloat16, use_fast_accum=True, out=out
+                lhs_buffer, rhs_buffer, unit_scale, unit_scale, out_dtype=torch.bfloat16, use_fast_accum=True, out=out
             )
         else:
-            torch.mm(left, right, out=out)
+            torch.mm(lhs_buffer, rhs_buffer, out=out)
         return out
 
     return launch

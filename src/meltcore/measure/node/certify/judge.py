@@ -61,14 +61,16 @@ def judge(
     `missing` is the (fault code, note) of a metric without a result. Another program used the GPUs in `busy`.
     """
     results_by_key = {(result.key, result.gpus): result for result in results}
-    judged = [_judge_one(metric, results_by_key.get((metric.key, metric.gpus)), missing, busy) for metric in expected]
+    judgments = [
+        _judge_one(metric, results_by_key.get((metric.key, metric.gpus)), missing, busy) for metric in expected
+    ]
     groups: dict[str, list[Judgment]] = defaultdict(list)
-    for judgment in judged:
+    for judgment in judgments:
         groups[judgment.row.key].append(judgment)
     for group in groups.values():
         _find_stragglers(group)
-    _find_asymmetry(judged)
-    return judged
+    _find_asymmetry(judgments)
+    return judgments
 
 
 def _judge_one(
@@ -82,29 +84,29 @@ def _judge_one(
         verdict="UNKNOWN",
         expectations=list(expected.expectations),
     )
-    judged = Judgment(row)
+    judgment = Judgment(row)
     if result is None:
-        judged.set_verdict("UNKNOWN", *missing)
-        return judged
+        judgment.set_verdict("UNKNOWN", *missing)
+        return judgment
     if result.error or not result.samples:
-        judged.set_verdict("UNKNOWN", "PROBE_FAILED", result.error or "no sample")
-        return judged
+        judgment.set_verdict("UNKNOWN", "PROBE_FAILED", result.error or "no sample")
+        return judgment
     row.samples = [sample for sample in result.samples if sample is not None and is_usable(sample)]
-    _compare_with_floor(judged, expected, [sample for sample in result.samples if not is_usable(sample)])
+    _compare_with_floor(judgment, expected, [sample for sample in result.samples if not is_usable(sample)])
     if busy & set(expected.gpus):
-        judged.set_verdict("INVALID", "BUSY", "another program was computing on it")
-    return judged
+        judgment.set_verdict("INVALID", "BUSY", "another program was computing on it")
+    return judgment
 
 
-def _compare_with_floor(judged: Judgment, expected: Expected, unusable: Sequence[float | None]) -> None:
+def _compare_with_floor(judgment: Judgment, expected: Expected, unusable: Sequence[float | None]) -> None:
     """Set the verdict from the floor. One unusable sample makes the metric UNKNOWN, as its cause may affect others."""
-    row = judged.row
+    row = judgment.row
     floor = strictest_expectation(expected.expectations)
     if floor is not None:
         row.expected, row.floor, row.floor_set_by = floor.value, floor.floor, floor.source
     if unusable:
         value = "NaN or infinity" if unusable[0] is None else f"{unusable[0]:g}"
-        judged.set_verdict("UNKNOWN", "NO_READING", f"measured {value}, which is not a speed")
+        judgment.set_verdict("UNKNOWN", "NO_READING", f"measured {value}, which is not a speed")
         return
     highest = max((expectation.value for expectation in expected.expectations), default=max(row.samples))
     num_impossible = sum(sample > _IMPOSSIBLE_RATIO * highest for sample in row.samples)
@@ -112,18 +114,18 @@ def _compare_with_floor(judged: Judgment, expected: Expected, unusable: Sequence
         # A single sample suffices: the others may have measured something else as well.
         samples = f"{num_impossible} of {len(row.samples)} samples"
         limit = f"more than {_IMPOSSIBLE_RATIO:g} times the expected {format_three_digits(highest)}"
-        judged.set_verdict("UNKNOWN", "NO_READING", f"{samples} are {limit}, so something else was timed")
+        judgment.set_verdict("UNKNOWN", "NO_READING", f"{samples} are {limit}, so something else was timed")
         return
     row.measured = median(row.samples)
     if floor is not None:
         row.ratio = row.measured / floor.value
         row.verdict = "PASS"
         if row.measured < floor.floor:
-            judged.set_verdict("FAIL", "BELOW_FLOOR", "")
+            judgment.set_verdict("FAIL", "BELOW_FLOOR", "")
     elif expected.is_recorded:
         row.verdict = "RECORDED"
     else:
-        judged.set_verdict("UNKNOWN", "NO_EXPECTATION", "there is no expectation to compare it with")
+        judgment.set_verdict("UNKNOWN", "NO_EXPECTATION", "there is no expectation to compare it with")
 
 
 def straggler_fraction(key: str) -> float:
@@ -136,17 +138,19 @@ def _find_stragglers(group: Sequence[Judgment]) -> None:
     values = [judgment.row.measured for judgment in group if judgment.row.measured is not None]
     if len(values) < MIN_STRAGGLER_GROUP:
         return
-    middle = median(values)
+    median_value = median(values)
     for judgment in group:
         measured = judgment.row.measured
-        minimum = straggler_fraction(judgment.row.key) * middle
+        minimum = straggler_fraction(judgment.row.key) * median_value
         if judgment.row.verdict == "PASS" and measured is not None and measured < minimum:
-            judgment.set_verdict("WARN", "STRAGGLER", f"{100 * measured / middle:.0f} % of the median of {len(values)}")
+            judgment.set_verdict(
+                "WARN", "STRAGGLER", f"{100 * measured / median_value:.0f} % of the median of {len(values)}"
+            )
 
 
-def _find_asymmetry(judged: Sequence[Judgment]) -> None:
+def _find_asymmetry(judgments: Sequence[Judgment]) -> None:
     """Change PASS to WARN for pairs whose copies are slower than in the opposite direction."""
-    pair_judgments = [judgment for judgment in judged if len(judgment.row.gpus) == 2]
+    pair_judgments = [judgment for judgment in judgments if len(judgment.row.gpus) == 2]
     pairs = {(judgment.row.key, tuple(judgment.row.gpus)): judgment for judgment in pair_judgments}
     for (key, (first, second)), judgment in pairs.items():
         opposite = pairs.get((key, (second, first)))
@@ -160,21 +164,21 @@ def _find_asymmetry(judged: Sequence[Judgment]) -> None:
             judgment.set_verdict("WARN", "ASYMMETRY", f"{percent:.0f} % of the other direction")
 
 
-def warn_throttled(judged: Sequence[Judgment], throttled: set[int]) -> None:
+def warn_throttled(judgments: Sequence[Judgment], throttled: set[int]) -> None:
     """Change PASS to WARN on throttled GPUs. ConditionsWatch makes the finding."""
-    for judgment in judged:
+    for judgment in judgments:
         if judgment.row.verdict == "PASS" and throttled & set(judgment.row.gpus):
             judgment.row.verdict = "WARN"
             judgment.row.note = "reached while its clocks were held down"
 
 
-def make_findings(check: str, judged: Sequence[Judgment]) -> list[Finding]:
+def make_findings(check: str, judgments: Sequence[Judgment]) -> list[Finding]:
     """Return one finding per fault code and set of GPUs, with the text of the worst row.
 
     A fault of the check itself, such as a crash, gives one finding in total.
     """
     groups: dict[tuple[FaultCode, str], list[CertificateRow]] = defaultdict(list)
-    for judgment in judged:
+    for judgment in judgments:
         if judgment.code:
             gpus = "" if judgment.code in _WHOLE_CHECK_FAULTS else _gpu_indices_key(judgment.row)
             groups[(judgment.code, gpus)].append(judgment.row)

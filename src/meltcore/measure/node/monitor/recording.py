@@ -127,7 +127,7 @@ def attach_gpu_means(result: FleetLoad, recording: Recording) -> None:
         for gpu, info in enumerate(recording.start.gpus):
             samples = recording.gpu_samples(gpu, start_s, end_s)
             readings = {key: readable_values(samples, key) for key in PLOTTED_METRICS}
-            means = {key: round(fmean(found), 2) for key, found in readings.items() if found}
+            means = {key: round(fmean(values), 2) for key, values in readings.items() if values}
             level.gpus.append(GpuUse(gpu=info.label, name=info.name, means=means))
     result.gpu_note = "GPUs: means over the time in which a level sends, read from NVML on this machine."
     if recording.end is None or recording.end.missed:

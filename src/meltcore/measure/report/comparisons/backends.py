@@ -159,7 +159,8 @@ def _rate_chart(runs: Sequence[BackendRun], levels: Sequence[int], title: str) -
     for number, run in enumerate(runs):
         rates = [(level, run.level(level)) for level in levels]
         marks = [
-            Mark(level, None if found is None else found.output_tokens_per_s, run.backend) for level, found in rates
+            Mark(level, None if level_result is None else level_result.output_tokens_per_s, run.backend)
+            for level, level_result in rates
         ]
         lines.append(Line(run.backend, number % NUM_COLORS + 1, marks))
     title = f"{title}: output tok/s"

@@ -77,8 +77,8 @@ def _level_table(levels: Sequence[FleetLevel], part: Part, note: str) -> Table:
 
 
 def _latency_columns(group: str, word: str) -> list[Column]:
-    shown = {"p50": f"{word}\np50", "p95": "ms\np95", "p99": None}
-    return [Column(name, group, console=console) for name, console in shown.items()]
+    console_heads = {"p50": f"{word}\np50", "p95": "ms\np95", "p99": None}
+    return [Column(name, group, console=console) for name, console in console_heads.items()]
 
 
 def _load_row(level: FleetLevel, load: StreamLoad, *, is_mixed: bool) -> Row:

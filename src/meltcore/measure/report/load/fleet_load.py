@@ -53,7 +53,7 @@ def fleet_load_page(result: FleetLoad) -> Page:
         Section(column_sections=[machine_section(result.fingerprint), _settings(result)]),
         Section("What the words mean", [Facts(_definitions())]),
     ]
-    worst = next((line for line in result.health if line.name == "fleet"), None)
+    fleet_line = next((line for line in result.health if line.name == "fleet"), None)
     return Page(
         title=f"meltcore load --fleet – {format_time(result.started)}",
         name="load of a fleet",
@@ -65,7 +65,7 @@ def fleet_load_page(result: FleetLoad) -> Page:
         sections=[section for section in sections if section.blocks or section.column_sections],
         footer=f"meltcore {result.fingerprint.versions['meltcore']} · result schema {result.schema_version} · "
         "the same numbers stand in result.json",
-        conclusion="" if worst is None else worst.detail,
+        conclusion="" if fleet_line is None else fleet_line.detail,
     )
 
 

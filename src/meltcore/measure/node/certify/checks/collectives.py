@@ -81,12 +81,12 @@ class CollectivesCheck(MeasuredCheck):
         slowest_gbps = min(known_speeds) if len(known_speeds) == len(speeds) else None
         return expectations.collective_expectation(slowest_gbps, str(request.settings["op"]), len(gpus))
 
-    def adjust(self, _context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgment]) -> None:
+    def adjust(self, _context: CertifyContext, results: Sequence[ProbeResult], judgments: list[Judgment]) -> None:
         """Fail collectives with wrong elements."""
         num_wrong = {result.key: int(result.details.get("wrong", 0)) for result in results}
-        for judged_row in judged:
-            if num_wrong.get(judged_row.row.key):
-                judged_row.set_verdict("FAIL", "WRONG_RESULT", f"{num_wrong[judged_row.row.key]:,} elements are wrong")
+        for judgment in judgments:
+            if num_wrong.get(judgment.row.key):
+                judgment.set_verdict("FAIL", "WRONG_RESULT", f"{num_wrong[judgment.row.key]:,} elements are wrong")
 
 
 def _group_sizes(context: CertifyContext) -> list[int]:

@@ -34,26 +34,26 @@ class CorruptionCheck(MeasuredCheck):
         settings: dict[str, Setting] = {"dtype": "bf16", "size": _SIZE, "seconds": self.request_s(context)}
         return [ProbeRequest(key="corruption/repeat", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
 
-    def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgment]) -> None:
+    def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judgments: list[Judgment]) -> None:
         """Fail GPUs whose results changed or differ from most GPUs of their type."""
         details = {result.gpus: result.details for result in results}
         usual_digests_by_model = _usual_digests(context, results)
-        for judged_row in judged:
-            detail = details.get(tuple(judged_row.row.gpus), {})
-            if judged_row.row.verdict not in ("RECORDED", "INVALID"):
+        for judgment in judgments:
+            detail = details.get(tuple(judgment.row.gpus), {})
+            if judgment.row.verdict not in ("RECORDED", "INVALID"):
                 continue
             digest, num_wrong = detail.get("digest"), detail.get("wrong")
             if num_wrong is None or digest is None:
-                judged_row.set_verdict("UNKNOWN", "NO_READING", "the probe did not report what it compared")
+                judgment.set_verdict("UNKNOWN", "NO_READING", "the probe did not report what it compared")
             elif num_wrong:
-                judged_row.set_verdict(
+                judgment.set_verdict(
                     "FAIL", "WRONG_RESULT", f"{num_wrong} of {detail.get('compared')} equal GEMMs differed"
                 )
-            elif digest not in usual_digests_by_model[_gpu_model(context, judged_row.row.gpus[0])]:
-                judged_row.set_verdict("FAIL", "WRONG_RESULT", "computes other bits than the other GPUs of its type")
-            elif judged_row.row.verdict == "RECORDED":
-                judged_row.row.verdict = "PASS"
-                judged_row.row.note = f"{detail.get('compared')} GEMMs, all bits equal"
+            elif digest not in usual_digests_by_model[_gpu_model(context, judgment.row.gpus[0])]:
+                judgment.set_verdict("FAIL", "WRONG_RESULT", "computes other bits than the other GPUs of its type")
+            elif judgment.row.verdict == "RECORDED":
+                judgment.row.verdict = "PASS"
+                judgment.row.note = f"{detail.get('compared')} GEMMs, all bits equal"
 
 
 def _gpu_model(context: CertifyContext, gpu_index: int) -> GpuModel:

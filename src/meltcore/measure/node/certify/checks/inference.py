@@ -51,12 +51,12 @@ class InferenceCheck(HardwareCheck):
                 raise
         conditions, findings, throttled = watch.close()
         results = [_result(context, gpu_index) for gpu_index in context.gpu_indices]
-        judged = [
+        judgments = [
             _judge_demo(context, gpu_index, completed[gpu_index], results[gpu_index], gpu_index in busy)
             for gpu_index in context.gpu_indices
         ]
-        warn_throttled(judged, throttled)
-        rows = [judged_row.row for judged_row in judged]
+        warn_throttled(judgments, throttled)
+        rows = [judged_row.row for judged_row in judgments]
         # Speeds are recorded and not judged: all GPUs use the host's cores together.
         rows += [
             CertificateRow(
@@ -71,7 +71,7 @@ class InferenceCheck(HardwareCheck):
             if result is not None
             for level in result.levels
         ]
-        return self.report(rows, [*make_findings(self.name, judged), *findings], conditions)
+        return self.report(rows, [*make_findings(self.name, judgments), *findings], conditions)
 
 
 def _demo_folder(context: CertifyContext, gpu_index: int) -> Path:
@@ -105,19 +105,19 @@ def _judge_demo(
         unit="% correct",
         verdict="UNKNOWN",
     )
-    judged = Judgment(row)
+    judgment = Judgment(row)
     if result is not None and result.evaluation is not None:
         row.measured = 100 * result.evaluation.accuracy
         row.floor = 100 * _ACCURACY_FLOOR
     code = completed.returncode
     if code is None:
-        judged.set_verdict("UNKNOWN", "TIMED_OUT", f"the run took more than {_LIMIT_S:.0f} s and was killed")
+        judgment.set_verdict("UNKNOWN", "TIMED_OUT", f"the run took more than {_LIMIT_S:.0f} s and was killed")
     elif code == _FAILED and result is not None:
-        judged.set_verdict("FAIL", "WRONG_ANSWERS", "; ".join(result.reasons[:3]) or "the run did not pass")
+        judgment.set_verdict("FAIL", "WRONG_ANSWERS", "; ".join(result.reasons[:3]) or "the run did not pass")
     elif code != _PASSED or row.measured is None:
-        judged.set_verdict("UNKNOWN", "PROBE_FAILED", f"the run ended with status {code}: {last_line(completed)}")
+        judgment.set_verdict("UNKNOWN", "PROBE_FAILED", f"the run ended with status {code}: {last_line(completed)}")
     else:
         row.verdict = "PASS"
     if busy and row.verdict == "PASS":
-        judged.set_verdict("INVALID", "BUSY", "another program was computing on it")
-    return judged
+        judgment.set_verdict("INVALID", "BUSY", "another program was computing on it")
+    return judgment

@@ -40,18 +40,18 @@ class SustainedCheck(MeasuredCheck):
         """Return the expectation from the number of SMs and the maximum clock, or None if either is unknown."""
         return expectations.gemm_expectation(context.snapshot.gpus[gpus[0]], "bf16", "model")
 
-    def adjust(self, _context: CertifyContext, _results: Sequence[ProbeResult], judged: list[Judgment]) -> None:
+    def adjust(self, _context: CertifyContext, _results: Sequence[ProbeResult], judgments: list[Judgment]) -> None:
         """Change PASS to WARN on GPUs whose last quarter of samples is slower than their first quarter."""
-        for judged_row in judged:
-            quarter = len(judged_row.row.samples) // 4
-            if judged_row.row.verdict != "PASS" or len(judged_row.row.samples) < _MIN_SAMPLES:
+        for judgment in judgments:
+            quarter = len(judgment.row.samples) // 4
+            if judgment.row.verdict != "PASS" or len(judgment.row.samples) < _MIN_SAMPLES:
                 continue
-            samples = judged_row.row.samples
+            samples = judgment.row.samples
             first_median, last_median = median(samples[:quarter]), median(samples[-quarter:])
             if last_median < _DRIFT_FRACTION * first_median:
                 speeds = f"from {format_three_digits(first_median)} to {format_three_digits(last_median)}"
                 drift = f"drifted {speeds} over the run"
-                judged_row.set_verdict("WARN", "DRIFT", drift)
+                judgment.set_verdict("WARN", "DRIFT", drift)
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
