@@ -2,7 +2,7 @@
 
 Both get token ids and return vectors on the host, so tokenizers are left out. The peer does what sentence-transformers
 does: texts are sorted by length, batches are padded to their longest text, and hidden states are pooled on the GPU.
-Weights are random, in the shapes of all-MiniLM-L6-v2. The limit counts matrix products at the GPU's measured rate.
+Weights are random, in the shapes of all-MiniLM-L6-v2. The limit counts GEMMs at the GPU's measured rate.
 
     python benchmarks/embeddings.py [--dtype float16] [--texts 16384]
 """
@@ -34,7 +34,7 @@ CONFIG = {
 LENGTHS = {"128 tokens": (128, 128), "16 to 512 tokens": (16, 512)}
 TARGETS = {"128 tokens": 1.2, "16 to 512 tokens": 2.0}
 BATCH = 256  # texts of a batch of the peer
-TFLOPS = 790.0  # matrix products of an H200 in 16 bits, as floors.py has them
+TFLOPS = 790.0  # GEMMs of an H200 in 16 bits, as floors.py has them
 PASSES = 3
 
 
@@ -72,7 +72,7 @@ def theirs(model: torch.nn.Module, texts: list[bytes]) -> float:
 
 
 def flops(texts: list[bytes]) -> float:
-    """Operations of the matrix products of all texts."""
+    """Operations of the GEMMs of all texts."""
     sizes = [len(text) // 4 for text in texts]
     linear = 2 * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * FFN) * sum(sizes)
     return LAYERS * (linear + 4 * HIDDEN * sum(size * size for size in sizes))

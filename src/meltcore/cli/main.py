@@ -64,6 +64,7 @@ COMMANDS: dict[str, Command] = {
     "fleet": Command(_SERVE, "Write a fleet.yaml: models that share GPUs behind one address.", "fleet"),
     "plan": Command(_SERVE, "Say which models of a fleet fit on which GPU.", "fleet", needs_engine=True),
     "demo": Command(_SERVE, "Serve, check, load and report in one command.", needs_engine=True),
+    "chat": Command(_SERVE, "Chat with a model of a server in the terminal."),
     "quantize": Command(_SERVE, "Write a model's weights in 8 or 4 bits.", needs_engine=True),
     "load": Command(_MEASURE, "Load any OpenAI-compatible server and measure it."),
     "eval": Command(_MEASURE, "Check a server's answers, API and speed, and score it."),
