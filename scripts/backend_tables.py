@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meltcore.common.files import read_document
-from meltcore.measure.documents.backends import START_OF, BackendComparison, BackendRun, BestBackend
+from meltcore.measure.documents.backends import START_KIND_BY_SET_UP, BackendComparison, BackendRun, BestBackend
 
 RESULT = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "compare_backends" / "h200.json"
 
@@ -28,7 +28,7 @@ def rates() -> list[str]:
     names = list(dict.fromkeys(run.backend for run in found.runs if run.levels))
     rows = []
     for set_up in found.set_ups:
-        runs = [found.run(name, START_OF[set_up]) for name in names]
+        runs = [found.run(name, START_KIND_BY_SET_UP[set_up]) for name in names]
         for concurrency in found.levels_of(set_up):
             levels = [run.level(concurrency) if run is not None else None for run in runs]
             if any(levels):

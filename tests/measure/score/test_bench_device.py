@@ -87,8 +87,8 @@ def test_engine_gets_its_settings_and_ends_with_the_run(tmp_path: Path) -> None:
         pid = run._process.pid
     assert gone(pid)
     assert emitted(tmp_path)[0]["config"] == {"model": "scripted", "max_num_seqs": 64}
-    assert run.ready is not None
-    assert run.ready.version == "0.1.0+scripted"
+    assert run.ready_message is not None
+    assert run.ready_message.version == "0.1.0+scripted"
 
 
 @pytest.mark.slow

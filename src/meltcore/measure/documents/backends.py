@@ -12,7 +12,7 @@ from meltcore.measure.documents.verdicts import CUT_SHORT
 # How a backend is started. `single` is one server on one GPU, in which both sessions and batching are measured.
 StartKind = Literal["single", "quantized", "data-parallel", "split", "load-balanced"]
 SetUp = Literal["sessions", "quantized", "batching", "data-parallel", "split", "load-balanced"]
-START_OF: dict[SetUp, StartKind] = {
+START_KIND_BY_SET_UP: dict[SetUp, StartKind] = {
     "sessions": "single",
     "quantized": "quantized",
     "batching": "single",
@@ -98,7 +98,7 @@ class Aspect(msgspec.Struct, kw_only=True):
 
 
 class BackendComparison(Envelope, kw_only=True, tag_field="document", tag="backend-comparison"):
-    """The same load on several backends. All backends get the same `settings` and the same `load`.
+    """A comparison of several backends, which all get the same `settings` and the same `load`.
 
     Levels with a concurrency of at most `most_sessions` measure several sessions on one server. Higher levels measure
     batching.

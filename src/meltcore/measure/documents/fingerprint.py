@@ -69,10 +69,10 @@ def clean_arguments(arguments: Sequence[str]) -> list[str]:
     argument is a command line, its words are cleaned.
     """
     cleaned: list[str] = []
-    hide_next = False
+    is_next_secret = False
     for argument in arguments:
-        cleaned.append("***" if hide_next else _clean_argument(argument))
-        hide_next = not hide_next and bool(_SECRET_OPTION.fullmatch(argument))
+        cleaned.append("***" if is_next_secret else _clean_argument(argument))
+        is_next_secret = not is_next_secret and bool(_SECRET_OPTION.fullmatch(argument))
     return cleaned
 
 

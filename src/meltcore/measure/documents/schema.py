@@ -237,7 +237,7 @@ class StreamLoad(msgspec.Struct, kw_only=True):
 
 
 class GpuUse(msgspec.Struct, kw_only=True):
-    """The means of one GPU's metrics over a level. A metric without a reading is missing."""
+    """The means of one GPU's metrics over a level, by key. A metric without a reading has no entry."""
 
     gpu: str
     name: str
@@ -297,9 +297,10 @@ class IncorrectAnswer(msgspec.Struct, kw_only=True):
 
 
 class CheckResult(msgspec.Struct, kw_only=True):
-    """The outcome of one check of a server's API, or of a gate. A gate is a condition for a result to count.
+    """The outcome of one check of a server's API, or of a gate. A gate is a condition that a result must meet to count.
 
-    A check that could not run is a FAIL with its reason. A gate that was left out is NOT RUN. Neither is a PASS.
+    A check that could not run is a FAIL with its reason. A gate that was left out is NOT RUN. Neither FAIL nor NOT RUN
+    is a PASS.
     """
 
     name: str

@@ -148,8 +148,8 @@ class GpuScore(msgspec.Struct, kw_only=True):
     def mean_utilization(self, level: ScoreLevel, key: str) -> float | None:
         """Return the mean of a metric of UTILIZATION over a level's window, or None if the metric was not read.
 
-        Results of versions before `ScoreLevel.utilization` hold the mean in the metrics of the sustained window. For
-        other levels, the time series gives it as the mean of the whole buckets.
+        Results of older versions lack `ScoreLevel.utilization`. Their mean comes from the metrics of the sustained
+        window, or from the whole buckets of the time series for other levels.
         """
         if key in level.utilization:
             return level.utilization[key]

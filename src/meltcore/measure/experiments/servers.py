@@ -251,7 +251,7 @@ class ServerCommand:
 
     @property
     def redacted(self) -> str:
-        """The template as results store it: without secrets, folders and values of environment variables."""
+        """The template as text for results, without secrets, folders and values of environment variables."""
         parts = [
             shlex.quote(argument) if PORT not in argument and argument != ARGS else argument
             for argument in clean_arguments(self.template)

@@ -32,9 +32,9 @@ _TOPOLOGY_LEVELS = {
 
 @dataclass(frozen=True)
 class FactSpec:
-    """One fact. `read` reads it by the handle of the GPU.
+    """One fact. `read(nvml, handle)` returns its value for a GPU.
 
-    `feature` is the feature of a GPU type without which there is no fact.
+    `feature` is the feature that a GPU type needs for the fact, or None.
     """
 
     key: str

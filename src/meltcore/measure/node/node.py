@@ -1,4 +1,4 @@
-"""The interface to the machine: NVML, programs, the clock, files. tests/doubles/fake_node.py is its scripted double."""
+"""Defines the interface to the machine: NVML, programs, the clock and files. Tests replace it by a scripted double."""
 
 import os
 import signal

@@ -73,12 +73,12 @@ class ToneClip:
         return float(self.starts_s[-1])
 
     def text(self, language: str = "en") -> str:
-        """Return the words in the alphabet of a language of ALPHABETS."""
+        """Return the words of the clip in the alphabet of a language in ALPHABETS."""
         return in_alphabet(self.tokens, language).replace(WORD_START, " ").strip()
 
 
 def in_alphabet(text: str, language: str) -> str:
-    """Return a text of CHARACTERS in the alphabet of a language."""
+    """Return `text`, which has CHARACTERS only, in the alphabet of a language."""
     return text.translate(str.maketrans(CHARACTERS, ALPHABETS[language]))
 
 

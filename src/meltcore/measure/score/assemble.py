@@ -77,7 +77,7 @@ def assemble(
     interrupted: bool,
 ) -> ScoredRun:
     """Return the result of all devices. At least one engine must have become ready."""
-    ready = next(run.ready for run in runs if run.ready is not None)
+    ready_message = next(run.ready_message for run in runs if run.ready_message is not None)
     settings = dict(runs[0].device.settings)
     model = public_name(str(settings["model"]))
     devices = [_device_score(run, monitored, began_s) for run in runs]
@@ -86,10 +86,10 @@ def assemble(
     is_complete = not failures and not interrupted
     score = Score(
         workload=plan.name,
-        engine=ready.version,
+        engine=ready_message.version,
         model=str(model),
-        dtype=ready.dtype,
-        weights=ready.weight_source,
+        dtype=ready_message.dtype,
+        weights=ready_message.weight_source,
         duration_s=planned_s,
         output_tokens_per_s=sum(rate for rate in rates if rate is not None)
         if is_complete and plan.grid is None
@@ -97,7 +97,7 @@ def assemble(
         grid=plan.grid,
         prompt_file=plan.prompt_file,
         devices=devices,
-        not_comparable=_comparison_obstacles(ready, runs, plan, concurrencies, is_complete),
+        not_comparable=_comparison_obstacles(ready_message, runs, plan, concurrencies, is_complete),
     )
     if plan.grid is None:
         score.totals, score.expectations = totals(score), expectations(score)
@@ -114,10 +114,15 @@ def assemble(
         started=started,
         duration_s=duration_s,
         fingerprint=fingerprint,
-        settings={"model": model, "weights": ready.weight_source, "dtype": ready.dtype, "duration_s": planned_s},
+        settings={
+            "model": model,
+            "weights": ready_message.weight_source,
+            "dtype": ready_message.dtype,
+            "duration_s": planned_s,
+        },
         verdict=verdict,
         reasons=["interrupted"] * interrupted + failures + lag_reasons,
-        notes=_notes(devices, ready),
+        notes=_notes(devices, ready_message),
         score=score,
     )
 

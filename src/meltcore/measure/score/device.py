@@ -163,7 +163,7 @@ class DeviceRun:
     on_level: Callable[[Device, ScoreLevel, bool], None]
     prompt: Callable[[int, int], list[int]] = workload.prompt
     grid: SweepGrid | None = None
-    ready: ReadyLine | None = None
+    ready_message: ReadyLine | None = None
     levels: list[ScoreLevel] = field(default_factory=list)
     sustained: ScoreLevel | None = None
     sweep: list[ScoreLevel] = field(default_factory=list)
@@ -186,7 +186,7 @@ class DeviceRun:
         started_s = time.monotonic()
         try:
             self._process = ScoredEngine(self.device.settings, self.log_path, environment=self.device.environment)
-            self.ready = self._process.wait_ready(self.is_interrupted)
+            self.ready_message = self._process.wait_ready(self.is_interrupted)
             self._level_run(_NUM_WARMUPS, index=-1).run_once()
             if self.grid is not None:  # sampling has kernels of its own
                 self._level_run(_NUM_WARMUPS, index=-1, temperature=self.grid.temperatures[-1]).run_once()
@@ -253,12 +253,12 @@ class DeviceRun:
         self, concurrency: int, index: int, output_len: int = workload.OUTPUT_TOKENS, temperature: float = 0.0
     ) -> LevelRun:
         assert self._process is not None
-        assert self.ready is not None
-        vocab_size = self.ready.vocab_size
+        assert self.ready_message is not None
+        vocab_size = self.ready_message.vocab_size
         return LevelRun(
             process=self._process,
             concurrency=concurrency,
-            max_num_seqs=self.ready.max_num_seqs,
+            max_num_seqs=self.ready_message.max_num_seqs,
             prompt=lambda number: self.prompt(number, vocab_size),
             first_prompt=(index + 1) * _MAX_PROMPTS_PER_LEVEL,
             is_interrupted=self.is_interrupted,

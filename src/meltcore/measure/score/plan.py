@@ -192,5 +192,8 @@ def _prompts_plan(prompts: Prompts, precision: Precision) -> ScorePlan:
 
 
 def _sweep_prompt(index: int, vocab_size: int) -> list[int]:
-    """Return the first SWEEP_PROMPT_TOKENS tokens of the score's prompt `index`: all have the same length."""
+    """Return the first SWEEP_PROMPT_TOKENS tokens of the score's prompt `index`.
+
+    All sweep prompts have the same length.
+    """
     return workload.prompt(index, vocab_size)[:SWEEP_PROMPT_TOKENS]

@@ -74,7 +74,7 @@ def prompt(number: int, vocab_size: int) -> list[int]:
 
 
 def concurrent_sequences(memory_bytes: int) -> int:
-    """Return the number of requests of the workload that fit in a GPU's memory, at most the engine's usual 1,024.
+    """Return the number of requests of the workload that fit in a GPU's memory, at most 1,024.
 
     Each request also needs memory for activations and graphs, so a GPU of 6 GB is too small for 1,000 requests.
     """

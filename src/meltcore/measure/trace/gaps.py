@@ -291,7 +291,7 @@ class TimeBudget:
             position = max(position, end)
 
     def rows(self) -> list[BudgetRow]:
-        """Return the groups, longest first."""
+        """Return one row per group of kernels, the longest time first."""
         rows = [
             BudgetRow(
                 name=name,

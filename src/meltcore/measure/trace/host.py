@@ -25,7 +25,7 @@ ACTIVITY_MARGIN = 0.10
 
 
 class HostTimeline:
-    """Host events by thread, and the launch of each activity."""
+    """Finds the host events of a thread, and the host event that launched an activity."""
 
     def __init__(self, events: Sequence[HostEvent]) -> None:
         self._launches = {
@@ -99,7 +99,7 @@ def _is_wait(event: HostEvent) -> bool:
 
 
 def graph_counts(trace: Trace, device: int) -> tuple[int, int]:
-    """Return two counts of graphs on this GPU: launches, and kernels.
+    """Return the number of graph launches on this GPU, and the number of kernels from graphs.
 
     A launch counts if its kernels ran on this GPU, or if the trace has no kernels of the launch.
     """

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import is_gguf
-from meltcore.measure.documents.backends import START_OF, SetUp, StartKind
+from meltcore.measure.documents.backends import START_KIND_BY_SET_UP, SetUp, StartKind
 from meltcore.measure.documents.served_model import public_name
 from meltcore.measure.experiments.servers import ARGS, PORT, ServerCommand
 from meltcore.settings.server_templates import TEMPLATES, fill_command, find_program, server_environment
@@ -128,7 +128,7 @@ class BackendsPlan:
 
         Servers that run already come last.
         """
-        kinds = list(dict.fromkeys(START_OF[set_up] for set_up in self.set_ups))
+        kinds = list(dict.fromkeys(START_KIND_BY_SET_UP[set_up] for set_up in self.set_ups))
         planned = [self._planned(name, kind) for kind in kinds for name in self.backends]
         return planned + [
             PlannedRun(name, kind, public_name(self.model), url=url)
@@ -174,7 +174,7 @@ class BackendsPlan:
 
     def _obstacle(self, name: str, kind: StartKind, checkpoint: str, options: BackendOptions) -> str:
         """Return why a start cannot run, or "" if it can."""
-        if all(set_up in options.skip for set_up in self.set_ups if START_OF[set_up] == kind):
+        if all(set_up in options.skip for set_up in self.set_ups if START_KIND_BY_SET_UP[set_up] == kind):
             return "left out (--skip)"
         if not checkpoint:
             return "no quantized checkpoint was given (--quantized)"

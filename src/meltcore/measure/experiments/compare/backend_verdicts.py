@@ -9,7 +9,7 @@ from statistics import geometric_mean
 from meltcore.common.sizes import GIB, size_text
 from meltcore.measure.documents.backends import (
     MAX_FAILED_RATIO,
-    START_OF,
+    START_KIND_BY_SET_UP,
     Aspect,
     BackendComparison,
     BackendRun,
@@ -33,7 +33,7 @@ def best_backends(comparison: BackendComparison) -> list[BestBackend]:
     """
     best = [_best_of_set_up(comparison, set_up) for set_up in comparison.set_ups]
     levels = [int(level) for level in comparison.load["concurrency"]]
-    starts = list(dict.fromkeys(START_OF[set_up] for set_up in comparison.set_ups))
+    starts = list(dict.fromkeys(START_KIND_BY_SET_UP[set_up] for set_up in comparison.set_ups))
     groups: dict[str, list[StartKind]] = {comparison.model: [start for start in starts if start != "quantized"]}
     if "quantized" in starts:
         groups[f"{comparison.model}, quantized"] = ["quantized"]
@@ -44,7 +44,7 @@ def best_backends(comparison: BackendComparison) -> list[BestBackend]:
 
 
 def _best_of_set_up(comparison: BackendComparison, set_up: SetUp) -> BestBackend:
-    runs = [run for run in comparison.runs if run.start == START_OF[set_up]]
+    runs = [run for run in comparison.runs if run.start == START_KIND_BY_SET_UP[set_up]]
     model = f"{comparison.model}, quantized" if set_up == "quantized" else comparison.model
     return _best(model, set_up, comparison.levels_of(set_up), runs)
 

@@ -1,6 +1,6 @@
 """Runs fresh starts of servers, stores sets of starts as baselines, and compares two servers.
 
-One start means: start a server, load it and end it. The starts of two servers alternate on one machine.
+In one start, a server is started, loaded and ended. The starts of two servers alternate on one machine.
 """
 
 from __future__ import annotations

@@ -232,7 +232,10 @@ class _Demo:
             self.console.print(f"{sample.given} {sample.answer}", markup=False, highlight=False, soft_wrap=True)
 
     def _measure_task(self, task: MeasuredTask, address: str) -> None:
-        """Run a task's step. Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server has ended."""
+        """Load a task's model with held-out problems.
+
+        Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server has ended.
+        """
         if task.step is not None:
             self._load_step(task, task.step.make_problems(self.config.seed), address)
         readers = [each for each in tasks().values() if task.read_back and each.path == task.read_back.reader]

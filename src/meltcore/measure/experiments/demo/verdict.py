@@ -13,7 +13,7 @@ MIN_UNLOADED_ACCURACY = 0.95
 MIN_READ_BACK_ACCURACY = 0.75
 ACCURACY_MARGIN = 0.01  # the accuracy under load may differ from the unloaded one by this much, either way
 MIN_GRADED = 200  # requests of a mixed level whose accuracy compares by itself; those of all levels always do
-_ROUNDING = 1e-9  # of binary fractions, so that a difference of exactly one point passes
+_FLOAT_TOLERANCE = 1e-9  # of binary fractions, so that a difference of exactly one point passes
 
 
 def judge(
@@ -98,10 +98,10 @@ def _answer_reasons(level: LevelResult) -> list[str]:
 
 
 def _drift_reasons(evaluation: Evaluation, accuracy: float | None) -> list[str]:
-    """Return a reason against a PASS if the accuracy under load differs from the accuracy without load."""
+    """Return a list with one reason if the accuracy under load differs from the accuracy without load, else empty."""
     if accuracy is None:
         return ["accuracy was not measured"]
-    if abs(accuracy - evaluation.accuracy) <= ACCURACY_MARGIN + _ROUNDING:
+    if abs(accuracy - evaluation.accuracy) <= ACCURACY_MARGIN + _FLOAT_TOLERANCE:
         return []
     return [
         f"accuracy {format_percent(accuracy)} is more than one point "

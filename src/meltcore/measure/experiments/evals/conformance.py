@@ -33,7 +33,10 @@ class MismatchError(MeltcoreError):
 
 @dataclass(frozen=True)
 class Check:
-    """Describes one check. `run` returns a short description of what it observed, or None, or it raises."""
+    """Describes one check.
+
+    `run` returns a short description of its observation, or None, and raises an error if the check fails.
+    """
 
     name: str
     run: Callable[[Server], str | None]

@@ -1,7 +1,7 @@
 """Runs the full evaluation of one server: conformance, GSM8K, throughput and the score, as one result.
 
 Another server (vLLM, SGLang ...) is started by a command from another environment. A failed conformance check fails the
-run and leaves the score unchanged: the score's rules are GSM8K and the levels.
+run but does not change the score, which depends on GSM8K and the levels only.
 """
 
 from __future__ import annotations

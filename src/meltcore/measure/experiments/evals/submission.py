@@ -61,7 +61,7 @@ def hackathon_gates(runs: Sequence[SubmittedRun]) -> list[CheckResult]:
     """Return one gate per rule of the hackathon.
 
     The rules say what the served process may use, and which workload must be measured. A gate passes only if its rule
-    holds in every run: GSM8K and the levels may come from separate runs.
+    holds in every run, because GSM8K and the levels may come from separate runs.
     """
     return [
         _setting_gate(runs, "weights in BF16 (no FP8, INT8 or 4-bit)", "weight_dtypes", _is_bf16_weights),

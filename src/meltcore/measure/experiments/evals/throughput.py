@@ -103,7 +103,7 @@ class TextGenerator(TokenCounter):
 
 
 class PlannedRequest(NamedTuple):
-    """Holds one request: its line of the workload file, its text, and its spot check if it is one."""
+    """Holds one request: its line of the workload file, and its text and spot check, or None without them."""
 
     line: dict[str, Any]
     text: str | None = None  # of the user message; None: token ids

@@ -138,7 +138,7 @@ class ContextSearch:
 
     @property
     def facts(self) -> list[Fact]:
-        """The facts found by search, reported by the server, and calculated."""
+        """The facts of the result: values that the search found, that the server reported, or that were calculated."""
         seq_len = f"{self.options.seq_len:,} tokens"
         rows = []
         if self.default_model_len is not None:

@@ -99,7 +99,7 @@ class FleetLevels:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no further level is to be run, because the run was interrupted or the server has died."""
+        """Whether the run has ended early, because it was interrupted or the server has died."""
         return self.interrupt.arrived or self._has_server_died
 
     async def warm_up(self, streams: Sequence[Stream]) -> None:

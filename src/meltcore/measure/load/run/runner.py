@@ -194,7 +194,9 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
     served_model_facts = run_coroutine(_served_facts(config), uvloop.new_event_loop)
     levels = run_levels(config, on_progress)
     verdict = worst_verdict((level.verdict for level in levels), "PARTIAL")
-    monitored_from = "a level's release" if workload_task(config.workload).uploads else "after a level's release burst"
+    monitoring_start = (
+        "a level's release" if workload_task(config.workload).uploads else "after a level's release burst"
+    )
     return RunResult(
         command="load",
         status="partial" if verdict in CUT_SHORT else "complete",
@@ -207,7 +209,7 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
         notes=[
             *model_notes(served_model_facts),
             *([] if config.stream else [NOT_STREAMED]),
-            f"The client's event-loop lag and CPU utilization are measured from {monitored_from} to its end.",
+            f"The client's event-loop lag and CPU utilization are measured from {monitoring_start} to its end.",
             *(reason for level in levels if level.verdict == "OK" for reason in level.reasons),
         ],
     )

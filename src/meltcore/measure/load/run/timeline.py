@@ -169,7 +169,7 @@ def _tokens_per_event(record: RequestRecord) -> np.ndarray:
 def timeline(in_flight: InFlight, token_times: TokenTimes, start_s: float, end_s: float) -> list[TimelinePoint]:
     """Return one point per bucket of 1 s from `start_s`.
 
-    The last bucket is 0.5 to 1.5 s long, which keeps its rate meaningful.
+    The last bucket is 0.5 to 1.5 s long, because the rate of a shorter bucket would mean little.
     """
     edges = _bucket_edges(start_s, end_s)
     counts, _ = np.histogram(token_times.times_s, bins=edges, weights=token_times.token_counts)

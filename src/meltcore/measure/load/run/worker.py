@@ -74,7 +74,7 @@ class LoadWorker(Protocol):
         """Open the connections of a closed loop."""
 
     async def run(self, release_at_s: float) -> WorkerResult:
-        """Send the first requests at the time.monotonic() `release_at_s`. Return when every request has its record."""
+        """Send requests from `release_at_s` (time.monotonic) on. Return the result once all requests have records."""
 
     def stop(self) -> None:
         """Fail the requests in flight as interrupted and send no more, so that `run` returns."""
@@ -113,7 +113,7 @@ class LocalWorker:
         self._is_stopping = True
 
     async def run(self, release_at_s: float) -> WorkerResult:
-        """Send the first requests at the time.monotonic() `release_at_s`. Return when every request has its record."""
+        """Send requests from `release_at_s` (time.monotonic) on. Return the result once all requests have records."""
         with without_collection():  # with 10,000 open streams it stops the client for tens of ms
             wait_s = release_at_s - time.monotonic()
             if wait_s > 0:
@@ -189,8 +189,8 @@ class LocalWorker:
 class InterruptHandler:
     """Stops the current level after the first Ctrl-C of a run. A second Ctrl-C interrupts the program as usual.
 
-    The context manager is entered in the event loop. It has no effect outside the main thread, which alone receives
-    signals.
+    The context manager is entered in the event loop. Only the main thread receives signals. In other threads the
+    handler has no effect.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:

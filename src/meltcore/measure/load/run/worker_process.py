@@ -103,7 +103,7 @@ class WorkerProcess:
         self.num_connections = message.num_connections
 
     async def run(self, release_at_s: float) -> WorkerResult:
-        """Send the first requests at the time.monotonic() `release_at_s`. Return when every request has its record."""
+        """Send requests from `release_at_s` (time.monotonic) on. Return the result once all requests have records."""
         assert self._process is not None
         self._send(Release(release_at_s))
         while not isinstance(message := await self._receive(), WorkerDone):

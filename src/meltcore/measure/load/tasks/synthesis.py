@@ -44,7 +44,7 @@ SpeechFormat = Literal["wav", "pcm"]
 
 
 class SpeechResponse(BaseResponse):
-    """Reads the answer of POST /v1/audio/speech and measures the length of its audio. The audio is not kept."""
+    """Reads the answer of POST /v1/audio/speech and measures the length of its audio. The audio is not stored."""
 
     __slots__ = ("_first_audio_s", "_pcm_bytes", "_wav")
 

@@ -23,7 +23,7 @@ MAX_BODY_BYTES = 64 * 2**20  # of a single request's response; the longest that 
 class HttpRequestError(Exception):
     """Reports that a request got no complete response.
 
-    `reason` is the failure reason that its record stores, such as "timeout" or "connect refused".
+    `reason` is the failure reason for records, such as "timeout" or "connect refused".
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -101,7 +101,7 @@ def _read_clip(line: str, folder: Path, location: str) -> Clip:
 
 
 def _samples(rng: np.random.Generator, num_samples: int) -> np.ndarray:
-    """Return tones of changing pitch with pauses, over noise: [num_samples] int16."""
+    """Return samples of tones of changing pitch with pauses and noise: [num_samples] int16."""
     low, high = (int(seconds * SAMPLE_RATE) for seconds in _SEGMENT_S)
     lengths = rng.integers(low, high, num_samples // low + 1)
     phase_steps = (rng.uniform(*_PITCH_HZ, len(lengths)) * _PERIOD / SAMPLE_RATE).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The context of all checks: the machine, its GPUs, the tier, the telemetry and the baseline."""
+"""Defines the context of all checks: the machine, its GPUs, the tier, the telemetry and the baseline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyContext:
-    """The node, GPUs and settings that all checks share. A GPU index is valid for both `gpus` and `snapshot.gpus`.
+    """The node, GPUs and settings that all checks share. A GPU index is an index into `gpus` and into `snapshot.gpus`.
 
     `interval_s` is the sampling interval of the telemetry, and `hours` the duration of a soak.
     """

@@ -1,7 +1,7 @@
-"""The recording of the sampler: one JSON line at the start, one per sample and GPU, one at the end.
+"""Defines the recording of the sampler: one JSON line at the start, one per sample and GPU, and one at the end.
 
-Times are `time.monotonic()` seconds. All processes of a machine share this clock, so samples align with measurements
-of other processes: a recording is cut into the levels of a load run.
+Times are `time.monotonic()` seconds. All processes of a machine share this clock. So a recording can be cut into the
+levels of a load run.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The sampler: a process of its own that reads GPUs at a fixed interval into a recording, and its handle `Monitor`.
+"""Runs the sampler, a separate process that reads GPUs at a fixed interval into a recording, and its handle `Monitor`.
 
 The sampler reads SamplerSettings as one JSON line from standard input, and answers with one line of SamplerStarted or
 SamplerFailed. It stops at the end of standard input, and so ends with its parent. Samples go to a file, so a busy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from meltcore.measure.documents.backends import START_OF, BackendComparison, BackendRun, SetUp
+from meltcore.measure.documents.backends import START_KIND_BY_SET_UP, BackendComparison, BackendRun, SetUp
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_load_settings, format_number
 from meltcore.measure.report.load.levels import levels_tables
@@ -92,11 +92,11 @@ def best_table(comparison: BackendComparison) -> Table:
 
 
 def _set_up_section(comparison: BackendComparison, set_up: SetUp) -> Section:
-    runs = [run for run in comparison.runs if run.start == START_OF[set_up]]
+    runs = [run for run in comparison.runs if run.start == START_KIND_BY_SET_UP[set_up]]
     levels = comparison.levels_of(set_up)
     measured = [run for run in runs if any(run.level(level) or run.failure(level) for level in levels)]
     blocks: list[Block] = [_rate_table(measured, levels)] if measured and levels else []
-    first = next(each for each in comparison.set_ups if START_OF[each] == START_OF[set_up])
+    first = next(each for each in comparison.set_ups if START_KIND_BY_SET_UP[each] == START_KIND_BY_SET_UP[set_up])
     missing = [f"{run.backend}: {run.reason or 'it was not loaded so far'}" for run in runs if run not in measured]
     missing += [f"{run.backend}, in part: {run.reason}" for run in measured if run.reason]
     if missing and set_up == first:

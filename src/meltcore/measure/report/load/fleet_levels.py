@@ -42,7 +42,7 @@ def mixed_tables(levels: Sequence[FleetLevel]) -> list[Table]:
 
 
 def part_section(levels: Sequence[FleetLevel], part: Part) -> Section:
-    """Return the charts and tables of the levels of a part."""
+    """Return the section with the charts and tables of the levels of a part."""
     levels = [level for level in levels if level.part == part]
     if not levels:
         return Section()

@@ -71,11 +71,11 @@ def _levels_table(task: MeasuredTask, levels: Sequence[LevelResult]) -> Table:
     ]
     rows = []
     for level in levels:
-        short_load = format_number(level.rate_per_s) if level.load_kind == "open" else f"{level.concurrency:,}"
+        console_load = format_number(level.rate_per_s) if level.load_kind == "open" else f"{level.concurrency:,}"
         workload = (level.workload or "not named") if has_several_workloads else ""
         source_per_s = None if level.task is None else level.task.source_per_s
         cells: list[str | Cell] = [
-            Cell(format_load(level), small_print=workload, console_text=short_load),
+            Cell(format_load(level), small_print=workload, console_text=console_load),
             f"{level.requests:,}",
             f"{level.succeeded:,}",
             _failed_cell(level),

@@ -73,7 +73,7 @@ _MAX_UNMERGED_ROWS = 3  # passed measurements of one key on more GPUs than that 
 
 
 def certificate_page(certificate: Certificate, folder: Path | None = None) -> Page:
-    """Build the page: findings with their remedy, then every GPU at a glance, then all measurements.
+    """Build the page: findings with their remedy, then an overview of all GPUs, then all measurements.
 
     `folder` contains the saved certificate. The last line on the console names it.
     """

@@ -86,7 +86,7 @@ def _slowest(metrics: list[NodeMetric]) -> Table:
     for metric in metrics:
         value = metric.values[0]
         name = f"{value.node} {value.subject}".strip()
-        rows.append(Row([metric.key, name, *_numbers(value, metric), metric.unit, _judged(value)]))
+        rows.append(Row([metric.key, name, *_numbers(value, metric), metric.unit, _speed_cell(value)]))
     return Table(columns, rows, _RATE_NOTE)
 
 
@@ -97,7 +97,7 @@ def _all_nodes(metric: NodeMetric) -> Block:
         Column("verdict", align="left"),
     ]
     rows = [
-        Row([f"{value.node} {value.subject}".strip(), *_numbers(value, metric), _judged(value)])
+        Row([f"{value.node} {value.subject}".strip(), *_numbers(value, metric), _speed_cell(value)])
         for value in metric.values
     ]
     summary = f"{metric.key}: all nodes with {metric.hardware}"
@@ -108,5 +108,5 @@ def _numbers(value: NodeValue, metric: NodeMetric) -> list[str]:
     return [format_number(value.value), format_number(metric.median), f"{value.ratio:.3f}", f"{metric.slow_below:.2f}"]
 
 
-def _judged(value: NodeValue) -> Cell:
+def _speed_cell(value: NodeValue) -> Cell:
     return verdict_cell("SLOW" if value.is_slow else "OK")

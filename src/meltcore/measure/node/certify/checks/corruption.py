@@ -1,4 +1,4 @@
-"""Silent data corruption: does every GPU compute the same bits each time, and the same as others of its type?"""
+"""Silent data corruption: does every GPU compute the same bits each time, and the same bits as GPUs of its type?"""
 
 import hashlib
 import time

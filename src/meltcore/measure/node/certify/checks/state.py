@@ -96,7 +96,7 @@ class StateCheck(HardwareCheck):
     title = "State of the GPUs"
 
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Return one row per fact and GPU."""
+        """Return a report with one row per fact and GPU."""
         rows: list[CertificateRow] = []
         findings: list[Finding] = []
         has_several_gpus = len(context.gpus) > 1
