@@ -106,13 +106,6 @@ class RestartPolicy(ABC):
         """
 
     @abstractmethod
-    async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Wait until upstream servers that Meltcore does not start answer, if their model is not ready without them.
-
-        The errors of `answered` pass through.
-        """
-
-    @abstractmethod
     def tell(self, tell: Callable[[], None]) -> None:
         """Report the outcome of a start, or the reaction to an exit, by calling `tell`.
 
@@ -138,13 +131,6 @@ class RestartPolicy(ABC):
     @abstractmethod
     def status(self, outage: Outage) -> tuple[ModelStatus, str]:
         """Return the status of a model that does not serve, and the reason that refused requests receive."""
-
-    @abstractmethod
-    def ended_status(self, what: str, reason: str) -> tuple[ModelStatus, str]:
-        """Return the status of an upstream model whose servers have all ended for good, and the reason as text.
-
-        `what` says in words which process has ended.
-        """
 
 
 class NeverRestart(RestartPolicy):
@@ -180,9 +166,6 @@ class NeverRestart(RestartPolicy):
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
         """Do nothing, because the first request of a client also shows whether the engine answers."""
 
-    async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Do nothing, because the first requests of clients show whether the servers answer."""
-
     def tell(self, tell: Callable[[], None]) -> None:
         """Do nothing, because a ready server prints a table, and a server that ends prints an error."""
 
@@ -210,10 +193,6 @@ class NeverRestart(RestartPolicy):
         if outage.is_open:
             return "dead", f"{self.death_text(None, outage.num_models)} ({outage.reason})"
         return outage.status, outage.text
-
-    def ended_status(self, what: str, reason: str) -> tuple[ModelStatus, str]:
-        """Return the status `dead` and the reason."""
-        return "dead", f"{what}: {reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,10 +237,6 @@ class RestartAfterPause(RestartPolicy):
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
         """Wait until the engine has answered a test request."""
         await probe(max(0.0, min(self.probe_limit_s, left_s)))
-
-    async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Wait until one of the servers answers."""
-        await answered()
 
     def tell(self, tell: Callable[[], None]) -> None:
         """Call `tell`."""
@@ -312,7 +287,3 @@ class RestartAfterPause(RestartPolicy):
         if outage.status == "waking":
             return outage.status, outage.text
         return "restarting", f"{name} is being restarted"
-
-    def ended_status(self, what: str, reason: str) -> tuple[ModelStatus, str]:
-        """Return the status `failed` and the reason."""
-        return "failed", f"{what} and is not started again: {reason}"

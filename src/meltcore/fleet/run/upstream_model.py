@@ -10,7 +10,6 @@ import math
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -79,9 +78,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         Raises MeltcoreError if the model cannot serve.
         """
         if self._elsewhere:
-            await self._parts.policy.wait_elsewhere(
-                partial(self._wait_elsewhere, self._elsewhere, self._parts.timeouts.start_s)
-            )
+            await self._wait_elsewhere(self._elsewhere, self._parts.timeouts.start_s)
         await self._start_all()
         self.update_status()
 
@@ -220,7 +217,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         elif not states or "ready" in states or "draining" in states:
             self.set_status("ready", "ready")
         elif set(states) == {"failed"}:
-            self.set_status(*self._parts.policy.ended_status(f"the server of {self.name} has ended", reason))
+            self.set_status("failed", f"the server of {self.name} has ended and is not started again: {reason}")
         elif reason:
             self.set_status("restarting", f"the server of {self.name} has ended ({reason}); it is started again")
 
