@@ -1,1 +1,1 @@
-"""The command line: `main.py` finds the command. Each module has the options of a command and runs it."""
+"""The command line. `main.py` finds the module of a command, which defines the command's options and runs it."""

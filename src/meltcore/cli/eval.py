@@ -1,4 +1,4 @@
-"""`meltcore eval`: evaluates any server's answers, API conformance and throughput, and scores it."""
+"""`meltcore eval`: evaluate a server's answers, API conformance and throughput, and score the server."""
 
 import argparse
 import sys

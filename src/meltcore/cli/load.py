@@ -1,4 +1,4 @@
-"""`meltcore load`: loads an OpenAI-compatible server and measures it."""
+"""`meltcore load`: send load to an OpenAI-compatible server, and measure the server."""
 
 import argparse
 import sys

@@ -29,7 +29,7 @@ _FORMATS = ("q8_0", "q4_0", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model and the options of the output."""
+    """Add the argument for the model, and the options for the output."""
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a GGUF file, a hub id, or a bundled model")
     parser.add_argument("--to", choices=_FORMATS, required=True, help="format of the matrices")
     parser.add_argument(

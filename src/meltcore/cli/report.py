@@ -26,7 +26,7 @@ exit status of a card: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, 4 INCOMPLETE; 2 also f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the locations of the evidence, and the options of the card and of the page of a single run."""
+    """Add the arguments for the evidence, and the options for the card and for the page of a single run."""
     parser.add_argument(
         "places", nargs="+", metavar="DIR", help="run folders, folders of run folders, or files such as a snapshot"
     )
@@ -61,9 +61,9 @@ def _evidence_types(text: str) -> "list[EvidenceType]":
 
 
 def run(args: argparse.Namespace) -> int:
-    """Render the page of a run, or join evidence into a card, and return the exit code.
+    """Render the page of a run, or join evidence about a node into a card, and return the exit code.
 
-    The exit code of a card follows from its verdict. Raises ConfigError if there is nothing to join, and if --output or
+    The exit code of a card follows from its verdict. Raises ConfigError if there is no evidence, or if --output or
     --export is given with a card.
     """
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""`meltcore serve MODEL`: the OpenAI API over one model."""
+"""`meltcore serve MODEL`: serve one model through the OpenAI API."""
 
 import argparse
 
@@ -17,7 +17,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, and the options of its engine, its server and its limits."""
+    """Add the argument for the model, and the options for its engine, its server and its limits."""
     from meltcore.cli.start_options import add_daemon_options
     from meltcore.common.options import add_options, not_empty
     from meltcore.settings.config import ENGINE_GROUP

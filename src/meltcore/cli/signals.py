@@ -1,4 +1,7 @@
-"""Lets SIGTERM and SIGHUP interrupt a command as Ctrl-C does, so that it ends the processes that it started."""
+"""Lets SIGTERM and SIGHUP interrupt a command as Ctrl-C does.
+
+The command then ends the processes that it has started.
+"""
 
 import os
 import signal
@@ -28,8 +31,8 @@ def signals_as_ctrl_c() -> Iterator[None]:
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     """Interrupt with SIGINT, even if SIGINT is ignored.
 
-    A shell script starts its background programs with SIGINT ignored, and Python keeps this. These programs are
-    interrupted too.
+    A shell script starts its background programs with SIGINT ignored, and Python leaves it so. Such a program must
+    still end here.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.default_int_handler(signum, frame)

@@ -47,7 +47,7 @@ def start_daemon(args: argparse.Namespace, fleet: "PlacedFleet", source: "OneMod
 
 
 def add_start_options(parser: argparse.ArgumentParser, concurrency: str = "1,32") -> None:
-    """Add the options that `start_options` reads; `concurrency` is the default of --concurrency."""
+    """Add the options that `start_options` reads. `concurrency` is the default of the option --concurrency."""
     from meltcore.common.options import add_options, number
     from meltcore.measure.load.config import LoadConfig, parse_numbers
 

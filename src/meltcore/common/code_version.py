@@ -1,4 +1,4 @@
-"""Names the running code, to say what measured a number and whether the nodes of a cluster run the same code."""
+"""Names the version of the running code. Results state it, and the nodes of a cluster compare it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ class MeltcoreError(Exception):
 
 
 class ConfigError(MeltcoreError):
-    """Reports a setting, file or checkpoint that cannot work. It is raised at the start, before anything is served."""
+    """Reports a setting, file or checkpoint that cannot work.
+
+    The error is raised at the start, before anything is served.
+    """
 
 
 class UnservableModelError(ConfigError):

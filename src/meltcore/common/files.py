@@ -83,8 +83,8 @@ def check_disk_space(path: Path, num_bytes: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     if num_bytes > free_bytes:
-        needed, free = size_text(num_bytes), size_text(free_bytes)
-        raise ConfigError(f"{path} takes {needed}; the disk of {path.parent} has {free} free")
+        needed_text, free_text = size_text(num_bytes), size_text(free_bytes)
+        raise ConfigError(f"{path} takes {needed_text}; the disk of {path.parent} has {free_text} free")
 
 
 def _publish(new: Path, path: Path) -> None:

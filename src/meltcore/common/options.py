@@ -13,15 +13,15 @@ A dataclass declares its fields with `option`, a msgspec struct with `setting`.
 
 The field's annotation decides how a value is read:
 
-    bool                    a flag: --name, or --no-name where the default is True
-    bool | None             both flags, as of a bool with the keyword action=BooleanOptionalAction
+    bool                    a flag: --name, or --no-name if the default is True
+    bool | None             two flags: --name and --no-name, as a bool has with action=BooleanOptionalAction
     Literal[...]            one of its values
     int, float, str         one value; a size such as 40GiB for an int whose name ends in _bytes
-    tuple[int, ...]         numbers with commas between; tuple[float, ...] alike
-    tuple[str, ...]         the option may be given several times; tuple[Literal[...], ...] alike
+    tuple[int, ...]         comma-separated numbers, as for tuple[float, ...]
+    tuple[str, ...]         the option may be given several times, as for tuple[Literal[...], ...]
 
-A flag is the field's name without a unit (_s, _ms, _bytes) at its end. Limits of a struct's field are those of its
-`Meta`: ge, gt and le. `reader` in the `extra` of a type reads text as the keyword `type` of `add_argument` does.
+A flag is the field's name without a unit (_s, _ms, _bytes) at its end. The `Meta` of a struct's field has the limits of
+its values: ge, gt and le. If a type's `extra` has a `reader`, this function converts the option's text to a value.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _METADATA = "option"
 _UNIT_SUFFIX = re.compile(r"_(s|ms|bytes)$")
 _SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE | re.ASCII)
 # Python also reads 1_000, +5, and the digits of all scripts, which no other program reads as it does.
-_WHOLE = re.compile(r"-?[0-9]+")
-_DECIMAL = re.compile(r"-?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE)
+_INTEGER_PATTERN = re.compile(r"-?[0-9]+")
+_DECIMAL_PATTERN = re.compile(r"-?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE)
 _Number = TypeVar("_Number", int, float)
 _NUMBER_LIMITS = {"ge": "minimum", "gt": "exclusive_minimum", "le": "maximum"}  # keys of `Meta`, arguments of `number`
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -78,9 +78,9 @@ Size = NewType("Size", int)  # a number of bytes, which a user may write as 40Gi
 def setting(
     description: str, *, group: str = "", help: str = "", flag: str = "", short: str = "", **keywords: Any
 ) -> Meta:
-    """Declare that a struct's field is both a key of a file and an option.
+    """Declare that a field of a struct is a key of a file, and also a command-line option.
 
-    The result is the last item of its `Annotated`.
+    The result is the last item of the field's `Annotated`.
 
     Args:
         description: The meaning of the key, for reference pages and the JSON schema.
@@ -140,8 +140,8 @@ def add_options(
 ) -> None:
     """Add options to `parser` for the fields of `config`, a dataclass or a struct: for all fields, or only for `names`.
 
-    `group` replaces the headings of the fields, and `defaults` replaces their defaults. Options with one heading stand
-    together, also when they come from several classes.
+    `group` replaces the headings of the fields, and `defaults` replaces their defaults. Options with the same heading
+    stand together in the help, even if they come from several classes.
     """
     hints = get_type_hints(config)
     declared = _declared(config)
@@ -226,16 +226,16 @@ def read_number(text: str, number_type: type[_Number]) -> _Number:
     Raises ValueError for any other text, also for texts that Python would accept: 1_000, +5, and digits of other
     scripts.
     """
-    pattern, plain = _WHOLE if number_type is int else _DECIMAL, text.strip(" \t\r\n")
-    if pattern.fullmatch(plain) is None:
+    pattern, stripped_text = _INTEGER_PATTERN if number_type is int else _DECIMAL_PATTERN, text.strip(" \t\r\n")
+    if pattern.fullmatch(stripped_text) is None:
         raise ValueError(f"{text!r} is not a number in digits from 0 to 9")
-    return number_type(plain)
+    return number_type(stripped_text)
 
 
 def size_bytes(text: str) -> int:
-    """Return the number of bytes that a text such as 40GiB, 512M or 1000000 means. Raises ArgumentTypeError.
+    """Return the number of bytes that a text such as 40GiB, 512M or 1000000 means. Units are powers of 1024.
 
-    Units are powers of 1024.
+    Raises ArgumentTypeError for any other text.
     """
     match = _SIZE_PATTERN.fullmatch(text.strip())
     if match is None or not 0 < float(match[1]) < math.inf:
@@ -244,10 +244,7 @@ def size_bytes(text: str) -> int:
 
 
 def not_empty(text: str) -> str:
-    """Return `text` unless it is empty or not UTF-8. An unset shell variable gives an empty text.
-
-    Raises ArgumentTypeError.
-    """
+    """Return `text`. Raises ArgumentTypeError if it is empty, as an unset shell variable is, or not UTF-8."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty")
     if not is_utf8(text):
@@ -268,7 +265,7 @@ def origin(text: str) -> str:
 
 
 def address(text: str) -> str:
-    """Return `text` if it is a URL. Raises ArgumentTypeError otherwise; the message hides the URL's password."""
+    """Return `text` if it is a URL. Otherwise raise ArgumentTypeError, which does not show the URL's password."""
     if not re.match(ADDRESS_PATTERN, text):
         raise argparse.ArgumentTypeError(f"must be {ADDRESS_FORM}; got {shown_url(text)!r}")
     return text
@@ -336,7 +333,7 @@ def _add_option(
 
 
 def _parse_keywords(name: str, hint: Any, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return arguments for `add_argument`, with which an option reads values of type `hint`."""
+    """Return the arguments of `add_argument` for an option that reads values of type `hint`."""
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if hint is Size or (hint is int and name.endswith("_bytes")):
@@ -385,7 +382,7 @@ def shown_url(url: str) -> str:
 
 
 def server_url_fault(url: str) -> str:
-    """Return why a text is no valid base address of another server, or "" if it is valid. The password is hidden."""
+    """Return why a text is no valid base URL of another server, or "" if it is valid. Passwords are not shown."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,8 +1,8 @@
 """Starts child processes, watches them and ends them, with their process groups, output and time limits.
 
-Every command of Meltcore is started here; only workers that compile kernels are forked elsewhere. A child leads its own
-session and process group unless the caller asks otherwise. Ctrl-C in the terminal thus reaches the parent alone, which
-ends its children one by one. The module imports neither torch nor third-party packages.
+Every command of Meltcore is started here. Only workers that compile kernels are forked elsewhere. By default a child
+leads its own session and process group. Ctrl-C in the terminal thus reaches the parent alone, which ends its children
+one by one. The module imports neither torch nor third-party packages.
 """
 
 from __future__ import annotations
@@ -131,21 +131,24 @@ def run(
         stdin_file.write(stdin)
         stdin_file.seek(0)
         process: subprocess.Popen[bytes] | None = None
-        ended_in_time, is_gone = False, True
+        has_ended_in_time, has_group_ended = False, True
         try:
             with block_signals():  # until it is known here, an interrupt would leave it running
                 process = start(
                     command, stdin=stdin_file, stdout=stdout_file, stderr=stderr_file, environment=environment
                 )
                 on_start(process)
-            ended_in_time = ended_within(process, limit_s)
+            has_ended_in_time = ended_within(process, limit_s)
         finally:  # also what a program that ended by itself left in its group
             if process is not None:
-                is_gone = end_group(process, terminate_limit_s if not ended_in_time else 0.0)
+                has_group_ended = end_group(process, terminate_limit_s if not has_ended_in_time else 0.0)
         stdout_file.seek(0)
         stderr_file.seek(0)
         return CompletedRun(
-            process.returncode if ended_in_time else None, stdout_file.read(), stderr_file.read(), is_alive=not is_gone
+            process.returncode if has_ended_in_time else None,
+            stdout_file.read(),
+            stderr_file.read(),
+            is_alive=not has_group_ended,
         )
 
 
@@ -219,9 +222,9 @@ class LoggedProcess:
     ) -> None:
         """Store the command. The process starts when the `with` block is entered.
 
-        Messages call the process `name`, such as "the server". `report` receives lines for the user while the process
-        is being stopped. `environment` is the whole environment; None inherits ours. SIGKILL follows SIGTERM after
-        `stop_limit_s`. `stdin` is a file descriptor.
+        `name` is the name of the process in messages, such as "the server". `report` receives lines for the user while
+        the process is being stopped. `environment` is the whole environment; None inherits the environment of this
+        process. SIGKILL follows SIGTERM after `stop_limit_s`. `stdin` is the file descriptor of the standard input.
         """
         self.command = list(command)
         self._log_path = log_path
@@ -308,10 +311,7 @@ class LoggedProcess:
     async def wait_for_async(
         self, poll: Callable[[], Awaitable[_Result | None]], limit_s: float, failure: str | StartFailure
     ) -> _Result:
-        """Await `poll` until it returns a value other than None, and return this value.
-
-        Raises the errors of `wait_for`.
-        """
+        """Await `poll` until it returns a value other than None, and return it. Raises the errors of `wait_for`."""
         deadline_s = time.monotonic() + limit_s
         while (result := await poll()) is None:
             if not self.running or time.monotonic() > deadline_s:
@@ -369,7 +369,8 @@ def end_group(
     """End the group that `process` leads: SIGTERM, then SIGKILL after `limit_s`. Return whether all processes ended.
 
     `on_timeout` is called before SIGKILL. The result is False only if a process cannot be killed within `kill_limit_s`,
-    for example in a driver call. Signals are blocked, because a second Ctrl-C would leave processes without a parent.
+    for example in a driver call. SIGINT and SIGTERM to this process wait meanwhile, because a second Ctrl-C would leave
+    processes without a parent.
     """
     with block_signals():
         if _wait_group_ended(process, signal.SIGTERM, limit_s):
@@ -377,8 +378,8 @@ def end_group(
         try:
             on_timeout()
         finally:
-            is_gone = _wait_group_ended(process, signal.SIGKILL, kill_limit_s)
-        return is_gone
+            has_group_ended = _wait_group_ended(process, signal.SIGKILL, kill_limit_s)
+        return has_group_ended
 
 
 def signal_group(group_id: int, signum: signal.Signals) -> None:

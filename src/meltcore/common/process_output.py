@@ -33,16 +33,16 @@ def log_tail(path: Path, num_lines: int = _NUM_LINES) -> str:
 def one_line(text: str) -> str:
     """Return `text`, a reason followed by output, as one line of bounded length.
 
-    It has the first and the last lines.
+    The line has the reason and the last lines of the output.
     """
     first, *lines = _shown_lines(text) or [""]
-    kept: list[str] = []
+    last_lines: list[str] = []
     for line in reversed(lines):
-        if len(first) + sum(map(len, kept)) + len(line) > _REASON_CHARS:
-            kept.append("...")
+        if len(first) + sum(map(len, last_lines)) + len(line) > _REASON_CHARS:
+            last_lines.append("...")
             break
-        kept.append(line)
-    return " ".join(filter(None, [first, " | ".join(reversed(kept))]))
+        last_lines.append(line)
+    return " ".join(filter(None, [first, " | ".join(reversed(last_lines))]))
 
 
 def last_error(text: str) -> str:
@@ -52,11 +52,11 @@ def last_error(text: str) -> str:
     """
     lines = [line[match.end() :] for line in text.splitlines() if (match := _LOG_PREFIX.match(line))]
     lines = [line.rstrip() for line in lines if line.strip() and not _HINT.match(line.strip())]
-    starts = [index for index, line in enumerate(lines) if _EXCEPTION.match(line)]
-    if not starts:
+    exception_indices = [index for index, line in enumerate(lines) if _EXCEPTION.match(line)]
+    if not exception_indices:
         return lines[-1].strip() if lines else ""
-    message = lines[starts[-1]]
-    for line in lines[starts[-1] + 1 :]:
+    message = lines[exception_indices[-1]]
+    for line in lines[exception_indices[-1] + 1 :]:
         # Details are indented, as pydantic's are, below the names of fields.
         if not line.startswith(" ") and not ("validation error" in message and re.fullmatch(r"[\w.\[\]]+", line)):
             break

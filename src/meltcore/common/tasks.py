@@ -1,8 +1,8 @@
 """Defines the tasks of models: one record for each task, from which the rest of the package derives its behavior.
 
-The parts of a task are named by import paths. So neither half of the package imports the other, and nothing heavy is
-imported early. Another package adds a task through an entry point of the group `meltcore.tasks`, which every process
-reads. docs/adding-a-task.md explains the steps.
+Import paths name the parts of a task. So serving and measuring code do not import each other, and torch is not imported
+early. Another package adds a task through an entry point of the group `meltcore.tasks`, which every process reads.
+docs/adding-a-task.md explains the steps.
 """
 
 from __future__ import annotations
@@ -177,20 +177,20 @@ def tasks() -> Mapping[str, Task]:
     """
     from importlib.metadata import entry_points  # takes 20 ms, which `import meltcore` should not
 
-    found = {task.name: task for task in _BUILT_IN}
+    task_by_name = {task.name: task for task in _BUILT_IN}
     for entry in sorted(entry_points(group=ENTRY_POINTS)):
-        where = f"the entry point {entry.name} of {ENTRY_POINTS} ({entry.value})"
+        source = f"the entry point {entry.name} of {ENTRY_POINTS} ({entry.value})"
         try:
             task = entry.load()
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{where} cannot be imported: {error}") from error
+            raise ConfigError(f"{source} cannot be imported: {error}") from error
         if not isinstance(task, Task):
-            raise ConfigError(f"{where} is {type(task).__name__}; it must be a meltcore.common.tasks.Task")
-        for other in found.values():
+            raise ConfigError(f"{source} is {type(task).__name__}; it must be a meltcore.common.tasks.Task")
+        for other in task_by_name.values():
             if shared := {other.name, *other.paths} & {task.name, *task.paths}:
-                raise ConfigError(f"{where} has {', '.join(sorted(shared))}, which the task {other.name} has already")
-        found[task.name] = task
-    return MappingProxyType(found)
+                raise ConfigError(f"{source} has {', '.join(sorted(shared))}, which the task {other.name} has already")
+        task_by_name[task.name] = task
+    return MappingProxyType(task_by_name)
 
 
 def task_of(path: str) -> Task:
@@ -231,8 +231,8 @@ def task_of_architectures(names: Collection[str]) -> Task:
 def load(path: str) -> Any:
     """Return the object that an import path names: "package.module:name", or "package.module" for a module."""
     module, _, name = path.partition(":")
-    found = import_module(module)
-    return getattr(found, name) if name else found
+    imported_module = import_module(module)
+    return getattr(imported_module, name) if name else imported_module
 
 
 def setting_tasks() -> dict[str, tuple[str, ...]]:

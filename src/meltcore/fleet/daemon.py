@@ -135,8 +135,8 @@ def start(
     `limit_s`. Ctrl-C stops a server that is still starting.
 
     Args:
-        fleet: the fleet as it is placed.
-        source: what the server serves: one model, or a planned fleet.
+        fleet: the models, with the outcome of their plan.
+        source: one model, or a planned fleet, for the process that serves it.
         log: file for the server's output. None creates a file in the state folder.
         limit_s: seconds until the server must be ready. None waits without a limit.
     """
@@ -273,7 +273,10 @@ def _pending(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _has_answered(rows: list[dict[str, Any]]) -> bool:
-    """Return whether each model serves, has failed, or is pending. A pending model may wait for any time."""
+    """Return whether each model serves, has failed, or is pending.
+
+    There is no limit to the time that it may be pending.
+    """
     pending = _pending(rows)
     return bool(rows) and all(
         row["status"] in ("ready", "sleeping", "failed") or row["model"] in pending for row in rows
@@ -344,7 +347,7 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
 
 
 def fleet_options(planner: FleetPlanner) -> FleetOptions:
-    """Return the options of the fleet that a planner has planned. Raises ConfigError for an invalid fleet.yaml."""
+    """Return the options for the server of a planned fleet. Raises ConfigError for an invalid fleet.yaml."""
     with loading_modules():
         from meltcore.fleet.run.engines import LocalLauncher, MakeLauncher, RayLauncher
         from meltcore.fleet.supervisor import FleetOptions

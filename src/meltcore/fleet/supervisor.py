@@ -92,8 +92,7 @@ def serve(
 ) -> int:
     """Run a server until a signal or a failure. Return the exit status.
 
-    Raises ConfigError if the server cannot start. Reasons are an address in use, and a checkpoint or an engine that
-    fails although the policy requires it.
+    Raises ConfigError if the address is in use, or if a checkpoint or an engine fails that the policy requires.
 
     Args:
         fleet: the models of the server, with the outcome of a plan.
@@ -280,7 +279,7 @@ class Supervisor:
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
         """Return this fleet with the place of each engine, and the nodes of its cluster as they are now.
 
-        Each node has those of `checkpoints` (paths and hub ids) that it cannot load. Raises ConfigError if the cluster
+        Each node lists which of `checkpoints` (paths and hub ids) it cannot load. Raises ConfigError if the cluster
         cannot be read.
         """
         return Running(self.fleet, self._places(), await self._launcher.read_nodes(checkpoints))
@@ -359,7 +358,10 @@ class Supervisor:
         return model
 
     async def load_all(self) -> bool:
-        """Load all models and show the progress. Return False if a signal arrives meanwhile. Raises MeltcoreError."""
+        """Load all models and show the progress. Return False if a signal arrives meanwhile.
+
+        Raises MeltcoreError if a model cannot serve.
+        """
         progress, stop = LoadingProgress(), asyncio.create_task(self._stop.wait())
         loading = asyncio.create_task(self._load())
         while not loading.done() and not stop.done():
@@ -384,7 +386,7 @@ class Supervisor:
         return True
 
     async def _load(self) -> None:
-        """Start API servers and engines. Raises MeltcoreError."""
+        """Start API servers and engines. Raises MeltcoreError if one of them cannot serve."""
         spec = self.fleet.spec
         tasks = {name: await asyncio.to_thread(find_task, model) for name, model in spec.engines.items()}
         await self._pool.start()
@@ -443,12 +445,18 @@ class Supervisor:
         self._log.write_rate_limited("accept_failed", error=error.strerror, file_limit=max_open_files)
 
     def _on_sighup(self) -> None:
-        """Handle SIGHUP like a first SIGTERM. The kernel and the shell both send it, so it never forces the end."""
+        """Handle SIGHUP like a first SIGTERM.
+
+        Kernel and shell may each send one, so a second SIGHUP does not force the end.
+        """
         if self._stopped_s is None:
             self._on_signal()
 
     def _on_signal(self) -> None:
-        """Start to drain at the first signal. End everything immediately at a second signal that comes later."""
+        """Start to drain at the first signal.
+
+        At a second signal, if it is not part of the first, end everything immediately.
+        """
         now_s = asyncio.get_running_loop().time()
         if self._stopped_s is None:
             self._stopped_s = now_s
@@ -471,10 +479,7 @@ async def _rotate_logs(options: FleetOptions) -> None:
 
 
 def _new_log_folder(parent: Path, port: int) -> Path:
-    """Return an empty folder for the logs of a fleet on `port`.
-
-    Removes the logs of an earlier fleet. Raises ConfigError.
-    """
+    """Return the folder for the logs of a fleet on `port`, emptied. Raises ConfigError if the folder cannot be used."""
     folder = log_folder(parent, port)
     try:
         folder.mkdir(parents=True, exist_ok=True)

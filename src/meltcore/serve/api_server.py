@@ -76,13 +76,13 @@ class APIServer:
         self._channel: Channel[ToAPIServer] = Channel(channel_socket, ToAPIServer)
         self._log = Log(config.server.log_format, stats)
         self._models: dict[int, EngineBackend | HttpBackend] = {}
-        self._table = ModelTable()
+        self._model_table = ModelTable()
         self._closing: set[asyncio.Task[None]] = set()
-        metrics = Metrics(stats, lambda: {backend.names[0]: backend.stats for backend in self._table.backends})
+        metrics = Metrics(stats, lambda: {backend.names[0]: backend.stats for backend in self._model_table.backends})
         keys = ApiKeys(config.keys, stats)
         endpoint = config.server.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint, stats, self._log)
-        app = build_app(self._table, config, metrics, self._log, keys, self._tracing)
+        app = build_app(self._model_table, config, metrics, self._log, keys, self._tracing)
         self._http = HttpServer(app, stats)
 
     async def run(self) -> None:
@@ -102,11 +102,11 @@ class APIServer:
             self._add_connection(descriptors)
         elif isinstance(message, AddModel):
             self._add(message, descriptors)
-            for missed in (message.open, message.status):
-                if missed is not None and message.model in self._models:
-                    self._on_model_message(missed)
+            for missed_message in (message.open, message.status):
+                if missed_message is not None and message.model in self._models:
+                    self._on_model_message(missed_message)
         elif isinstance(message, RoutesChanged):
-            self._table.change_routes(message.order, message.languages, message.routes)
+            self._model_table.change_routes(message.order, message.languages, message.routes)
         elif isinstance(message, Exit):
             self._http.stop()
         elif not isinstance(message, Setup) and message.model in self._models:
@@ -173,7 +173,7 @@ class APIServer:
             return
         backend.start()
         self._models[message.model] = backend
-        self._table.add(backend)
+        self._model_table.add(backend)
         self._channel.send(ModelOpened(message.model, False))
 
     def _add_model(self, message: AddModel, stats: ModelStats) -> None:
@@ -194,11 +194,11 @@ class APIServer:
                 self._connect(message.model, replica, engine)
         if message.task is not None:
             backend.loading = asyncio.create_task(self._load_text(message.model, backend))
-        self._table.add(backend)
+        self._model_table.add(backend)
 
     def _remove_model(self, model: int) -> None:
         removed = self._models.pop(model)
-        self._table.remove(removed)
+        self._model_table.remove(removed)
         self._stats.remove_model(model)
         removed.close()
         if isinstance(removed, EngineBackend):

@@ -71,8 +71,8 @@ def build_app(
     app = _build_starlette(_Handlers(models, config, metrics), config, {**upstream, **endpoints})
     # Starlette's layers would be a fifth of the cost per token.
     allowed_origins = config.server.allowed_origins
-    check = OriginCheck(config.server.host, allowed_origins)
-    gate = RequestGate(_Shortcut(app, endpoints), keys, log, check, tracing)
+    origin_check = OriginCheck(config.server.host, allowed_origins)
+    gate = RequestGate(_Shortcut(app, endpoints), keys, log, origin_check, tracing)
     if not allowed_origins:
         return gate
     # Outside of the gate: a browser asks for permission without the key.
@@ -181,9 +181,9 @@ class _Handlers:
         if replicas > 1:
             answer["replicas"] = f"{num_live} of {replicas}"
         for backend in awake:
-            live = backend.stats.num_serving()
-            if live < backend.stats.replicas:
-                reasons.setdefault(backend.names[0], f"{live} of {backend.stats.replicas} replicas serve")
+            num_live_replicas = backend.stats.num_serving()
+            if num_live_replicas < backend.stats.replicas:
+                reasons.setdefault(backend.names[0], f"{num_live_replicas} of {backend.stats.replicas} replicas serve")
         if reasons:
             answer["models"] = reasons
         if sleeping:

@@ -16,7 +16,7 @@ from meltcore.text.languages import CODES
 
 # Of a query to NVML. A driver that hangs costs one thread, and its GPUs are left out.
 _QUERY_LIMIT_S = 1.0
-_KEPT_S = 0.9
+_CACHE_S = 0.9
 
 
 class Status:
@@ -68,11 +68,11 @@ class GpuLoadReader:
 
     async def read(self) -> list[dict[str, Any]]:
         """Return the load of each GPU. Returns no GPUs without a driver, or while the driver does not answer."""
-        if self._query is None or (self._query.done() and time.monotonic() - self._read_s > _KEPT_S):
+        if self._query is None or (self._query.done() and time.monotonic() - self._read_s > _CACHE_S):
             self._query = asyncio.create_task(asyncio.to_thread(query_gpus))
             self._read_s = time.monotonic()
-        done, _ = await asyncio.wait({self._query}, timeout=_QUERY_LIMIT_S)
-        return self._query.result() if done else []
+        is_done, _ = await asyncio.wait({self._query}, timeout=_QUERY_LIMIT_S)
+        return self._query.result() if is_done else []
 
 
 def query_gpus() -> list[dict[str, Any]]:

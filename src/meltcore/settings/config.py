@@ -33,7 +33,7 @@ ENGINE_GROUP = "engine"
 
 
 class SharingSection(FleetSection, frozen=True, kw_only=True):
-    """The settings by which engines of different classes share a GPU in time."""
+    """The settings by which engines whose models have different priority classes share the time of a GPU."""
 
     means: Annotated[
         Literal["pacing", "mps", "none"],
@@ -72,7 +72,7 @@ class EngineSharing(SharingSection, frozen=True, kw_only=True):
 
 
 class EngineSettings(FleetSection, frozen=True, kw_only=True):
-    """The settings of engines that are both keys of fleet.yaml and flags of `serve`.
+    """The settings of engines that are keys of fleet.yaml and also flags of `serve`.
 
     If a field is None, its value is chosen from the checkpoint and the device, and printed.
     """

@@ -1,4 +1,4 @@
-"""Defines the types of fields of fleet.yaml, with their limits and the expected values that errors state."""
+"""Defines the types of fields of fleet.yaml, with their limits, and with the expected values that errors show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks what a single field of fleet.yaml cannot show: names, references, and settings that exclude each other."""
+"""Checks fleet.yaml across several fields: names, references, and settings that exclude each other."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ _PROCESS_ONLY = (
 
 
 class FleetError(ConfigError):
-    """Reports a fault of a fleet with the path of the key and what is wrong there.
+    """Reports a fault of a fleet with the path of its key.
 
-    A caller adds the name of the file, or names the flag of `serve` in place of the path.
+    A caller adds the name of the file, or names the flag of `serve` instead of the path.
     """
 
     def __init__(self, path: str, message: str) -> None:
@@ -176,7 +176,7 @@ def _check_task(model: ModelSection, changed: set[str], path: str, *, is_planned
 
 
 def _has_tokens(model: ModelSection) -> bool:
-    """Return whether the queue of an upstream server counts tokens, which are estimated from the length of JSON bodies.
+    """Return whether the queue of an upstream server counts tokens. They are estimated from the length of JSON bodies.
 
     Uploads have no tokens.
     """
@@ -184,7 +184,7 @@ def _has_tokens(model: ModelSection) -> bool:
 
 
 def _check_limits(spec: FleetSpec) -> None:
-    """Refuse limits for the queues of all models if no model of the fleet has such a queue."""
+    """Refuse limits that no queue would apply, because no model of the fleet has such a queue."""
     tasks_by_setting = setting_tasks()
     for name in sorted(_changed(spec.limits) & tasks_by_setting.keys()):
         names = tasks_by_setting[name]
@@ -247,7 +247,7 @@ def _check_device(spec: FleetSpec, model: ModelSection, path: str) -> None:
 
 
 def _require_model(spec: FleetSpec, path: str, name: str, task: str) -> None:
-    """Raise FleetError unless `name` is a model of this task."""
+    """Raise FleetError if `name` is no model of this task."""
     owner = spec.resolve(name)
     if owner is None:
         known = [each for _, each in _names(spec)]
@@ -311,7 +311,7 @@ def _check_keys(spec: FleetSpec) -> None:
 
 
 def _check_sharing(spec: FleetSpec) -> None:
-    """Refuse settings that the chosen means of GPU sharing would ignore, because only another means reads them."""
+    """Refuse settings of GPU sharing that only another value of `means` would apply."""
     sharing, changed = spec.sharing, _changed(spec.sharing)
     others = {"none": ("mps_sm_percent", "min_share", "max_wait_ms", "step_ms"), "pacing": ("mps_sm_percent",)}
     for name in others.get(sharing.means, ()):

@@ -51,9 +51,9 @@ def load_fleet(path: str | Path) -> FleetSpec:
 
 
 def parse_fleet(text: str, name: str = "fleet.yaml") -> FleetSpec:
-    """Parse the text of a fleet.yaml and return its checked contents. Errors call the file `name`.
+    """Parse the text of a fleet.yaml and return its checked contents.
 
-    Raises ConfigError.
+    Raises ConfigError, which calls the file `name`, for the first fault.
     """
     try:
         spec: FleetSpec = _convert_struct(_read_yaml(text), FleetSpec, "")

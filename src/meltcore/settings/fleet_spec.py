@@ -62,7 +62,7 @@ HTTP_GROUP, LIMITS_GROUP = "HTTP server", "limits"
 
 
 def _class_shares(text: str) -> tuple[int, ...]:
-    """Return the shares of all classes, which a text lists. Raises ArgumentTypeError for an invalid text."""
+    """Return the share of each priority class from a text. Raises ArgumentTypeError for an invalid text."""
     try:
         shares = tuple(read_number(each, int) for each in text.split(","))
     except ValueError:

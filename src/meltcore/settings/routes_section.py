@@ -33,7 +33,7 @@ class TranslationRule(FleetSection, frozen=True, kw_only=True):
     model: Annotated[Name, Meta(description="Name or alias of a translation model.")]
 
     def matches(self, source: str, target: str) -> bool:
-        """Return whether the rule holds for this direction."""
+        """Return whether the rule applies to a translation from `source` to `target`."""
         return self.source in (source, ANY_LANGUAGE) and self.target in (target, ANY_LANGUAGE)
 
 

@@ -95,4 +95,4 @@ def test_values_of_host_do_not_pile_up() -> None:
     check = OriginCheck("127.0.0.1")
     for port in range(5000):
         assert outcome(check, host=f"localhost:{port}") == ""
-    assert len(check._known) <= 256
+    assert len(check._accepted_hosts) <= 256

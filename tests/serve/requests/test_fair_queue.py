@@ -15,7 +15,7 @@ from waiting import WAIT_S
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.admission import MAX_RETRY_S, RATE_WINDOW_S, UNKNOWN_RETRY_S, Admission, DrainRate, Load
 from meltcore.serve.requests.fair_queue import STALE_S, FairQueue
-from meltcore.serve.requests.request_queue import RequestQueue, room_of
+from meltcore.serve.requests.request_queue import RequestQueue, max_requests_at_engine
 from meltcore.serve.requests.stats import CLASSES, ModelStats, ServerStats
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.settings.config import PriorityClass
@@ -169,7 +169,7 @@ def run(scenario: Callable[[], object]) -> None:
 def test_requests_start_immediately_until_the_engine_is_full_then_in_turn() -> None:
     async def scenario() -> None:
         scene = Scene()
-        running = [scene.admit(str(index)) for index in range(room_of(2))]
+        running = [scene.admit(str(index)) for index in range(max_requests_at_engine(2))]
         assert scene.started == ["0", "1", "2"]
         batch = scene.admit("batch", "batch")
         left = scene.admit("left", "interactive")
@@ -194,7 +194,7 @@ def test_two_processes_share_the_room() -> None:
 
     async def scenario() -> None:
         here, there = (Scene(stats=stats) for stats in processes(2))
-        running = [here.admit(str(index)) for index in range(room_of(2))]
+        running = [here.admit(str(index)) for index in range(max_requests_at_engine(2))]
         there.admit("waits")
         assert there.started == []
         await asyncio.sleep(0.05)
@@ -263,7 +263,7 @@ def test_no_request_starts_after_its_deadline_and_those_that_leave_lose_no_room(
             def start() -> None:
                 assert index not in late, "it started after its deadline"
                 running.add(index)
-                assert len(running) <= room_of(2)
+                assert len(running) <= max_requests_at_engine(2)
                 started.set()
 
             ticket = scene.admit(str(index), draw.choice(CLASSES), start)
@@ -278,8 +278,8 @@ def test_no_request_starts_after_its_deadline_and_those_that_leave_lose_no_room(
         await asyncio.gather(*map(request_of, range(90)))
         assert 0 < len(late) < 90
         assert (len(scene.queue), scene.stats.total("queue_requests"), scene.stats.total("in_flight")) == (0, 0, 0)
-        for _ in range(room_of(2)):
+        for _ in range(max_requests_at_engine(2)):
             scene.admit("after")
-        assert scene.started == ["after"] * room_of(2), "the room is whole again"
+        assert scene.started == ["after"] * max_requests_at_engine(2), "the room is whole again"
 
     run(scenario)

@@ -8,7 +8,7 @@ import pytest
 from server_harness import chat_body, scripted_server
 from waiting import wait_until
 
-from meltcore.serve.requests.request_queue import room_of
+from meltcore.serve.requests.request_queue import max_requests_at_engine
 from meltcore.settings.fleet_spec import KeySection
 
 CHAT = "/v1/chat/completions"
@@ -17,7 +17,7 @@ CHAT = "/v1/chat/completions"
 @pytest.mark.slow
 def test_a_request_that_waits_past_its_deadline_leaves_the_queue() -> None:
     """The engine has all that it is sent; what waits ends with 504, or when its client leaves, and frees its place."""
-    room = room_of(1)
+    room = max_requests_at_engine(1)
     with scripted_server("--silent-steps", "100000", engine={"max_num_seqs": 1}, max_queue=room) as server:
         running = [server.open(CHAT, chat_body()) for _ in range(room)]
         server.wait_metric("requests_in_flight", room)
@@ -46,14 +46,14 @@ def test_a_request_that_waits_past_its_deadline_leaves_the_queue() -> None:
 @pytest.mark.slow
 def test_batch_waits_for_interactive_requests() -> None:
     with scripted_server("--step-s", "0.01", engine={"max_num_seqs": 1}) as server:
-        connections = [server.open(CHAT, chat_body(max_tokens=20)) for _ in range(room_of(1))]
+        connections = [server.open(CHAT, chat_body(max_tokens=20)) for _ in range(max_requests_at_engine(1))]
         for priority in (1, 1, -1):
             connections.append(server.open(CHAT, chat_body(max_tokens=4, priority=priority)))
             server.wait_metric("requests_accepted_total", len(connections))
         server.wait_metric("requests_finished_total", len(connections))
         wait_until(lambda: server.stderr.count("event=request") == len(connections), "the log lines")
         classes = [line.split("class=")[1].split()[0] for line in server.stderr.splitlines() if "class=" in line]
-        assert classes == ["standard"] * room_of(1) + ["interactive", "batch", "batch"]
+        assert classes == ["standard"] * max_requests_at_engine(1) + ["interactive", "batch", "batch"]
         for connection in connections:
             connection.close()
         server.check_no_leak()

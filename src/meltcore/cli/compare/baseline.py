@@ -15,7 +15,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the action, the baseline's name, and the options for the start and the load of a server."""
+    """Add the arguments for the action and the baseline's name, and the options for starts and load of a server."""
     from meltcore.cli.start_options import add_start_options
     from meltcore.common.options import number
 

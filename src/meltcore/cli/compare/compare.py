@@ -27,7 +27,7 @@ METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "itl_ms", "e2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the two sides, the limits of the verdict in percent, and the options of a server's start and load."""
+    """Add the arguments for the two sides, and the options for the verdict and for a server's starts and load."""
     from meltcore.cli.start_options import add_start_options
     from meltcore.common.options import number
 

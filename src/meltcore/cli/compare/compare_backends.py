@@ -37,7 +37,7 @@ _PAIRS = {  # by flag: metavar, help
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, the backends with their own options, the common settings and the load."""
+    """Add the argument for the model, and the options for the backends, their settings and the load."""
     from meltcore.common.options import add_options, number
     from meltcore.measure.load.config import LoadConfig, parse_numbers
     from meltcore.settings.server_templates import TEMPLATES

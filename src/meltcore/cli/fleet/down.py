@@ -10,7 +10,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the choice of the fleet and the time limit."""
+    """Add the options that select the fleet and set the time limit."""
     from meltcore.common.options import number
 
     parser.add_argument("--port", type=number(int), help="The fleet on this port.")

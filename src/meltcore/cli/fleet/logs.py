@@ -1,4 +1,4 @@
-"""`meltcore logs`: what the engines of a fleet have printed."""
+"""`meltcore logs`: print the output of a fleet's engines."""
 
 import argparse
 
@@ -10,7 +10,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model and the choice of lines."""
+    """Add the argument for the model, and the options that select the fleet and the lines."""
     from meltcore.common.options import number
 
     parser.add_argument("model", nargs="?", metavar="MODEL", help="its name in fleet.yaml (default: all)")

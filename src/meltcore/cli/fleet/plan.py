@@ -1,4 +1,4 @@
-"""`meltcore plan FLEET.yaml`: what fits on which GPU, without a GPU or weights."""
+"""`meltcore plan FLEET.yaml`: show which model fits on which GPU. This needs neither a GPU nor weights."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ exit status: 0 the fleet fits as it is, 1 it does not (a nearest plan is printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the file, the sizes of GPUs and the page."""
+    """Add the argument for the file, and the options for the sizes of GPUs and for the output."""
     from meltcore.common.options import ActOption, not_empty, number
 
     def sizes(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""`meltcore ps`: the engines of a fleet."""
+"""`meltcore ps`: list the engines of a fleet, with their states, memory and GPUs."""
 
 import argparse
 from typing import Any
@@ -13,7 +13,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the choice of the fleet and the format."""
+    """Add the options that select the fleet and the format."""
     from meltcore.common.options import number
 
     parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")

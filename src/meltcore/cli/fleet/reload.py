@@ -9,14 +9,17 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the choice of the fleet."""
+    """Add the option that selects the fleet."""
     from meltcore.common.options import number
 
     parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reload, and print what has changed. Raises ConfigError if the file is invalid. Nothing has changed then."""
+    """Let the fleet read its file again, and print which models have changed.
+
+    Raises ConfigError if the file is invalid. No model has changed then.
+    """
     from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
     from meltcore.fleet.daemon import find_fleet
 

@@ -10,7 +10,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model and the choice of the fleet."""
+    """Add the argument for the model, and the option that selects the fleet."""
     from meltcore.common.options import number
 
     parser.add_argument("model", nargs="?", metavar="MODEL", help="its name or an alias (default: all)")
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Restart, and wait until each engine is ready. Raises ConfigError if an engine does not come back."""
+    """Restart the engines, and wait until each is ready. Raises ConfigError if an engine does not come back."""
     from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
     from meltcore.fleet.daemon import find_fleet
 

@@ -9,7 +9,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model and the choice of the fleet."""
+    """Add the argument for the model, and the option that selects the fleet."""
     from meltcore.common.options import number
 
     parser.add_argument("model", metavar="MODEL", help="its name or an alias")
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Wait until the model sleeps. Raises ConfigError if the model cannot sleep."""
+    """Put the model to sleep, and wait until it sleeps. Raises ConfigError if the model cannot sleep."""
     from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
     from meltcore.fleet.daemon import find_fleet
 

@@ -12,7 +12,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the file and the options of a fleet in the background."""
+    """Add the argument for the file, and the options for a fleet in the background."""
     from meltcore.cli.start_options import add_daemon_options
     from meltcore.common.options import ActOption, not_empty
 

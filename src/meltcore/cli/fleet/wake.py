@@ -9,7 +9,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model and the choice of the fleet."""
+    """Add the argument for the model, and the option that selects the fleet."""
     from meltcore.common.options import number
 
     parser.add_argument("model", metavar="MODEL", help="its name or an alias")
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Wait until the model can serve. Raises ConfigError if the model does not wake."""
+    """Wake the model, and wait until it can serve. Raises ConfigError if the model does not wake."""
     from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
     from meltcore.fleet.daemon import find_fleet
 

@@ -1,4 +1,4 @@
-"""`meltcore certify`: verifies the hardware of this node, or names its faults."""
+"""`meltcore certify`: verify the hardware of this node, or name its faults."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`meltcore monitor`: records the GPUs' metrics, and judges their health at the end."""
+"""`meltcore monitor`: record the GPUs' metrics, and judge their health at the end."""
 
 import argparse
 from typing import TYPE_CHECKING

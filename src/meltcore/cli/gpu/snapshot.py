@@ -1,4 +1,4 @@
-"""`meltcore snapshot`: describes this machine, or what changed since an earlier snapshot."""
+"""`meltcore snapshot`: describe this machine, or list its changes since an earlier snapshot."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the snapshot, or what changed since an earlier one, and return the exit code."""
+    """Print the snapshot, or the changes since an earlier snapshot, and return the exit code."""
     from meltcore.measure.node.snapshot import diff_snapshots, snapshot_lines
     from meltcore.measure.report.page.console import print_document
 

@@ -1,4 +1,4 @@
-"""`meltcore bench`: the GPU score."""
+"""`meltcore bench`: measure the GPU score."""
 
 import argparse
 import sys

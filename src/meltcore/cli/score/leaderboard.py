@@ -1,4 +1,4 @@
-"""`meltcore leaderboard`: GPU scores, best first."""
+"""`meltcore leaderboard`: rank GPU scores."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`meltcore submit`: collect a submission of finished evaluations."""
+"""`meltcore submit`: collect finished evaluations in a folder for submission."""
 
 import argparse
 
@@ -17,7 +17,7 @@ exit status: 0 collected, 1 refused by the rules or a score of 0, 2 results are 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the folder, the runs and the options of the command."""
+    """Add the arguments for the folder and the runs, and the options of the command."""
     from meltcore.common.options import add_options
     from meltcore.measure.experiments.evals.config import SubmissionConfig
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Collect the submission. Returns 1 if a rule refuses it or its score is zero, else 0."""
+    """Collect the submission. Returns 1 if a rule refuses the submission or its score is zero, else 0."""
     from pathlib import Path
 
     from rich.console import Console

@@ -1,1 +1,4 @@
-"""Reads GPUs through NVML: the driver's calls, metrics, device selection and XID errors. No torch, no root."""
+"""Reads GPUs through NVML: the driver's calls, metrics, device selection and XID errors.
+
+Needs neither torch nor root.
+"""

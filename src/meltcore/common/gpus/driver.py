@@ -409,7 +409,7 @@ def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWi
 def map_concurrently(function: Callable[[Item], _Result], items: Sequence[Item]) -> list[_Result]:
     """Call `function` on every item in threads, and return the results in the order of the items.
 
-    Eight GPUs have 144 NVLinks to read.
+    Reading one item after another would take long: eight GPUs have 144 NVLinks.
     """
     with ThreadPoolExecutor(max_workers=max(1, len(items))) as pool:
         return list(pool.map(function, items))

@@ -14,7 +14,7 @@ from meltcore.common.options import is_number
 from meltcore.common.process import call_with_timeout
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ORDER = "CUDA_DEVICE_ORDER"
+_DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 _DEVICE_FILES = "nvidia[0-9]*"  # one per GPU; to count them takes neither torch nor the driver's library
 # Files of a driver whose GPUs have none of their own: of WSL2 (dxg), of Jetson (nvhost, nvgpu, nvmap), of a container
 # that was given a part of them.
@@ -42,8 +42,8 @@ class VisibleGpu(NamedTuple):
         `limit_bytes` is 0 too.
         """
         if self.problem and not limit_bytes:
-            wanted = f"gpus: [{{id: {self.number}, memory: ...}}]"
-            raise ConfigError(f"{self.problem}; name what the fleet may use of it as {wanted}")
+            example = f"gpus: [{{id: {self.number}, memory: ...}}]"
+            raise ConfigError(f"{self.problem}; name what the fleet may use of it as {example}")
         return self._replace(total_bytes=limit_bytes) if self.problem else self
 
 
@@ -75,9 +75,9 @@ def named_gpus(value: str) -> list[str]:
         if name.lower() in _NO_GPU or name.startswith("-"):
             break
         if not is_number(name) and not name.startswith(("GPU-", "MIG-")):
-            hides = "names GPUs, and" if names else "hides every GPU:"
+            effect = "names GPUs, and" if names else "hides every GPU:"
             raise ConfigError(
-                f"{VISIBLE}={value!r} {hides} {name!r} is neither a number nor a UUID; leave it empty for the CPU"
+                f"{VISIBLE}={value!r} {effect} {name!r} is neither a number nor a UUID; leave it empty for the CPU"
             )
         names.append(name)
     return names
@@ -88,11 +88,11 @@ def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> Non
 
     `gpu_names` are the product names of all GPUs of the machine.
     """
-    kinds = sorted(set(gpu_names))
-    if len(kinds) > 1 and VISIBLE in environment and environment.get(_ORDER) != "PCI_BUS_ID":
+    gpu_types = sorted(set(gpu_names))
+    if len(gpu_types) > 1 and VISIBLE in environment and environment.get(_DEVICE_ORDER) != "PCI_BUS_ID":
         raise ConfigError(
-            f"{VISIBLE} names GPUs by number, and this machine has different ones ({', '.join(kinds)}), which CUDA "
-            f"numbers by speed: set {_ORDER}=PCI_BUS_ID, or name them by UUID"
+            f"{VISIBLE} names GPUs by number, and this machine has different ones ({', '.join(gpu_types)}), which CUDA "
+            f"numbers by speed: set {_DEVICE_ORDER}=PCI_BUS_ID, or name them by UUID"
         )
 
 
@@ -139,4 +139,4 @@ def gpu_environment(names: Sequence[str]) -> dict[str, str]:
     One of the variables sets CUDA's order of GPUs to NVML's order along the PCI bus. By default the fastest GPU comes
     first in CUDA.
     """
-    return {VISIBLE: ",".join(names), _ORDER: "PCI_BUS_ID"}
+    return {VISIBLE: ",".join(names), _DEVICE_ORDER: "PCI_BUS_ID"}

@@ -70,20 +70,20 @@ class Sample(msgspec.Struct, kw_only=True, tag="sample"):
 
 
 class GpmWindow:
-    """Reads the GPM performance counters (Hopper and later) as means over the shortest window that is long enough.
+    """Reads the GPM performance counters (Hopper and later) as means over a window of at least MIN_GPM_WINDOW_S.
 
-    A reading is kept until a newer reading is old enough. So each sample has a window of at least MIN_GPM_WINDOW_S even
-    if samples come more often. Windows then overlap.
+    The window of a sample is the shortest that is long enough. If samples come more often, their windows overlap. A
+    reading of the counters is therefore kept until a later one is old enough.
     """
 
     def __init__(self, nvml: Nvml, gpu: GpuDevice) -> None:
         self._nvml = nvml
         self._gpu = gpu
         self._held_buffers: deque[tuple[float, Any]] = deque()
-        self._free: list[Any] = []
-        (supported,) = _read_or_errors(lambda: (nvml.gpm_supported(gpu.device),), 1)
-        unsupported = None if supported else NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        self._refusal = supported if isinstance(supported, NVMLError) else unsupported
+        self._free_buffers: list[Any] = []
+        (is_supported,) = _read_or_errors(lambda: (nvml.gpm_supported(gpu.device),), 1)
+        error = None if is_supported else NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        self._unsupported_error = is_supported if isinstance(is_supported, NVMLError) else error
 
     def read(self, now_s: float) -> tuple[dict[str, Reading], float | None]:
         """Return the GPM metrics by key, and the length of their window in seconds.
@@ -91,13 +91,13 @@ class GpmWindow:
         If there is no window yet, each value is NVML's NO_DATA error and the length is None. Other failures give the
         driver's error for each value.
         """
-        if self._refusal is not None:
-            return dict.fromkeys(GPM_METRIC_IDS, self._refusal), None
+        if self._unsupported_error is not None:
+            return dict.fromkeys(GPM_METRIC_IDS, self._unsupported_error), None
         try:
             buffer = self._take_counters()
             self._held_buffers.append((now_s, buffer))
             while len(self._held_buffers) > 2 and now_s - self._held_buffers[1][0] >= MIN_GPM_WINDOW_S:
-                self._free.append(self._held_buffers.popleft()[1])
+                self._free_buffers.append(self._held_buffers.popleft()[1])
             start_s, earlier = self._held_buffers[0]
             if now_s - start_s < MIN_GPM_WINDOW_S:
                 return dict.fromkeys(GPM_METRIC_IDS, NVMLError(pynvml.NVML_ERROR_NO_DATA)), None
@@ -107,11 +107,11 @@ class GpmWindow:
         return dict(zip(GPM_METRIC_IDS, values, strict=True)), now_s - start_s
 
     def _take_counters(self) -> Any:
-        buffer = self._free.pop() if self._free else self._nvml.gpm_buffer()
+        buffer = self._free_buffers.pop() if self._free_buffers else self._nvml.gpm_buffer()
         try:
             self._nvml.gpm_take(self._gpu.device, self._gpu.gpu_instance, buffer)
         except NVMLError:
-            self._free.append(buffer)
+            self._free_buffers.append(buffer)
             raise
         return buffer
 
@@ -196,5 +196,5 @@ def _to_value(metric: GpuMetric, reading: Reading, gpu_type: GpuType) -> Value:
 
 def absent_value(error: NVMLError, gpu_type: GpuType, feature: Feature | None) -> Absent:
     """Return NOT_APPLICABLE if both the driver and the table say that `gpu_type` lacks `feature`, else UNKNOWN."""
-    unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
-    return NOT_APPLICABLE if unsupported and feature is not None and lacks_feature(gpu_type, feature) else UNKNOWN
+    is_unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
+    return NOT_APPLICABLE if is_unsupported and feature is not None and lacks_feature(gpu_type, feature) else UNKNOWN

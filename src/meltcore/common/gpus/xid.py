@@ -56,13 +56,13 @@ class XidWatch:
 
     def take(self) -> list[list[int] | Absent]:
         """Return one entry per GPU: its new XIDs in order, or UNKNOWN if the driver can no longer be read."""
-        new: list[tuple[int, int, int]] = []
+        new_events: list[tuple[int, int, int]] = []
         try:
             while self._watched and (event := self._nvml.next_xid(self._events)) is not None:
-                new.append(event)
+                new_events.append(event)
         except NVMLError:
             self._watched.clear()
-        return [self._new_xids(gpu, new) for gpu in self._gpus]
+        return [self._new_xids(gpu, new_events) for gpu in self._gpus]
 
     def _new_xids(self, gpu: GpuDevice, events: Sequence[tuple[int, int, int]]) -> list[int] | Absent:
         identity = self._nvml.identity(gpu.device)

@@ -131,7 +131,7 @@ def _json(content: Any, status: int = 200) -> Response:
 def call_admin(path: str, method: str, route: str, limit_s: float = _PS_LIMIT_S, **query: str) -> Any:
     """Send a request to the fleet whose admin socket is at `path`, and return the answer.
 
-    Raises ConfigError with the fleet's error.
+    Raises ConfigError with the fleet's message if the fleet refuses the request or does not answer.
     """
     target = f"{route}?{urlencode(query)}" if query else route
     request = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode()

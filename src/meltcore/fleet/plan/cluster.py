@@ -133,7 +133,10 @@ class Cluster(Site, frozen=True, tag="cluster"):
         return ()
 
     def why_no_turns(self, spec: FleetSpec) -> tuple[str, ...]:
-        """Return the reason why sleepable models take no turns in a cluster, or no reason if the fleet has none."""
+        """Return the reason why sleepable models take no turns in a cluster.
+
+        Without sleepable models, return no reason.
+        """
         if any(model.residency == "sleepable" for model in spec.models.values()):
             return ("on Ray, which counts the memory of engines that sleep, models do not take turns",)
         return ()
@@ -160,7 +163,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
         self._check_one_node(spec)
 
     def _check_loadable(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
-        """Raise ConfigError if no node can load a model, or a node of the model's `device` cannot load it."""
+        """Raise ConfigError if no node can load a model, or if a node of the model's `device` cannot load it."""
         for name, nodes in lacking.items():
             named = {self.gpu_nodes[number] for group in spec.models[name].replica_gpus for number in group}
             if len(nodes) == len(self.nodes) or named.intersection(node.name for node in nodes):

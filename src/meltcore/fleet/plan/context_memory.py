@@ -42,8 +42,8 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def process_bytes(self, task: str = "", ranks: int = 1) -> int:
         """Return the bytes that an engine process of this task takes beside its budget.
 
-        The process is one of `ranks` tensor-parallel ranks. With several ranks, each also holds a buffer into which the
-        other ranks write.
+        The process is one of `ranks` tensor-parallel ranks. If there are several, it also has a buffer into which the
+        others write.
         """
         return self.processes.get(task, _PROCESS_BYTES) + peer_bytes(ranks) + (self.nccl_bytes if ranks > 1 else 0)
 

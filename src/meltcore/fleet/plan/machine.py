@@ -64,7 +64,8 @@ def unloadable(checkpoints: Iterable[str]) -> dict[str, str]:
 def process_bytes() -> dict[int, int]:
     """Return the bytes that each process has on all visible GPUs together, as NVML reports them, by process id.
 
-    In a container NVML may report the process ids of the host, or no processes. Raises ConfigError as `read_gpus` does.
+    In a container NVML may report the process ids of the host, or no processes. Raises ConfigError if NVML fails or
+    hangs.
     """
     names = visible_gpus()
     if not names:

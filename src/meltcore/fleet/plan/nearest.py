@@ -86,7 +86,7 @@ def apply_changes(fleet: dict[str, Any], changes: Sequence[str]) -> None:
 
 
 def changed_text(text: str, changes: Sequence[str]) -> str:
-    """Return the text of a fleet.yaml with changes: a comment lists them, and the file's comments are not kept."""
+    """Return the text of a fleet.yaml with changes. A comment lists the changes; the comments of the file are lost."""
     fleet = yaml.safe_load(text)
     apply_changes(fleet, changes)
     head = "".join(f"# changed by `meltcore plan --write`: {line}\n" for line in changes)
@@ -127,7 +127,10 @@ def _nearest(
 
 
 def _steps(spec: FleetSpec, known: dict[str, PlannedEngine], may_shrink: bool) -> Iterator[FleetSpec]:
-    """Yield fleets that need less and less memory: first by concurrency, then by contexts, by sleep, and by the CPU."""
+    """Yield fleets that need less and less memory. Concurrency is lowered first, then contexts.
+
+    After that models sleep, and last they move to the CPU.
+    """
     models = dict(spec.models)
     engines = [name for name, model in models.items() if model.kind == "engine" and model.memory is None]
     by_priority = sorted(engines, key=lambda name: _PRIORITIES.index(models[name].priority))

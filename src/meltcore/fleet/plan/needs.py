@@ -37,7 +37,7 @@ def fleet_needs(spec: FleetSpec, known: dict[str, PlannedEngine] | None = None) 
 
 
 def known_needs(known: dict[str, PlannedEngine], name: str, model: ModelSection) -> PlannedEngine:
-    """Return the memory that a model's engine needs from `known`. For a new model, compute it and add it there.
+    """Return the memory that a model's engine needs. It is taken from `known`, or computed and added there.
 
     To compute it the checkpoint is opened, which may download files from the Hub.
     """
@@ -99,8 +99,9 @@ def planned_engines(
 def pinned_bytes(spec: FleetSpec, needs: dict[str, PlannedEngine], name: str) -> int:
     """Return the pinned host memory, in bytes, that an engine of a sleeping model keeps for each of its GPUs.
 
-    The engine keeps its weights there. The result is 0 if weights are dropped, and for an engine without a sleep mode,
-    which is ended instead. If only the file states the model's memory, as for a vLLM server, the whole memory counts.
+    The engine keeps its weights in this memory. The result is 0 if the engine drops its weights, or if it has no sleep
+    mode and is ended instead. If only the file states the model's memory, as for a vLLM server, the whole memory
+    counts.
     """
     model = spec.models[name]
     if spec.residency.keep != "host":
@@ -116,7 +117,7 @@ def pinned_bytes(spec: FleetSpec, needs: dict[str, PlannedEngine], name: str) ->
 
 
 def named_needs(name: str, model: ModelSection) -> PlannedEngine:
-    """Return the memory that a model's engine needs. Errors name the model."""
+    """Return the memory that a model's engine needs. The text of an error begins with the model's name."""
     try:
         return engine_needs(model, on_cpu=model.device == "cpu")
     except UnknownSizesError as error:

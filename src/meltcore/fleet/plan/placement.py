@@ -39,10 +39,10 @@ class PlacedFleet(msgspec.Struct, frozen=True):
 
 
 def loaded_section(name: str, model: ModelSection) -> ModelSection:
-    """Return a model as its engines load it. Settings that only the plan needs are removed.
+    """Return the settings of a model without those that only a plan needs, as its engines load the model.
 
-    Its `shapes` become the checkpoint if it has random weights and no checkpoint. Raises ConfigError if they stand for
-    a GGUF file, because no configuration describes the blocks of a GGUF file.
+    The `shapes` become the checkpoint if the model has random weights and no checkpoint. Raises ConfigError if the
+    shapes stand for a GGUF file, because no configuration describes the blocks of a GGUF file.
     """
     if model.kind != "engine":
         return model
@@ -60,7 +60,7 @@ def loaded_section(name: str, model: ModelSection) -> ModelSection:
 
 
 def engine_config(model: ModelSection) -> EngineConfig:
-    """Return the settings of a model's engines. They are the same for all replicas, which get their GPUs separately."""
+    """Return the settings that all engines of a model share. The GPUs of each replica are not among them."""
     return EngineConfig(
         model=model.model,
         device=model.device if isinstance(model.device, str) else "cuda",
@@ -91,10 +91,10 @@ def cpu_environment(spec: FleetSpec, name: str) -> dict[str, str]:
 
 
 def _most_awake(models: Mapping[str, ModelSection], member: str) -> int:
-    """Return how many engines on the CPU, of models that take turns, can be awake together with `member`.
+    """Return how many engines on the CPU can be awake together with `member`, among models that take turns.
 
-    The models share memory of the size of the largest one. A model of unknown size is awake alone. A member that is
-    always on takes no turns.
+    Together these models have as much memory as the largest of them. A model of unknown size is awake alone. A member
+    that is always on takes no turns.
     """
     sizes = {name: (model.memory or 0) * model.replicas for name, model in models.items()}
     room, awake = max(sizes.values(), default=0), 0

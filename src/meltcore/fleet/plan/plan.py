@@ -1,7 +1,7 @@
 """Plans which models of a fleet go to which GPU, which sleep, and which go to the CPU.
 
-Finds the nearest plan that fits. Nothing is started and no weights are read, because `engine_needs` computes what each
-engine needs.
+If the fleet does not fit, the nearest plan that fits is found. Nothing is started and no weights are read, because the
+needs of engines are computed from the sizes of their models.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def plan_fleet(
     """Return the plan of the file as it is, or else the nearest plan that fits.
 
     Returns (plan, None) if the file fits as it is, (None, nearest plan) if a changed fleet fits, and (None, None) if
-    none fits. Models at a URL take no memory here. Raises ConfigError if the memory of a model cannot be known, and for
-    tensor parallelism over several nodes.
+    none fits. Models at a URL take no memory here. Raises ConfigError if the memory of a model cannot be computed, and
+    for tensor parallelism over several nodes.
 
     Args:
         spec: the contents of the file.
@@ -193,7 +193,10 @@ def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
 
 
 def with_needs(spec: FleetSpec, needs_by_name: Mapping[str, PlannedEngine]) -> FleetSpec:
-    """Return the fleet with the memory that each model needs. Models with a context and a concurrency get these too."""
+    """Return the fleet with the memory that each model needs.
+
+    Models with a context length and a concurrency get these from their needs too.
+    """
     models = dict(spec.models)
     for name, needs in needs_by_name.items():
         model = models[name]

@@ -52,8 +52,8 @@ class PlannerSource(NamedTuple):
 class FleetPlanner:
     """Plans the fleet of a fleet.yaml, again each time that the file changes.
 
-    Memory counts as it was before the fleet had engines there. On this machine this is when the fleet was started; on a
-    node of a cluster it is when the node got its first engine.
+    Memory counts as it was before the fleet had engines there. On this machine the memory was read when the fleet was
+    started. On a node of a cluster it was read when the node got its first engine.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class FleetPlanner:
         """Create a planner. `read` returns the machine or the cluster that the fleet may use.
 
         `spec` has the contents of the file if they have been read already. Raises ConfigError if the file is not valid,
-        or as `read` does.
+        or if the machine or the cluster cannot be read.
         """
         self.path = path
         self._running_spec = self.spec = load_fleet(path) if spec is None else spec  # as it runs, and as last planned
@@ -79,7 +79,7 @@ class FleetPlanner:
 
     @property
     def planned_from(self) -> PlannerSource:
-        """The inputs of the planner. With them the GPUs of a cluster keep their numbers in another process."""
+        """The inputs of the planner. Another process that gets them gives the GPUs of a cluster the same numbers."""
         return PlannerSource(str(self.path), self.spec, self._site)
 
     @property
@@ -177,7 +177,7 @@ class FleetPlanner:
         return place and Place(place.node, tuple(site.gpus[number][1] for number in place.gpus))
 
     def why_nowhere(self, start: StartEngine) -> str:
-        """Return why `elsewhere` has just found no place: no memory is free, or none on the model's `device`."""
+        """Return why `elsewhere` has just found no place: no node has free memory, or the model's `device` has none."""
         spec, site = self._running_spec, self._site
         model, size = spec.models.get(start.model), f"{size_text(start.config.memory_bytes or 0)} free for it"
         groups = [] if model is None or model.kind == "url" else model.replica_gpus
@@ -443,7 +443,7 @@ def _engines_text(spec: FleetSpec, needs: Mapping[str, PlannedEngine]) -> str:
 def does_not_fit(found: FoundPlan, machine: Machine) -> str:
     """Return the error of a fleet that does not fit.
 
-    It says what is needed, what exists, and which changes would help.
+    Its text has the needed and the free memory, and helpful changes.
     """
     spec, nearest = found.known, found.nearest
     needs = fleet_needs(spec)

@@ -99,7 +99,7 @@ class OneMachine(Site, frozen=True, tag="machine"):
         return local
 
     def with_current_nodes(self, _nodes: Sequence[ClusterNode], _places: Mapping[tuple[str, int], Place]) -> Self:
-        """Return this site, whose memory counts as it was before the fleet's engines."""
+        """Return this site unchanged, because its memory was read before the fleet had engines."""
         return self
 
     def taking_turns(self, sleepable: tuple[str, ...]) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class OneMachine(Site, frozen=True, tag="machine"):
         return ()
 
     def check_numbers(self, _spec: FleetSpec, _kept: Collection[str]) -> None:
-        """Do nothing, because no GPU of this machine has gone since the start."""
+        """Do nothing, because the GPUs of one machine do not change while a fleet runs."""
 
     def check(self, _spec: FleetSpec, _lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
         """Do nothing, because all engines are on one node, which is checked when they start."""

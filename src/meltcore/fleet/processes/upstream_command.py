@@ -25,7 +25,7 @@ class UpstreamCommand(NamedTuple):
 
 
 def upstream_command(name: str, config: ModelSection, replica: int, port: int) -> UpstreamCommand:
-    """Return the command of a replica. An argument stays whole even if its values contain blanks.
+    """Return the command line that starts a replica. Values with blanks do not split an argument.
 
     Raises ConfigError for an unknown name in braces, for a missing setting that the command needs, and for a missing
     program.

@@ -153,7 +153,7 @@ class UpstreamProcess:
     def _how_it_ended(self) -> str:
         """Return a text with the server's exit status, or with the signal that has killed the server.
 
-        The guard process passes the exit status on.
+        The guard process that leads the group exits with the server's status.
         """
         assert self._process is not None
         status = self._process.returncode or 0

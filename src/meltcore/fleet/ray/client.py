@@ -1,4 +1,4 @@
-"""Lets a driver process run a command on all nodes of a cluster, and collects one answer per node."""
+"""Runs a command on all nodes of a cluster through a driver process, and collects one answer per node."""
 
 from __future__ import annotations
 

@@ -185,9 +185,9 @@ class Driver:
         return "" if is_same else f"Ray was started again on the node {message.node}"
 
     async def _run_engine(self, message: StartEngine) -> EngineEnded:
-        """Start an engine and wait until it has ended.
+        """Start an engine, wait until it has ended, and return its `EngineEnded`.
 
-        Return the `EngineEnded`. Raises errors of Ray and of the start.
+        Raises errors of Ray, and EngineDeadError if the engine does not start.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -33,7 +33,7 @@ _OUTPUT_BYTES = 1 << 20  # of the file of what an engine prints; what has been r
 class EngineActor:
     """Runs one engine process.
 
-    If the actor dies, the engine continues for as long as its server stays connected to it.
+    If the actor dies, the engine continues until its server disconnects.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Makes folders in a node's temporary directory.
 
-Locks show which folders have no living owner, and these are removed.
+Locks show whether a folder has a living owner. Folders without one are removed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NodeFolder:
                 os.close(self.descriptor)
 
     def close(self) -> None:
-        """Leave the folder. Remove it unless another process still owns it."""
+        """Leave the folder, and remove it if no other process owns it."""
         _remove_unlocked(self.path, self.descriptor)
         os.close(self.descriptor)
 
@@ -73,7 +73,7 @@ def _is_open(path: Path, descriptor: int) -> bool:
 
 
 def _remove_unlocked(path: Path, descriptor: int) -> None:
-    """Remove a folder unless another process holds its lock."""
+    """Remove a folder if no other process holds its lock."""
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_open(path, descriptor):

@@ -136,7 +136,7 @@ def _has_token() -> bool:
 def living_nodes(used: Collection[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, Ray's description) of each living node, in the order of the names.
 
-    `NodeNames.living` explains `used`.
+    Nodes with engines, whose names are in `used`, keep their names. Without `used` all nodes keep their names.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Prints what a server says at its start: address, progress of loading, limits and memory."""
+"""Prints the lines of a server's start: address, progress of loading, limits and memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Manages the logs of a fleet: one file per engine in a folder per port, and one file for the server.
 
-A file that exceeds a limit is started again, and the file before it is kept.
+The contents of a file that exceeds a limit are moved to *.previous.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def print_logs(logs: Sequence[LogFile], num_lines: int | None, *, follow: bool, 
 
 
 async def keep_small(files: Callable[[], Sequence[Path]], limit_bytes: int) -> None:
-    """Check the sizes of log files regularly, and start each file with more than `limit_bytes` again."""
+    """Check the sizes of log files regularly, and rotate each file with more than `limit_bytes`."""
     while True:
         await asyncio.sleep(ROTATE_CHECK_S)
         await asyncio.to_thread(rotate_large, files(), limit_bytes)

@@ -72,7 +72,7 @@ class EngineExit(NamedTuple):
 
 
 class ReplicaProcess(Protocol):
-    """The process of a replica: an engine, or a server that a command starts. An object is started once."""
+    """The process of a replica: an engine, or a server that a command starts. Each object is started at most once."""
 
     @property
     def pid(self) -> int | None:
@@ -101,7 +101,7 @@ class ReplicaProcess(Protocol):
         """Kill the process immediately."""
 
     def fail(self, reason: str) -> None:
-        """End a process that cannot be used. It is started again, as after an exit."""
+        """End a process that cannot be used. The replica starts another one, as after an exit."""
 
 
 _P = TypeVar("_P", bound=ReplicaProcess)
@@ -222,9 +222,9 @@ class Starts:
         return "pending" in states and states.isdisjoint(("ready", "loading", "waiting"))
 
     async def wait_all(self, find_error: Callable[[], MeltcoreError | None]) -> None:
-        """Wait until each replica has started or failed. If one replica has started, do not wait for pending ones.
+        """Wait until each replica has started or failed. If one replica has started, do not wait for pending replicas.
 
-        Raises the error that `find_error` returns, which ends the start of the model.
+        If `find_error` returns an error, the start of the model ends, and the error is raised.
         """
         while (error := find_error()) is None:
             self._changed.clear()
@@ -238,7 +238,7 @@ class Starts:
     async def wait(self, replica: ReplicaLife[Any]) -> None:
         """Wait until `replica` serves.
 
-        Raises MeltcoreError if its start fails, and EnginePendingError if it is pending.
+        Raises MeltcoreError if the start of the replica fails, and EnginePendingError if the replica is pending.
         """
         assert replica.started is not None
         while not replica.started.done():

@@ -1,4 +1,4 @@
-"""Decides what happens to a server when one of its engines ends.
+"""Decides whether engines are started again after an exit, and when the server itself ends.
 
 A server of `meltcore serve` ends with its engine. A fleet starts the engine again. A model calls the policy of its
 server, and does not know which policy it is.
@@ -78,7 +78,7 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     def continues_without_api_server(self, *, is_serving: bool) -> bool:
-        """Return whether the server continues after the loss of an API server process.
+        """Return whether the server continues after it has lost an API server process.
 
         The process has ended, or could not read an engine's message. `is_serving` says whether any model can be served.
         """
@@ -154,7 +154,10 @@ class NeverRestart(RestartPolicy):
         return is_serving
 
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
-        """Return the first error, which begins with the replica's name. All engines have to start."""
+        """Return the first error, with the replica's name before it, because all engines have to start.
+
+        Without errors return None.
+        """
         for name, error in errors:
             return ConfigError(f"{name}: {error}") if name else error
         return None
@@ -245,8 +248,8 @@ class RestartAfterPause(RestartPolicy):
     def pause_s(self, deaths: Sequence[EngineExit]) -> float | None:
         """Return the seconds to wait after these exits, or None if there were too many exits.
 
-        An exit counts until the replica has served for `window_s`. So an engine with slow starts does not lose its
-        exits.
+        An exit counts until the replica has served for `window_s`. The time of starts does not count, so the exits of
+        an engine with slow starts are not forgotten.
         """
         num_recent = sum(deaths[-1].served_s - death.served_s < self.window_s for death in deaths)
         if num_recent >= self.max_deaths:

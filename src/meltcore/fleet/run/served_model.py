@@ -91,7 +91,10 @@ class ServedModel(SupervisedModel[Replica]):
         self.limits = limits
 
     async def _start(self, replica: Replica) -> EngineReady:
-        """Start the engine of a replica as soon as a node has memory for it. Raises MeltcoreError."""
+        """Start the engine of a replica as soon as a node has memory for it. Return the engine's limits.
+
+        Raises MeltcoreError if the engine cannot be started.
+        """
         while True:
             try:
                 return await self._start_placed(replica)
@@ -100,9 +103,9 @@ class ServedModel(SupervisedModel[Replica]):
             await self.may_run.wait()
 
     async def _start_placed(self, replica: Replica) -> EngineReady:
-        """Start the engine of a replica and wait until it can serve.
+        """Start the engine of a replica, wait until it can serve, and return its limits.
 
-        Raises MeltcoreError, and EnginePendingError if the engine has no place.
+        Raises MeltcoreError if the engine cannot serve, and EnginePendingError if no node has memory for it.
         """
         replica.apply("start")
         self.stats.set("start_s", time.monotonic())
@@ -205,7 +208,7 @@ class ServedModel(SupervisedModel[Replica]):
     async def sleep_process(self, replica: Replica, keep: Literal["host", "disk"], limit_s: float) -> bool:
         """Put an engine to sleep. Return whether it sleeps.
 
-        If the engine cannot sleep, this method reports it. If the engine has died, that was reported before.
+        If the engine refuses to sleep, this method reports it. The death of an engine is reported elsewhere.
         """
         answer = await self._ask(replica, Sleep(keep), limit_s)
         if isinstance(answer, Asleep) and answer.error is None:

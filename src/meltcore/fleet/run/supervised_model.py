@@ -1,4 +1,7 @@
-"""The base class of the supervisor's models, on own engines or upstream servers. It drains, sleeps and replaces."""
+"""The base class of the supervisor's models. Their processes are Meltcore's engines or upstream servers.
+
+A model starts its processes, drains them, puts them to sleep and replaces them.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,10 @@ class SupervisedModel(ABC, Generic[_R]):
 
     @abstractmethod
     async def _start(self, replica: _R) -> Any:
-        """Start a process for a replica and wait until it can serve. Return its limits. Raises MeltcoreError."""
+        """Start a process for a replica, wait until it can serve, and return its limits.
+
+        Raises MeltcoreError if the process cannot serve.
+        """
 
     @abstractmethod
     def _on_ready(self, replica: _R, result: Any) -> None:
@@ -203,7 +209,10 @@ class SupervisedModel(ABC, Generic[_R]):
         return pause_s
 
     def _note_started(self, replica: _R, result: Any) -> None:
-        """Store that a replica serves. `result` is the return value of its first start."""
+        """Store that a replica serves.
+
+        `result` is the return value of `_start`, of which only the first one is kept.
+        """
         if replica.started is not None and not replica.started.done():
             replica.started.set_result(result)
         self._starts.note()
@@ -324,7 +333,7 @@ class SupervisedModel(ABC, Generic[_R]):
         self.update_status()
 
     async def end_engine(self, replica: _R) -> None:
-        """End the process of a replica. It is started again when the model may be awake again."""
+        """End the process of a replica. Another one is started when the model may be awake again."""
         await self._end_process(replica)
         replica.begin("unload")
         replica.restarts += 1

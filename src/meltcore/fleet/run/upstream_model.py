@@ -114,7 +114,10 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         return one_line(reason)
 
     async def _start(self, server: UpstreamServer) -> float:
-        """Start the process of a replica. Return the seconds until it could serve. Raises ConfigError."""
+        """Start the process of a replica. Return the seconds until it could serve.
+
+        Raises ConfigError if the process ends or is not ready in time.
+        """
         server.apply("start")
         self.stats.set("start_s", time.monotonic())
         async with self._gate(server.index):

@@ -186,9 +186,9 @@ class WorkerPool:
         return len(self._models)
 
     def model_failed(self, model: int) -> asyncio.Future[bool]:
-        """Return a future that is done when all workers can serve a model.
+        """Return a future that raises a worker's error if the worker cannot serve a model.
 
-        If a worker cannot serve the model, the future has the worker's error.
+        The future is done without an error when all workers can serve the model.
         """
         return self._opened[model]
 
@@ -314,7 +314,7 @@ class WorkerPool:
             self._assign_pending()
 
     async def _watch(self, worker: APIServerWorker) -> None:
-        """Wait for the end of a worker. The worker is restarted, unless it ended before it could serve.
+        """Wait for the end of a worker. Start it again if it could serve before it ended.
 
         In a fleet a restarted worker may end early a few times, because one fault must not end all models.
         """
@@ -352,7 +352,7 @@ class WorkerPool:
 
 
 def _after(model: AddModel, message: ModelMessage) -> AddModel:
-    """Return the messages about a model for a worker that starts after `message` was sent."""
+    """Return `model`, the message that adds a model to a worker, changed for workers that start after `message`."""
     if isinstance(message, StatusChanged):
         return msgspec.structs.replace(model, status=message)
     if isinstance(message, EndRequests):

@@ -67,8 +67,8 @@ class MpsDaemon:
     def client_environment(self, priority_class: PriorityClass, sm_percent: int) -> dict[str, str]:
         """Return the environment variables for an engine. If the daemon has ended, start it again.
 
-        An engine below the class `interactive` may use `sm_percent` of the GPU's SMs. Raises ConfigError as `start`
-        does.
+        An engine below the class `interactive` may use `sm_percent` of the GPU's SMs. Raises ConfigError if the daemon
+        does not start.
         """
         if not self.is_running:
             self.stop()
@@ -83,7 +83,10 @@ class MpsDaemon:
         return self._process is not None and self._process.running
 
     def servers(self) -> list[int]:
-        """Return the process ids of the server processes, one per GPU and user. Raises ProcessError."""
+        """Return the process ids of the server processes, one per GPU and user.
+
+        Raises ProcessError if the daemon does not answer.
+        """
         done = self._command(b"get_server_list\n")
         return [int(word) for word in done.split() if word.isdigit()]
 

@@ -75,9 +75,9 @@ class Residency:
     """Decides on swaps. Times are monotonic seconds, and must not decrease from call to call."""
 
     def __init__(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
-        """Create the policy. `room_bytes` are the bytes on each device for models that take turns.
+        """Create the policy. `room_bytes` are the bytes that models which take turns share, by device.
 
-        A device that is missing there has memory for the largest model.
+        For a device that is missing there, they are the bytes of the largest model.
         """
         self.change_config(config, room_bytes)
         self._members: dict[int, _Member] = {}
@@ -106,7 +106,7 @@ class Residency:
         self._members.pop(key, None)
 
     def state(self, key: int) -> Residence:
-        """Return the state of a model: whether it is awake, asleep, or between both."""
+        """Return the state of a model: awake, asleep, waking, or falling asleep."""
         return self._members[key].state
 
     def __contains__(self, key: int) -> bool:
@@ -129,7 +129,7 @@ class Residency:
             member.state, member.blocked_s, member.wanted_s = "asleep", until_s, None
 
     def begin_sleep(self, key: int) -> None:
-        """Store that an awake model is put to sleep without another model to be woken."""
+        """Store that an awake model is being put to sleep, although no other model needs its memory."""
         self._members[key].state = "falling_asleep"
 
     # --- decisions

@@ -30,7 +30,10 @@ class Turns:
     """Puts the sleepable models of a fleet to sleep and wakes them."""
 
     def __init__(self, config: ResidencySection, timeouts: TimeoutsSection, room_bytes: Mapping[str, int]) -> None:
-        """Create the object without models. `room_bytes` are the bytes on each device for models that take turns."""
+        """Create the object without models.
+
+        `room_bytes` are the bytes that models which take turns share, by device.
+        """
         self._config = config
         self._timeouts = timeouts
         self._policy = Residency(config, room_bytes)
@@ -49,7 +52,10 @@ class Turns:
     # --- models
 
     def add(self, model: Model) -> None:
-        """Add a model before it is loaded. It is loaded in its turn. Does nothing for a model that is always on."""
+        """Add a model before it is loaded. It is loaded when the policy wakes it.
+
+        Models that are always on are ignored.
+        """
         if not model.is_sleepable:
             return
         self._models[model.number] = model

@@ -1,1 +1,1 @@
-"""Routes whose forms come from APIs other than OpenAI's. Today this is dwani.ai's API."""
+"""The routes of dwani.ai's API, whose request forms differ from OpenAI's."""

@@ -16,11 +16,14 @@ _NAMES = (
     *("summarize-pdf", "indic-summarize-pdf", "indic-summarize-pdf-all"),
     *("custom-prompt-pdf", "indic-custom-prompt-pdf", "indic-custom-prompt-pdf-all", "indic-custom-prompt-kannada-pdf"),
 )
-PATHS = ("/app-extract-text", *(f"/v1/{name}{end}" for name in _NAMES for end in ("", "/")))
+PATHS = ("/app-extract-text", *(f"/v1/{name}{slash}" for name in _NAMES for slash in ("", "/")))
 
 
 class VisionEndpoint(Endpoint):
-    """Refuses a request after its body has arrived, since a client that is still sending would not read the answer."""
+    """Refuses every request, but only after its body has arrived.
+
+    A client that is still sending would not read the answer.
+    """
 
     paths = dwani_paths = PATHS
     operations = tuple(

@@ -1,1 +1,1 @@
-"""Engines in processes of their own: how they are started, connected and watched."""
+"""Connects API server processes to engines, which run in processes of their own."""

@@ -14,7 +14,7 @@ from meltcore.serve.requests.open_tickets import OpenTickets
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.settings.config import PriorityClass
 
-_ENDED = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (500, None)}
+_ERROR_BY_FINISH_REASON = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (500, None)}
 
 
 class BatchPart(Child):
@@ -84,7 +84,7 @@ class BatchTickets(OpenTickets[BatchPart]):
             return
         ticket, stats = part.ticket, self._stats
         if output.finish_reason != "stop":
-            status, code = _ENDED[output.finish_reason]
+            status, code = _ERROR_BY_FINISH_REASON[output.finish_reason]
             error = RequestError(output.error or "the engine ended the request", status=status, code=code)
             self.close(part, "failed")
             self.end(ticket, error, "failed")

@@ -144,7 +144,7 @@ class EngineBackend:
         return card | facts | common | {"replicas": self.config.replicas}
 
     def facts(self, ready: Any) -> Mapping[str, Any]:  # noqa: ARG002 - of some tasks
-        """Return the fields that the task adds to the model card. `ready` is the engines' ready message."""
+        """Return the fields that the task adds to the model card."""
         return {}
 
     def connect(
@@ -162,16 +162,16 @@ class EngineBackend:
         """Retry or end the requests of an engine on another machine, since messages may be lost with the connection."""
         self._retry_or_end(replica, reason, "engine_lost", replica)
 
-    def _retry_or_end(self, replica: int, message: str, code: str, ended: int | None) -> None:
+    def _retry_or_end(self, replica: int, message: str, code: str, ended_replica: int | None) -> None:
         """Retry the requests of a lost replica on other replicas if one is ready, and end all others of its requests.
 
-        `message` and `code` are the error (503) of ended requests. If `ended` is None, the requests of all replicas
-        that were not retried are ended, else those of the replica `ended`.
+        `message` and `code` are the error (503) of ended requests. Requests of `ended_replica` are ended if they were
+        not retried. None means all replicas.
         """
         others = [each for each in self.stats.live_replicas() if each != replica]
         if others:
             self.retry(replica, others)
-        self.end_all(RequestError(message, status=503, code=code), "failed", ended)
+        self.end_all(RequestError(message, status=503, code=code), "failed", ended_replica)
 
     def replica_ended(self, replica: int, message: str) -> None:
         """Retry or end the requests of a replica whose engine has died or was stopped.
@@ -180,11 +180,11 @@ class EngineBackend:
         """
         self.stats.set_connected(replica, False)
         # With the last one also those end that wait for a turn, unless they wait for a model that sleeps.
-        ended = replica if self.stats.live_replicas() or self.stats.is_asleep else None
-        self._retry_or_end(replica, message, "engine_dead", ended)
-        for profiled_replica, waiter in self._profiles:
-            if profiled_replica == replica and not waiter.done():
-                waiter.set_exception(EngineDeadError(message))
+        ended_replica = replica if self.stats.live_replicas() or self.stats.is_asleep else None
+        self._retry_or_end(replica, message, "engine_dead", ended_replica)
+        for profiled_replica, future in self._profiles:
+            if profiled_replica == replica and not future.done():
+                future.set_exception(EngineDeadError(message))
         self._profiles = [waiting_profile for waiting_profile in self._profiles if waiting_profile[0] != replica]
         if (link := self._links.pop(replica, None)) is not None:
             link.close()
@@ -213,11 +213,11 @@ class EngineBackend:
         return await done_future
 
     def _on_profile_done(self, replica: int, message: ProfileDone) -> None:
-        for index, (profiled_replica, waiter) in enumerate(self._profiles):
+        for index, (profiled_replica, future) in enumerate(self._profiles):
             if profiled_replica == replica:
                 del self._profiles[index]
-                if not waiter.done():
-                    waiter.set_result(message)
+                if not future.done():
+                    future.set_result(message)
                 return
 
     def _send(self, message: ToEngine, replica: int) -> None:
@@ -230,8 +230,8 @@ class EngineBackend:
         Raises RequestError (503) if no replica lives. The last replica may have died a moment ago, before the
         supervisor's message about its exit has arrived.
         """
-        live = self.stats.live_replicas()
-        if not live and not self.stats.is_asleep:
+        replicas = self.stats.live_replicas()
+        if not replicas and not self.stats.is_asleep:
             self.check_ready()
             raise self.health.not_ready(ENGINE_DEAD)
-        return live
+        return replicas

@@ -1,1 +1,1 @@
-"""HTTP itself: connections, requests, responses, forms, checks before the routes, and the page at /."""
+"""The HTTP layer: connections, requests, responses, forms, checks before the routes, and the page at /."""

@@ -86,10 +86,12 @@ def find_field(body: bytes, content_type: str, name: str) -> slice | None:
         return None
     delimiter = b"--" + boundary.encode("latin-1", "replace")
     for start, end in pairwise(_part_starts(body, delimiter)):
-        first = start + len(delimiter)
-        part_head, blank, _ = body[first : min(first + _MAX_PART_HEAD_BYTES, end - 2)].partition(b"\r\n\r\n")
-        if blank and _header_parameter(part_head.partition(b"\r\n")[2], "content-disposition", "name") == name:
-            return slice(first + len(part_head) + 4, end - 2)
+        part_start = start + len(delimiter)
+        part_head, separator, _ = body[part_start : min(part_start + _MAX_PART_HEAD_BYTES, end - 2)].partition(
+            b"\r\n\r\n"
+        )
+        if separator and _header_parameter(part_head.partition(b"\r\n")[2], "content-disposition", "name") == name:
+            return slice(part_start + len(part_head) + 4, end - 2)
     return None
 
 
@@ -98,15 +100,15 @@ def _part_starts(body: bytes, delimiter: bytes) -> Iterator[int]:
 
     A line that is longer than the delimiter, but begins with it, is data.
     """
-    place = body.find(delimiter)
+    position = body.find(delimiter)
     for _ in range(_MAX_PARTS):
-        if place < 0:
+        if position < 0:
             return
-        next_byte = place + len(delimiter)
+        next_byte = position + len(delimiter)
         if body.startswith((b"\r\n", b"--", b" ", b"\t"), next_byte):
-            yield place
-        place = body.find(b"\r\n" + delimiter, next_byte)
-        place += 2 if place >= 0 else 0
+            yield position
+        position = body.find(b"\r\n" + delimiter, next_byte)
+        position += 2 if position >= 0 else 0
 
 
 def _header_parameter(part_head: bytes, header: str, name: str) -> str | None:
@@ -152,7 +154,8 @@ async def split_form(
 ) -> tuple[list[tuple[str, str]], list[bytes]]:
     """Return the texts of a form as pairs of name and text, and the files of the form as bytes.
 
-    The fields in `file_names` must be files, and all other fields must be texts. Raises RequestError (400).
+    The fields in `file_names` must be files, and all other fields must be texts. Raises RequestError (400) for any
+    other form.
     """
     texts, files = list[tuple[str, str]](), list[bytes]()
     for name, value in await read_multipart(body, content_type, max_files):

@@ -16,8 +16,8 @@ from meltcore.common.errors import RequestError
 LOOP_STATUS = 508
 CIRCLE_CODE = "waiting_in_a_circle"
 _NAME = re.compile(r"\bmeltcore-[0-9a-f]{16}\b")
-_MOST_NAMES = 64  # a loop of more servers than these would not be seen
-_MOST_PROBED = 6  # servers of a circle that wait for each other: each asks all of its upstreams for every question
+_MAX_NAMES = 64  # a loop of more servers than these would not be seen
+_MAX_CIRCLE_SERVERS = 6  # that wait for each other: each asks all of its upstreams for every question
 _own_name = f"meltcore-{secrets.token_hex(8)}"
 
 
@@ -45,10 +45,9 @@ def check_hops(scope: Scope) -> None:
 def may_probe(scope: Scope) -> bool:
     """Return whether a health request may be passed on to this server's upstreams.
 
-    It may if it comes from another Meltcore server, which may itself wait for this server, and has passed only few
-    servers.
+    The request must come from another Meltcore server, which may wait for this one, and have passed only few servers.
     """
-    return 1 <= len(_passed_servers(scope)) < _MOST_PROBED
+    return 1 <= len(_passed_servers(scope)) < _MAX_CIRCLE_SERVERS
 
 
 def via_lines(scope: Scope | None = None) -> str:
@@ -57,8 +56,8 @@ def via_lines(scope: Scope | None = None) -> str:
     The header names the Meltcore servers that the request `scope` has passed, and then this server. Other names in the
     client's `Via` are dropped, because no header of a client is passed on.
     """
-    passed = [] if scope is None else _passed_servers(scope)[-_MOST_NAMES:]
-    return f"Via: {', '.join(f'1.1 {name}' for name in [*passed, _own_name])}\r\n"
+    passed_servers = [] if scope is None else _passed_servers(scope)[-_MAX_NAMES:]
+    return f"Via: {', '.join(f'1.1 {name}' for name in [*passed_servers, _own_name])}\r\n"
 
 
 def _passed_servers(scope: Scope) -> list[str]:

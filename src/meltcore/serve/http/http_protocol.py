@@ -46,14 +46,14 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, config: uvicorn.Config, state: Any, stats: ServerStats) -> None:
         super().__init__(config, state, {}, asyncio.get_running_loop())
         self._stats = stats
-        self._lost = False
+        self._is_lost = False
         self._on_lost: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None  # called once when `write_chunk` may be called again
         self._received_s = self.loop.time()
-        self._receiving = self._in_head = False  # a request has begun to arrive; its headers are not complete
+        self._is_receiving = self._is_in_head = False  # a request has begun to arrive; its headers are not complete
         self._waiting_since_s: float | None = self._received_s  # for the rest of a request, or the first one
         self._head_bytes = 0
-        self._timed_out = False
+        self._is_timed_out = False
         self._is_rejected = False  # what arrives from now on is not read
         self._has_chunk_sizes = True  # of the response in progress
 
@@ -65,7 +65,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Tell the application that the connection is lost."""
         super().connection_lost(exc)
         self._stats.add("connections_closed")
-        self._lost = True
+        self._is_lost = True
         if self._on_lost is not None:
             self._on_lost()
         for table in (self.connections, self.tasks):
@@ -91,7 +91,7 @@ class HttpProtocol(HttpToolsProtocol):
         if callback is None:
             if self._waiting_since_s is not None:  # for the next request, which could wait until now
                 self._waiting_since_s = self._received_s = self.loop.time()
-        elif self._lost:
+        elif self._is_lost:
             callback()
         else:
             self.flow.resume_reading()  # paused by a long body: the end of a connection comes after its data
@@ -113,17 +113,17 @@ class HttpProtocol(HttpToolsProtocol):
         # While a response is sent, or reading is paused, the client does not have to hurry.
         if self._waiting_since_s is None or self._on_lost is not None or self.flow.read_paused:
             return False
-        in_body = self._receiving and not self._in_head
-        limit_s = REQUEST_LIMIT_S if in_body else HEAD_LIMIT_S
+        is_in_body = self._is_receiving and not self._is_in_head
+        limit_s = REQUEST_LIMIT_S if is_in_body else HEAD_LIMIT_S
         return now_s - self._received_s > SILENT_LIMIT_S or now_s - self._waiting_since_s > limit_s
 
     def close_late(self) -> None:
-        """Disconnect a client that is late. If a request has begun to arrive, the client gets status 408 before."""
-        if self._timed_out or not self._receiving or not self._can_refuse():
+        """Disconnect a client that is late. If a request has begun to arrive, first answer it with status 408."""
+        if self._is_timed_out or not self._is_receiving or not self._can_refuse():
             self.transport.abort()
             return
-        self._timed_out = True
-        part, limit_s = ("headers", HEAD_LIMIT_S) if self._in_head else ("headers and body", REQUEST_LIMIT_S)
+        self._is_timed_out = True
+        part, limit_s = ("headers", HEAD_LIMIT_S) if self._is_in_head else ("headers and body", REQUEST_LIMIT_S)
         message = (
             f"the request's {part} took too long to arrive: the limits are {limit_s:g} s, "
             f"and {SILENT_LIMIT_S:g} s without data"
@@ -140,9 +140,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._waiting_since_s is None:
             self._waiting_since_s = self._received_s
         self._unset_keepalive_if_required()
-        scope_of_head = self.scope if self._in_head else None
+        scope_of_head = self.scope if self._is_in_head else None
         self._parse(data)
-        if self._in_head and self.scope is scope_of_head:  # all of it belongs to one head, which is not complete yet
+        if self._is_in_head and self.scope is scope_of_head:  # all of it belongs to one head, which is not complete yet
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._reject_long_head()
@@ -173,13 +173,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _head_without_offer(self) -> bytes:
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-        kept = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        return b"\r\n".join((method + b" " + self.url + b" HTTP/" + version, *kept, b"\r\n"))
+        header_lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join((method + b" " + self.url + b" HTTP/" + version, *header_lines, b"\r\n"))
 
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        self._receiving = self._in_head = True
+        self._is_receiving = self._is_in_head = True
         self._waiting_since_s = self._waiting_since_s or self._received_s
         self._head_bytes = 0
         self.scope["meltcore.connection"] = self  # type: ignore[typeddict-unknown-key]
@@ -187,11 +187,11 @@ class HttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header.
 
-        Spaces around its value are removed, because uvicorn would misread an expectation that has them. Fields after a
-        body of chunks are dropped (RFC 9110, 6.5.1), because the request may already run by the headers before the
-        body.
+        Spaces around its value are removed, because uvicorn does not recognize `Expect: 100-continue` with spaces.
+        Trailers after a chunked body are dropped (RFC 9110, 6.5.1), because the request may already be running without
+        them.
         """
-        if self._in_head:
+        if self._is_in_head:
             super().on_header(name, value.strip())
 
     def on_headers_complete(self) -> None:
@@ -207,7 +207,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_rejected or self.parser.should_upgrade():
             return
         super().on_headers_complete()
-        self._in_head = False
+        self._is_in_head = False
         if self._on_lost is not None and len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # uvicorn stops reading here; the end of the connection would go unseen
 
@@ -236,7 +236,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Note that the whole request has arrived. No time limit applies while the client waits for the response."""
         if self._is_rejected or self.parser.should_upgrade():
             return
-        self._receiving = False
+        self._is_receiving = False
         self._waiting_since_s = None
         self.cycle.waiting_for_100_continue = False
         super().on_message_complete()
@@ -271,7 +271,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _has_begun(self) -> bool:
         """Return whether the application was started for the arriving request, whose headers are complete then."""
-        return self._receiving and self.cycle is not None and self.cycle.scope is self.scope
+        return self._is_receiving and self.cycle is not None and self.cycle.scope is self.scope
 
     def _reject(self, error: RequestError) -> None:
         """Answer bytes that are no request, after the answers to the requests before them, and disconnect."""

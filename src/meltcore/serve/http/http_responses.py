@@ -27,7 +27,10 @@ class JoinedWrites:
         self._response_head = b""
 
     def write(self, data: bytes) -> None:
-        """Write bytes, preceded by the stored head. A head itself is stored until then, unless it is 100 Continue."""
+        """Write bytes, preceded by the stored head.
+
+        If the bytes are a head other than 100 Continue, store them instead.
+        """
         if self._response_head:
             data, self._response_head = self._response_head + data, b""
         elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
@@ -51,18 +54,18 @@ class JoinedWrites:
 
 def head_problem(scope: Scope) -> RequestError | None:
     """Return the error for a request whose headers this server cannot follow, or None if it can follow them."""
-    hosts = 0
+    num_hosts = 0
     for name, value in scope["headers"]:
         if name == b"host":
-            hosts += 1
+            num_hosts += 1
         elif name == b"transfer-encoding" and value.lower() != b"chunked":
             coding = shorten(value.decode("latin-1"))
             return RequestError(f"Transfer-Encoding {coding!r} is not known here; send chunked", status=501)
         elif name == b"expect" and value.lower() != b"100-continue" and scope["http_version"] == "1.1":
             expectation = shorten(value.decode("latin-1"))
             return RequestError(f"Expect: {expectation!r} cannot be met; only 100-continue is known", status=417)
-    if hosts > 1 or (hosts == 0 and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
-        return RequestError(f"a request has one header Host; this one has {hosts or 'none'}")
+    if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
+        return RequestError(f"a request has one header Host; this one has {num_hosts or 'none'}")
     return None
 
 
@@ -81,8 +84,9 @@ class Refusal:
 class ResponseBeforeBody:
     """Runs an application for a client that waits to be asked for its body (`Expect: 100-continue`).
 
-    uvicorn asks for the body when the application reads. After a final response before that, the connection is closed.
-    The client may then leave out its body, and nothing would distinguish the body from the next request.
+    uvicorn asks for the body when the application reads it. If the application responds without reading, the connection
+    is closed after the response. Otherwise the server could not know whether the next bytes are the body or another
+    request.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
@@ -90,7 +94,7 @@ class ResponseBeforeBody:
         self._cycle = cycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and close the connection after a response to a body that was not asked for."""
+        """Run the application. Close the connection after its response if the body was not asked for."""
 
         async def send_and_close(message: Message) -> None:
             if self._cycle.waiting_for_100_continue:

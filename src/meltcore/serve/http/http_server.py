@@ -49,7 +49,7 @@ class HttpServer:
         self._config.load()
         self._server = EmbeddedServer(self._config)
         self._stats = stats
-        self._connecting: set[asyncio.Task[Any]] = set()
+        self._connection_tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self) -> None:
         """Serve requests until `stop` is called. Then wait until the connections are closed, at most CLOSE_S."""
@@ -68,7 +68,7 @@ class HttpServer:
     def add_connection(self, connection: socket.socket) -> None:
         """Serve an accepted connection."""
         task = asyncio.create_task(self._connect(connection))
-        self._connecting.add(task)  # the loop itself holds tasks weakly
+        self._connection_tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._forget_task)
 
     def _connections(self) -> list[Any]:
@@ -78,7 +78,10 @@ class HttpServer:
         _abort(self._connections())
 
     def _disconnect_late(self) -> None:
-        """Check all connections every few seconds. A timer per connection would be one more object for each."""
+        """Disconnect late clients every few seconds.
+
+        One timer serves all connections, to save an object per connection.
+        """
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         for connection in self._connections():
@@ -87,9 +90,9 @@ class HttpServer:
         loop.call_later(LATE_CHECK_S, self._disconnect_late)
 
     def _forget_task(self, task: asyncio.Task[Any]) -> None:
-        self._connecting.discard(task)
-        if not self._connecting:
-            self._connecting.clear()  # an emptied set keeps the memory of its largest size
+        self._connection_tasks.discard(task)
+        if not self._connection_tasks:
+            self._connection_tasks.clear()  # an emptied set keeps the memory of its largest size
 
     async def _connect(self, connection: socket.socket) -> None:
         def protocol() -> HttpProtocol:
@@ -116,15 +119,15 @@ class IdleTrim:
     def __init__(self, stats: ServerStats) -> None:
         self._stats = stats
         self._seen_events = 0.0
-        self._trimmed = 0.0
+        self._trimmed_events = 0.0
         asyncio.get_running_loop().call_later(IDLE_CHECK_S, self._check)
 
     def _check(self) -> None:
         events = self._stats.events()
-        idle = events == self._seen_events and self._stats.is_idle()
+        is_idle = events == self._seen_events and self._stats.is_idle()
         self._seen_events = events
-        if idle and events >= self._trimmed + MIN_EVENTS:
-            self._trimmed = events
+        if is_idle and events >= self._trimmed_events + MIN_EVENTS:
+            self._trimmed_events = events
             trim_memory()
         asyncio.get_running_loop().call_later(IDLE_CHECK_S, self._check)
 

@@ -49,8 +49,8 @@ def raise_file_limit() -> None:
 def _detect_lost_peers(listener: socket.socket) -> None:
     """Let the kernel close connections whose peer has vanished, or does not read a response that was already written.
 
-    Accepted connections inherit these options on Linux. The time of the first probe is set when a connection is
-    accepted. Responses in progress have a smaller limit of their own.
+    Accepted connections inherit these options of the listening socket on Linux. The time of the first probe is set when
+    a connection is accepted. Responses in progress have a lower limit of their own.
     """
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_LIMIT_S * 1000)

@@ -1,8 +1,8 @@
 """Decides which web pages may use a server, by the headers Host and Origin. Browsers set these headers, not pages.
 
-A page of another site can send requests to a server on the user's own machine. Origin then names the page's site. A
-site whose name resolves to 127.0.0.1 (DNS rebinding) even counts as the server's own site. Host then has the name of
-this site.
+A page of another site can send requests to a server on the user's own machine. Origin then names the page's site. If
+the name of a site resolves to 127.0.0.1 (DNS rebinding), the browser treats its pages as pages of this server. Host
+then has the name of that site.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meltcore.serve.requests.request_fields import shorten
 
 ANY_ORIGIN = "*"
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))  # whose answers a browser keeps from other sites' pages
-_MAX_KNOWN = 256  # values of Host that are remembered: a port may stand in them
+_MAX_ACCEPTED_HOSTS = 256  # values of Host that are remembered: a port may stand in them
 _REMEDY = "(--allowed-origins, or server.allowed_origins of a fleet)"
 
 
@@ -51,7 +51,7 @@ class OriginCheck:
         # The host of an allowed origin may stand in Host: a page there is allowed, and a proxy may keep the header.
         self._hosts = {urlsplit(origin).hostname for origin in allowed_origins} | {host}
         self._checks_host = not self._allows_all and is_loopback(host)
-        self._known: set[bytes] = set()
+        self._accepted_hosts: set[bytes] = set()
 
     def check(self, scope: Scope) -> None:
         """Raise RequestError (403) if Host is not this machine, or if Origin is not allowed."""
@@ -63,7 +63,7 @@ class OriginCheck:
                 host = value
             elif name == b"origin":
                 origin = value
-        if self._checks_host and host is not None and host not in self._known:
+        if self._checks_host and host is not None and host not in self._accepted_hosts:
             self._check_host(host)
         if origin is not None and scope["method"] not in _SAFE_METHODS and origin not in self._origins:
             self._check_origin(origin, host or b"")
@@ -78,8 +78,8 @@ class OriginCheck:
                 status=403,
                 code="host_not_allowed",
             )
-        if len(self._known) < _MAX_KNOWN:
-            self._known.add(value)
+        if len(self._accepted_hosts) < _MAX_ACCEPTED_HOSTS:
+            self._accepted_hosts.add(value)
 
     def _check_origin(self, value: bytes, host: bytes) -> None:
         """Check that a page comes from the host of the request. The scheme may differ behind a proxy."""

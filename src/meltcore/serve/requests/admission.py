@@ -35,14 +35,14 @@ class Load(NamedTuple):
     Args:
         in_flight: number of requests that have not ended.
         waiting_units: units of all waiting requests.
-        others_requests: waiting requests of the classes other than the class of the new request.
-        others_units: units of these waiting requests.
+        other_class_requests: waiting requests of the classes other than the class of the new request.
+        other_class_units: units of these waiting requests.
     """
 
     in_flight: int
     waiting_units: float
-    others_requests: float = 0.0
-    others_units: float = 0.0
+    other_class_requests: float = 0.0
+    other_class_units: float = 0.0
 
 
 class Admission:
@@ -59,7 +59,7 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._unit = unit
 
-    def has_room(self, waiting_units: float, units: float) -> bool:
+    def fits(self, waiting_units: float, units: float) -> bool:
         """Return whether `units` more units fit, whatever their class."""
         return not waiting_units or waiting_units + units <= self._max_units
 
@@ -77,7 +77,7 @@ class Admission:
             share: share of the requests' class, at most 1.
         """
         waiting = max(0, load.in_flight + requests - self._max_num_seqs * replicas)
-        if waiting > self._max_queue and waiting - load.others_requests > share * self._max_queue:
+        if waiting > self._max_queue and waiting - load.other_class_requests > share * self._max_queue:
             raise RequestError(
                 f"the queue is full: {waiting} requests would wait, the limit is {self._max_queue} (--max-queue)",
                 status=429,
@@ -86,7 +86,7 @@ class Admission:
             )
         # A prompt that finds the queue empty is admitted whatever its length: waiting would not make it fit.
         total = load.waiting_units + units
-        if load.waiting_units and total > self._max_units and total - load.others_units > share * self._max_units:
+        if load.waiting_units and total > self._max_units and total - load.other_class_units > share * self._max_units:
             raise RequestError(
                 f"the queue is full: {total:.0f} {self._unit.name} would wait, "
                 f"the limit is {self._max_units:.0f} ({self._unit.flag})",
@@ -110,7 +110,7 @@ class DrainRate:
         """
         self._processes = processes
         self._samples: deque[tuple[float, float]] = deque()  # time, requests that have ended by then
-        self._booked_s = 0.0  # until then the places are for clients that were refused before
+        self._last_retry_s = 0.0  # until then the places are for clients that were refused before
 
     def is_due(self, now_s: float) -> bool:
         """Return whether it is time for the next `record`."""
@@ -124,10 +124,10 @@ class DrainRate:
 
     def per_s(self, now_s: float, ended: float) -> float:
         """Return how many requests end per second, measured over the window. Returns 0 if the rate is unknown."""
-        recent = next((sample for sample in self._samples if now_s - sample[0] <= RATE_WINDOW_S), None)
-        if recent is None or now_s <= recent[0]:
+        oldest_sample = next((sample for sample in self._samples if now_s - sample[0] <= RATE_WINDOW_S), None)
+        if oldest_sample is None or now_s <= oldest_sample[0]:
             return 0.0
-        return max(0.0, ended - recent[1]) / (now_s - recent[0])
+        return max(0.0, ended - oldest_sample[1]) / (now_s - oldest_sample[0])
 
     def retry_after_s(self, now_s: float, ended: float, *, excess: float, requests: int) -> float:
         """Return the seconds after which a refused client should retry, at most MAX_RETRY_S.
@@ -138,9 +138,9 @@ class DrainRate:
         rate = self.per_s(now_s, ended)
         if not rate:
             return UNKNOWN_RETRY_S
-        place_s = requests * self._processes / rate
-        self._booked_s = min(max(now_s + excess / rate, self._booked_s + place_s), now_s + MAX_RETRY_S)
-        return self._booked_s - now_s
+        retry_interval_s = requests * self._processes / rate
+        self._last_retry_s = min(max(now_s + excess / rate, self._last_retry_s + retry_interval_s), now_s + MAX_RETRY_S)
+        return self._last_retry_s - now_s
 
 
 def asleep_error(stats: ModelStats, message: str) -> RequestError:

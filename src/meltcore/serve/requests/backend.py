@@ -24,7 +24,7 @@ STUCK_AFTER_S = 120.0
 
 
 class Backend(Protocol):
-    """Serves the requests to one model. Subclasses add the methods of the model's task."""
+    """Serves the requests to one model. Each subclass adds the methods of its model's task."""
 
     names: tuple[str, ...]  # every one is accepted; the first stands in metrics and logs
     stats: ModelStats
@@ -36,7 +36,7 @@ class Backend(Protocol):
 
     @property
     def purpose(self) -> str:
-        """A text that completes "the model NAME ..." in errors. It says what the model does, and where."""
+        """A text that completes "the model NAME ..." in errors: the model's function, and where it is served."""
 
     @property
     def chats(self) -> bool:
@@ -107,7 +107,10 @@ class Health:
 
 
 def reasons_text(reasons: Mapping[str, str]) -> str:
-    """Return one text on why models cannot serve. With several models, each reason follows the model's name."""
+    """Return the reasons why models cannot serve as one text.
+
+    With several models, each reason follows the model's name.
+    """
     if len(reasons) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -129,8 +132,8 @@ class ModelTable:
 
         The model is listed before an older model of the same name. Otherwise its position is that in fleet.yaml.
         """
-        at = next((index for index, each in enumerate(self.backends) if each.names[0] == backend.names[0]), None)
-        self.backends.insert(len(self.backends) if at is None else at, backend)
+        position = next((index for index, each in enumerate(self.backends) if each.names[0] == backend.names[0]), None)
+        self.backends.insert(len(self.backends) if position is None else position, backend)
         self._sort()
         self._by_name |= dict.fromkeys(backend.names, backend)
 
@@ -149,8 +152,8 @@ class ModelTable:
         self._sort()
 
     def _sort(self) -> None:
-        places = {name: place for place, name in enumerate(self._order)}
-        self.backends.sort(key=lambda backend: places.get(backend.names[0], len(places)))
+        position_by_name = {name: position for position, name in enumerate(self._order)}
+        self.backends.sort(key=lambda backend: position_by_name.get(backend.names[0], len(position_by_name)))
 
     def check_ready(self) -> None:
         """Raise RequestError (503) with the reason of each model while no model can serve."""

@@ -49,13 +49,13 @@ class Exchange:
         self.priority_class: PriorityClass | None = None
         self.timeout_s: float | None = None
         self.span: Span | None = None  # where traces are on
-        self.passed_body: bytes | None = None  # that was read to find its model, until its endpoint reads it
+        self.buffered_body: bytes | None = None  # that was read to find its model, until its endpoint reads it
         self.headers: Headers = [(b"x-request-id", self.identity.encode())]  # of the answer
         self.content_type: bytes | None = None  # of an answer that has begun
         self.has_detail = False  # errors also have the field of dwani.ai's form
         self.fields: dict[str, Any] = {}
         self.admissions: list[tuple[str, PriorityClass]] = []  # task and class, at each model
-        self.waits_for: list[ModelStats] = []  # models in whose queues it waits, or has waited until it ended
+        self.queued_models: list[ModelStats] = []  # models in whose queues it waits, or has waited until it ended
         self.queue_wait_s = 0.0  # in all queues
         self.retries = 0  # on other replicas, after the death of the first
 
@@ -71,7 +71,7 @@ class Exchange:
 
         Raises RequestError (413) if it is larger than `limit_bytes`, and ClientDisconnectedError.
         """
-        body, self.passed_body = self.passed_body, None
+        body, self.buffered_body = self.buffered_body, None
         return await read_body(self.scope, self.receive, limit_bytes) if body is None else body
 
     def class_of(self, default: PriorityClass, priority: int | None = None) -> PriorityClass:
@@ -102,8 +102,8 @@ class Exchange:
         The status is 503 if the request waited for a model that sleeps, else 504.
         """
         limit_s = self.limit_s(server_limit_s)
-        if self.waits_for and self.waits_for[0].is_asleep:
-            return asleep_error(self.waits_for[0], f"the model sleeps and could not be woken within {limit_s:g} s")
+        if self.queued_models and self.queued_models[0].is_asleep:
+            return asleep_error(self.queued_models[0], f"the model sleeps and could not be woken within {limit_s:g} s")
         source = "--request-timeout" if limit_s == server_limit_s else "X-Request-Timeout"
         message = f"the answer took longer than {limit_s:g} s ({source})"
         return RequestError(message, status=504, code="request_timeout")

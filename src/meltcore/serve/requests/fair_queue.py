@@ -42,9 +42,9 @@ class FairQueue:
         self._rows, self._row = stats.shared.rows, stats.row
         self._shares = [share / sum(shares) for share in shares]
         self._columns = [_Columns(stats, name) for name in CLASSES]
-        self._virtual, self._alive_s = stats.column("queue_virtual"), stats.column("queue_alive_s")
+        self._virtual_time_column, self._alive_column = stats.column("queue_virtual"), stats.column("queue_alive_s")
         self._heaps: list[list[tuple[float, int, Ticket[Any]]]] = [[] for _ in CLASSES]
-        self._number = count()
+        self._counter = count()
         self._length = 0
 
     def __len__(self) -> int:
@@ -56,9 +56,9 @@ class FairQueue:
         index = CLASSES.index(ticket.priority_class)
         columns = self._columns[index]
         if not any(row[columns.requests] for row in self._rows):  # what the class did not use is not saved up
-            virtual = max(row[self._virtual] for row in self._rows)
-            self._row[columns.finish] += max(0.0, virtual - self._total(columns.finish))
-        heapq.heappush(self._heaps[index], (ticket.order_s, next(self._number), ticket))
+            virtual_time = max(row[self._virtual_time_column] for row in self._rows)
+            self._row[columns.finish] += max(0.0, virtual_time - self._total(columns.finish))
+        heapq.heappush(self._heaps[index], (ticket.order_s, next(self._counter), ticket))
         ticket.is_queued = True
         self._length += 1
         self._count(index, ticket, 1)
@@ -69,32 +69,32 @@ class FairQueue:
 
     def beat(self, now_s: float) -> None:
         """Store the current time, so that other processes see that this process lives and will start its requests."""
-        self._row[self._alive_s] = now_s
+        self._row[self._alive_column] = now_s
 
     def pop(self, now_s: float) -> Ticket[Any] | None:
         """Remove and return the next request.
 
         Returns None if the queue is empty, or if the next request belongs to another process.
         """
-        turn = None
+        earliest = None
         for index, columns in enumerate(self._columns):
-            begin = None
+            start_time = None
             for row in self._rows:
-                if not row[columns.requests] or (row is not self._row and now_s - row[self._alive_s] > STALE_S):
+                if not row[columns.requests] or (row is not self._row and now_s - row[self._alive_column] > STALE_S):
                     continue
-                if begin is None:
-                    begin = self._total(columns.finish)
-                candidate = (begin, index, row[columns.head_s])
-                if turn is None or candidate < turn[0]:
-                    turn = candidate, row
-        if turn is None or turn[1] is not self._row:
+                if start_time is None:
+                    start_time = self._total(columns.finish)
+                candidate = (start_time, index, row[columns.head_s])
+                if earliest is None or candidate < earliest[0]:
+                    earliest = candidate, row
+        if earliest is None or earliest[1] is not self._row:
             return None
-        (begin, index, _), _ = turn
+        (start_time, index, _), _ = earliest
         ticket = self._heaps[index][0][2]  # the head is never one that was removed
         self._take(index, ticket)
         ticket.charge = ticket.cost
         self._row[self._columns[index].finish] += ticket.cost / self._shares[index]
-        self._row[self._virtual] = max(begin, *(row[self._virtual] for row in self._rows))
+        self._row[self._virtual_time_column] = max(start_time, *(row[self._virtual_time_column] for row in self._rows))
         return ticket
 
     def settle(self, ticket: Ticket[Any], cost: float) -> None:

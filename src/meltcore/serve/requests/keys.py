@@ -35,11 +35,11 @@ def resolve_keys(config: FleetSpec) -> FleetSpec:
     Raises ConfigError if a key is missing, and if two keys have the same name or value.
     """
     keys = tuple(_resolved(config))
-    for what, values in (("name", [key.name for key in keys]), ("value", [str(key.sha256) for key in keys])):
+    for field_name, values in (("name", [key.name for key in keys]), ("value", [str(key.sha256) for key in keys])):
         for index, value in enumerate(values):
             if value in values[:index]:
                 first, second = keys[values.index(value)].name, keys[index].name
-                raise ConfigError(f"two API keys have the same {what}: {first} and {second}")
+                raise ConfigError(f"two API keys have the same {field_name}: {first} and {second}")
     server = msgspec.structs.replace(config.server, api_key_file=None)
     return msgspec.structs.replace(config, server=server, keys=keys)
 
@@ -69,8 +69,8 @@ def _resolved(config: FleetSpec) -> Iterator[KeySection]:
             digest = hash_key(os.environ[key.env])
         else:
             digest = hash_key(_read(str(key.file), f"the API key {key.name}"))
-        own = {name: getattr(key, name) or limit for name, limit in limits.items()}
-        yield msgspec.structs.replace(key, sha256=digest, env=None, file=None, **own)
+        own_limits = {name: getattr(key, name) or limit for name, limit in limits.items()}
+        yield msgspec.structs.replace(key, sha256=digest, env=None, file=None, **own_limits)
 
 
 def _read(path: str, subject: str) -> str:
@@ -105,14 +105,14 @@ class ApiKey:
 
     def admit(self) -> None:
         """Count a request. If the key is past a limit, count nothing and raise RequestError (429)."""
-        wait_s, what = self._tokens.wait_s(0), "tokens_per_minute"
+        wait_s, limit_name = self._tokens.wait_s(0), "tokens_per_minute"
         if not wait_s:
-            wait_s, what = self._requests.take(), "requests_per_minute"
+            wait_s, limit_name = self._requests.take(), "requests_per_minute"
         if wait_s:
             self._stats.add(self._refused)
-            limit = (self._tokens if what == "tokens_per_minute" else self._requests).limit
+            limit = (self._tokens if limit_name == "tokens_per_minute" else self._requests).limit
             raise RequestError(
-                f"the API key {self.name} has used up its {what} ({limit}); try again in {wait_s:.1f} s",
+                f"the API key {self.name} has used up its {limit_name} ({limit}); try again in {wait_s:.1f} s",
                 status=429,
                 code="rate_limit_exceeded",
                 retry_after_s=wait_s,
@@ -177,16 +177,16 @@ class ApiKeys:
     def find(self, scope: Scope) -> ApiKey | None:
         """Return the key of a request, from its bearer token or x-api-key. Returns None if the server needs no key.
 
-        Clients of dwani.ai's API send x-api-key. Raises RequestError (401).
+        Clients of dwani.ai's API send x-api-key. Raises RequestError (401) if the key is missing or wrong.
         """
         if not self._keys:
             return None
-        presented = [key for key in (header(scope, b"x-api-key"), _bearer(scope)) if key is not None]
-        if not presented:
+        presented_keys = [key for key in (header(scope, b"x-api-key"), _bearer(scope)) if key is not None]
+        if not presented_keys:
             raise RequestError(
                 "no API key; send it as the header 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
             )
-        digests = [hashlib.sha256(key.strip()).digest() for key in presented]
+        digests = [hashlib.sha256(key.strip()).digest() for key in presented_keys]
         found = None
         for expected, key in self._keys:  # to the end: the time must not tell which one is right
             for digest in digests:

@@ -52,7 +52,7 @@ class Log:
             self._stats.add("log_lines_dropped")
 
     def write_rate_limited(self, event: str, **fields: Any) -> None:
-        """Queue one line, unless a line of the same event was written less than RATE_LIMIT_S ago."""
+        """Queue one line if no line of the same event was written in the last RATE_LIMIT_S seconds."""
         now_s = time.monotonic()
         if now_s - self._last_written_s.get(event, -RATE_LIMIT_S) >= RATE_LIMIT_S:
             self._last_written_s[event] = now_s
@@ -102,9 +102,9 @@ class Log:
 def _format_second(second: int) -> str:
     """Return a time in ISO 8601 without milliseconds.
 
-    `datetime.isoformat` is not used, because each call interns a method name for the time zone, and CPython keeps up to
-    4096 of these names (see host_memory.py). Scattered over the memory of 10,000 streams they held 2.6 MB in each of
-    four API servers (2026-11-21).
+    Each call of `datetime.isoformat` would intern a method name for the time zone, of which CPython keeps up to 4096.
+    Scattered over the memory of 10,000 streams they held 2.6 MB in each of four API servers (2026-11-21; see
+    host_memory.py).
     """
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 

@@ -202,10 +202,7 @@ class Metrics(Collector):
         yield from self._queues()
 
     def _sleep(self) -> Iterator[Metric]:
-        """Yield whether each model sleeps.
-
-        As in vLLM there is one gauge per state, which is 1 for the current state.
-        """
+        """Yield one gauge per sleep state of each model. As in vLLM, the gauge of the current state is 1."""
         state = GaugeMetricFamily(
             PREFIX + "engine_sleep_state", "Whether the engines sleep, and how", labels=["model_name", "sleep_state"]
         )

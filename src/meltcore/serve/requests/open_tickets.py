@@ -72,7 +72,7 @@ class OpenTickets(Generic[_Child]):
     ) -> None:
         """Start a request now or when its turn in the queue comes. If it is refused, raise RequestError (429, 503).
 
-        A refused request is not counted. `Ticket.request_turn` explains the other parameters.
+        A refused request is not counted. The parameters after `ticket` are those of `Ticket.request_turn`.
         """
         ticket.request_turn(default_class, units=units, cost=cost, priority=priority)
         self._queue.admit(ticket)
@@ -88,8 +88,8 @@ class OpenTickets(Generic[_Child]):
     def start(self, ticket: Ticket[_Child]) -> None:
         """Send each child to the living replica with the least work.
 
-        If no replica lives, the first replica gets the child. The message about this replica's death, which has not
-        arrived yet, then ends the request.
+        If no replica lives, the first replica gets the child. A message that this replica has died will arrive soon,
+        and ends the request.
         """
         for child in ticket.children:
             self.place(child, min(self._stats.live_replicas() or [0], key=self._stats.open_tokens))
@@ -236,9 +236,9 @@ class OpenTickets(Generic[_Child]):
 class RequestTimeLimit(Generic[_Ticket]):
     """Calls `on_overdue` once for each watched request that is older than its limit. One timer serves all requests.
 
-    One timer per request would add three objects to the event loop, which keeps hundreds of them for reuse. Scattered
-    over the memory of a burst, they retain far more than their own size. Only a request that has asked for a shorter
-    limit than `limit_s` has a timer of its own.
+    One timer per request would add three objects to the event loop, which keeps hundreds of them for reuse. These would
+    retain far more memory than their own size. Only a request that has asked for a shorter limit than `limit_s` has a
+    timer of its own.
     """
 
     def __init__(self, limit_s: float, on_overdue: Callable[[_Ticket], None]) -> None:

@@ -194,8 +194,12 @@ def decode_request(body: bytes, form: type[Request]) -> Request:
         raise _validation_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # msgspec takes a body for truncated whose end is too near to hold the second half of a surrogate pair.
-        lone = _LONE_SURROGATE_AT_END.search(body) if "truncated" in str(error) else None
-        reason = f"{lone[1].decode()} is half of a surrogate pair, which is no character" if lone else error
+        lone_surrogate = _LONE_SURROGATE_AT_END.search(body) if "truncated" in str(error) else None
+        reason = (
+            f"{lone_surrogate[1].decode()} is half of a surrogate pair, which is no character"
+            if lone_surrogate
+            else error
+        )
         raise RequestError(f"the body is not valid JSON: {reason}") from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error

@@ -1,9 +1,9 @@
 """The queue of one model before its engines, as one API server process uses it.
 
 While the engines have free slots and nothing waits, a request goes to them immediately. Otherwise it waits in this
-queue, where its class, its deadline and its client can still change its turn. The engines get a few more requests than
-they run, so that a freed slot finds its next request there. Several processes share the engines' slots through the
-statistics.
+queue. Its place there can still change with its class, its deadline and the loss of its client. The engines get a few
+more requests than they run, so that a freed slot is filled immediately. Several processes share the engines' slots
+through the statistics.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT = 128.0, 0.02
 EQUAL_SHARES = tuple(1 for _ in CLASSES)
 
 
-def room_of(slots: int) -> int:
+def max_requests_at_engine(slots: int) -> int:
     """Return how many requests may be at one engine with `slots` slots: those that run, and a few that wait there."""
     return slots + max(1, slots // LOOKAHEAD)
 
@@ -61,8 +61,8 @@ class RequestQueue:
         self._stats = stats
         self._admission = admission
         self._slots = slots
-        self._room_per_replica = room_of(slots)
-        self._fair = FairQueue(stats, shares)
+        self._max_requests_per_replica = max_requests_at_engine(slots)
+        self._fair_queue = FairQueue(stats, shares)
         self._shares = {name: share / sum(shares) for name, share in zip(CLASSES, shares, strict=True)}
         self._rate = DrainRate(max(1, len(stats.shared.rows) - 1))
         self._waiting_units = waiting_units or self._queued_units
@@ -71,7 +71,7 @@ class RequestQueue:
 
     def __len__(self) -> int:
         """Return how many requests of this process wait in the queue."""
-        return len(self._fair)
+        return len(self._fair_queue)
 
     def admit(self, ticket: Ticket[Any]) -> None:
         """Accept a request, and start it now or at its turn.
@@ -89,15 +89,15 @@ class RequestQueue:
             if (
                 num_queued
                 or in_flight + len(ticket.children) > self._slots * replicas
-                or not self._admission.has_room(self._waiting_units(), ticket.units)
+                or not self._admission.fits(self._waiting_units(), ticket.units)
             ):
                 self._check(ticket, in_flight, replicas)
             self.accept(ticket)
-            if num_queued or in_flight >= self._room_per_replica * replicas:
-                self._fair.push(ticket)
-                ticket.exchange.waits_for.append(stats)
+            if num_queued or in_flight >= self._max_requests_per_replica * replicas:
+                self._fair_queue.push(ticket)
+                ticket.exchange.queued_models.append(stats)
                 stats.add("queue_requests", len(ticket.children))
-                self._fair.beat(time.monotonic())
+                self._fair_queue.beat(time.monotonic())
             else:
                 self.start(ticket)
         ticket.exchange.admissions.append((stats.task, ticket.priority_class))
@@ -115,7 +115,7 @@ class RequestQueue:
         if not ticket.is_queued:
             return
         with self._stats.shared.locked():
-            self._fair.remove(ticket)
+            self._fair_queue.remove(ticket)
             self._stats.add("queue_requests", -len(ticket.children))
         self._note_wait(ticket)
 
@@ -127,10 +127,10 @@ class RequestQueue:
         now_s = time.monotonic()
         if ticket is not None and ticket.charge:
             with self._stats.shared.locked():
-                self._fair.settle(ticket, cost)
+                self._fair_queue.settle(ticket, cost)
         if self._rate.is_due(now_s):
             self._rate.record(now_s, self._stats.num_ended())
-        if self._fair and not self._is_scheduled:
+        if self._fair_queue and not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._start_next)
 
@@ -182,21 +182,25 @@ class RequestQueue:
         """Start the next requests in order, as long as the engines have slots for them."""
         self._is_scheduled = False
         stats = self._stats
-        started: list[Ticket[Any]] = []
+        started_tickets: list[Ticket[Any]] = []
         with stats.shared.locked():
             now_s = time.monotonic()
-            self._fair.beat(now_s)
-            running = round(stats.total("in_flight") - stats.total("queue_requests"))
-            room = self._room_per_replica * len(stats.live_replicas()) - running
-            while room > 0 and len(started) < MAX_STARTS and (ticket := self._fair.pop(now_s)) is not None:
+            self._fair_queue.beat(now_s)
+            num_running = round(stats.total("in_flight") - stats.total("queue_requests"))
+            num_free = self._max_requests_per_replica * len(stats.live_replicas()) - num_running
+            while (
+                num_free > 0
+                and len(started_tickets) < MAX_STARTS
+                and (ticket := self._fair_queue.pop(now_s)) is not None
+            ):
                 stats.add("queue_requests", -len(ticket.children))
-                room -= len(ticket.children)
-                ticket.exchange.waits_for.remove(stats)
-                started.append(ticket)
+                num_free -= len(ticket.children)
+                ticket.exchange.queued_models.remove(stats)
+                started_tickets.append(ticket)
                 self.start(ticket)
-        for ticket in started:
+        for ticket in started_tickets:
             self._note_wait(ticket)
-        if len(started) == MAX_STARTS:
+        if len(started_tickets) == MAX_STARTS:
             self.free_slots()
 
     def _note_wait(self, ticket: Ticket[Any]) -> None:
@@ -212,5 +216,5 @@ class RequestQueue:
     def _on_timer(self) -> None:
         self._timer = None
         self.free_slots()
-        if self._fair:
+        if self._fair_queue:
             self._watch()

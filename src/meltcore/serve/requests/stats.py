@@ -80,9 +80,9 @@ _OPEN, _DRAINING, _DEAD, _ASLEEP = 0.0, 1.0, 2.0, 3.0  # a replica that is not o
 
 
 class SharedStats:
-    """Rows of named numbers in shared memory, with one row per process.
+    """Rows of named numbers in shared memory, with one row per process. All numbers are 0 at first.
 
-    All numbers are 0 at first. Another process maps the same memory by the file descriptor `fd`.
+    Another process maps the same memory by the file descriptor `fd`.
     """
 
     def __init__(self, names: Sequence[str], num_rows: int, fd: int | None = None) -> None:
@@ -121,28 +121,27 @@ class Histogram:
     def __init__(self, shared: SharedStats, row: int, first: int, bounds: Sequence[float]) -> None:
         """Create a view of the histogram's columns.
 
-        `first` is the column of the bucket with the lowest bound. The column after the last bucket has the sum of the
-        values.
+        `first` is the column of the lowest bucket. The column after the last bucket has the sum of the values.
         """
         self._rows = shared.rows
         self._row = shared.rows[row]
         self._histogram_bounds = bounds
-        self._first = first
-        self._sum = first + len(bounds) + 1
+        self._first_column = first
+        self._sum_column = first + len(bounds) + 1
 
     def observe(self, value_s: float, count: int = 1) -> None:
         """Count a value `count` times."""
-        self._row[self._first + bisect.bisect_left(self._histogram_bounds, value_s)] += count
-        self._row[self._sum] += value_s * count
+        self._row[self._first_column + bisect.bisect_left(self._histogram_bounds, value_s)] += count
+        self._row[self._sum_column] += value_s * count
 
     def totals(self) -> tuple[list[tuple[str, float]], float]:
         """Return the cumulative (`le`, count) pairs as in Prometheus, and the sum of the values, over all processes."""
         buckets = []
         total = 0.0
-        for column, bound in enumerate([*map(str, self._histogram_bounds), "+Inf"], self._first):
+        for column, bound in enumerate([*map(str, self._histogram_bounds), "+Inf"], self._first_column):
             total += sum(row[column] for row in self._rows)
             buckets.append((bound, total))
-        return buckets, sum(row[self._sum] for row in self._rows)
+        return buckets, sum(row[self._sum_column] for row in self._rows)
 
 
 class _Columns:
@@ -191,10 +190,7 @@ class _Columns:
 
 
 class ServerStats(_Columns):
-    """The statistics of a server, as one process uses them.
-
-    Each model has memory of its own, and models come and go.
-    """
+    """The statistics of a server, as one process uses them. Each model's statistics have shared memory of their own."""
 
     def __init__(
         self,
@@ -214,12 +210,12 @@ class ServerStats(_Columns):
             process_index: row of this process.
             fds: file descriptors of another process's statistics. None creates new statistics.
         """
-        lag, _, bounds = EVENT_LOOP_LAG
-        names = [f"server/{name}" for name in (*_PROCESS_COLUMNS, *_histogram_columns(lag, bounds))]
+        lag_name, _, bounds = EVENT_LOOP_LAG
+        names = [f"server/{name}" for name in (*_PROCESS_COLUMNS, *_histogram_columns(lag_name, bounds))]
         names += [f"server/key_{key}/{name}" for key in range(keys) for name in _KEY_COLUMNS]
         super().__init__(SharedStats(names, num_processes, fds[0] if fds else None), process_index, "server/")
         self._process_index = process_index
-        self.event_loop_lag = Histogram(self.shared, process_index, self._column[f"{lag}/0"], bounds)
+        self.event_loop_lag = Histogram(self.shared, process_index, self._column[f"{lag_name}/0"], bounds)
         self._models: dict[int, ModelStats] = {}
         for model, num_replicas in enumerate(replicas):
             self.add_model(model, num_replicas, fds[1 + model] if fds else None)
@@ -282,12 +278,18 @@ class ModelStats(_Columns):
     def __init__(self, shared: SharedStats, process_index: int, model: int, replicas: int) -> None:
         super().__init__(shared, process_index, f"{model}/")
         self.replicas = replicas
-        self._requests_at, self._tokens_at, self._last_message_at, self._closed_at, self._engine_at = (
+        (
+            self._request_columns,
+            self._token_columns,
+            self._last_message_columns,
+            self._state_columns,
+            self._engine_columns,
+        ) = (
             [self._column[f"replica_{name}/{replica}"] for replica in range(replicas)]
             for name in (*_REPLICA_COLUMNS, _ENGINE_COLUMNS[0])
         )
-        self._unconnected: set[int] = set()
-        self._silent: set[int] = set()
+        self._unconnected_replicas: set[int] = set()
+        self._unanswering_replicas: set[int] = set()
         self.task = DEFAULT.name  # of the model, for the label of metrics
         self.histograms = {
             name: Histogram(shared, process_index, self._column[f"{name}/0"], bounds) for name, _, bounds in HISTOGRAMS
@@ -315,15 +317,15 @@ class ModelStats(_Columns):
 
     def record_step(self, stats: EngineStats, ended_s: float, replica: int = 0) -> None:
         """Store a replica's statistics after a step that ended at `ended_s`."""
-        self._row[self._last_message_at[replica]] = time.monotonic()
-        first = self._engine_at[replica]
+        self._row[self._last_message_columns[replica]] = time.monotonic()
+        first = self._engine_columns[replica]
         self._row[first] = ended_s
         for column, value in enumerate(msgspec.structs.astuple(stats), first + 1):
             self._row[column] = value
 
     def engine(self, replica: int) -> EngineStats:
         """Return the newest statistics of a replica. If the replica is dead, only the counters remain."""
-        first = self._engine_at[replica]
+        first = self._engine_columns[replica]
         newest_row = max(self.shared.rows, key=lambda row: row[first])
         values = dict(
             zip(EngineStats.__struct_fields__, newest_row[first + 1 : first + len(_ENGINE_COLUMNS)], strict=True)
@@ -347,10 +349,10 @@ class ModelStats(_Columns):
 
     def live_replicas(self) -> list[int]:
         """Return the indices of the replicas to which new requests may be sent."""
-        row, unconnected = self.shared.rows[0], self._unconnected
+        row, unconnected = self.shared.rows[0], self._unconnected_replicas
         return [
             replica
-            for replica, column in enumerate(self._closed_at)
+            for replica, column in enumerate(self._state_columns)
             if row[column] == _OPEN and replica not in unconnected
         ]
 
@@ -359,7 +361,7 @@ class ModelStats(_Columns):
 
         Upstream servers that do not answer are not counted.
         """
-        return sum(replica not in self._silent for replica in self.live_replicas())
+        return sum(replica not in self._unanswering_replicas for replica in self.live_replicas())
 
     def assign(self, replica: int, tokens: int) -> None:
         """Count a request of `tokens` tokens at `replica`.
@@ -367,26 +369,26 @@ class ModelStats(_Columns):
         If the replica was idle, the time limit for its next step starts now.
         """
         if not self.open_requests(replica):
-            self._row[self._last_message_at[replica]] = time.monotonic()
-        self._row[self._requests_at[replica]] += 1
-        self._row[self._tokens_at[replica]] += tokens
+            self._row[self._last_message_columns[replica]] = time.monotonic()
+        self._row[self._request_columns[replica]] += 1
+        self._row[self._token_columns[replica]] += tokens
 
     def unassign(self, replica: int, tokens: int) -> None:
         """Remove an ended request of `replica` from the counts."""
-        self._row[self._requests_at[replica]] -= 1
-        self._row[self._tokens_at[replica]] -= tokens
+        self._row[self._request_columns[replica]] -= 1
+        self._row[self._token_columns[replica]] -= tokens
 
     def open_requests(self, replica: int) -> float:
         """Return the number of open requests of `replica` from all API servers."""
-        return self._sum(self._requests_at[replica])
+        return self._sum(self._request_columns[replica])
 
     def open_tokens(self, replica: int) -> float:
-        """Return the number of tokens with which the open requests of `replica` are counted."""
-        return self._sum(self._tokens_at[replica])
+        """Return the tokens of the open requests of `replica`, as `assign` has counted them."""
+        return self._sum(self._token_columns[replica])
 
     def last_message_s(self, replica: int) -> float:
         """Return the time.monotonic() at which any process received the last message of `replica`."""
-        column = self._last_message_at[replica]
+        column = self._last_message_columns[replica]
         return max(row[column] for row in self.shared.rows)
 
     def mark_replica_dead(self, replica: int) -> None:
@@ -418,8 +420,8 @@ class ModelStats(_Columns):
     def until_started_s(self) -> float:
         """Return the estimated seconds until an engine that starts can serve, from 1 to 60.
 
-        The estimate is the duration of the last start minus the time since this start began. If the start takes longer,
-        or is the first one, the estimate is the time by which it is late, at most 5 s.
+        The estimate is the duration of the last start minus the time since this start began. A start that takes longer
+        than the last one, or is the first, is late. The estimate is then the time by which it is late, at most 5 s.
         """
         left_s = self.max_value("start_s") + self.max_value("start_took_s") - time.monotonic()
         return max(_MIN_START_S, min(left_s, _MAX_START_S) if left_s > 0 else min(-left_s, _MAX_LATE_S))
@@ -430,11 +432,11 @@ class ModelStats(_Columns):
 
     def set_connected(self, replica: int, is_connected: bool) -> None:
         """Store whether this process has sockets to a replica. Without sockets it sends no requests to the replica."""
-        (self._unconnected.discard if is_connected else self._unconnected.add)(replica)
+        (self._unconnected_replicas.discard if is_connected else self._unconnected_replicas.add)(replica)
 
-    def set_answers(self, replica: int, answers: bool) -> None:
+    def set_answers(self, replica: int, has_answered: bool) -> None:
         """Store whether an upstream server has answered the health requests of this process."""
-        (self._silent.discard if answers else self._silent.add)(replica)
+        (self._unanswering_replicas.discard if has_answered else self._unanswering_replicas.add)(replica)
 
     def fail_process_requests(self, process_index: int) -> int:
         """Count the open requests of a dead process as failed, and return their number.
@@ -445,19 +447,19 @@ class ModelStats(_Columns):
         with self.shared.locked():
             num_failed = round(row[self._column["in_flight"]])
             row[self._column["failed"]] += num_failed
-            held = [f"queue_{name}/{each}" for each in CLASSES for name in ("requests", "units")]
-            for name in ("in_flight", "waiting_prompt_tokens", "queue_requests", *held):
+            queue_columns = [f"queue_{name}/{each}" for each in CLASSES for name in ("requests", "units")]
+            for name in ("in_flight", "waiting_prompt_tokens", "queue_requests", *queue_columns):
                 row[self._column[name]] = 0
             for replica in range(self.replicas):
-                row[self._requests_at[replica]] = row[self._tokens_at[replica]] = 0
+                row[self._request_columns[replica]] = row[self._token_columns[replica]] = 0
         return num_failed
 
     def _closed(self, replica: int) -> float:
-        return self.shared.rows[0][self._closed_at[replica]]
+        return self.shared.rows[0][self._state_columns[replica]]
 
     def _close(self, replica: int, value: float) -> None:
         with self.shared.locked():  # an API server that has just chosen the replica counts its request first
-            self.shared.rows[0][self._closed_at[replica]] = value
+            self.shared.rows[0][self._state_columns[replica]] = value
 
     def finish(
         self,

@@ -21,7 +21,7 @@ from meltcore.settings.config import PriorityClass
 
 # Within a class requests are served in order of arrival. Each step of OpenAI's field `priority` counts as much time.
 PRIORITY_STEP_S = 1.0
-MAX_STEPS = 60  # so a request is overtaken only by those that arrive within this many steps
+MAX_PRIORITY_STEPS = 60  # so a request is overtaken only by those that arrive within this many steps
 # These ids are unique among all API server processes, because their requests share the engines. The client's
 # x-request-id does not serve for this, because two clients may send the same one.
 _child_ids = (f"{os.getpid():x}-{counter}" for counter in itertools.count(1))
@@ -59,7 +59,7 @@ class Child:
         return True
 
     def messages(self) -> Sequence[ToEngine]:
-        """Return the messages for the child's replica. If the replica is lost, they are sent to another replica."""
+        """Return the messages for the child's replica. They are sent again to another replica if the first is lost."""
         return ()
 
     def open_ids(self) -> Sequence[str]:
@@ -112,7 +112,7 @@ class Ticket(Generic[_Child]):
         self.priority = CLASSES.index(self.priority_class) - 1
         self.units, self.cost = units, cost
         self.admitted_s = time.monotonic()
-        self.order_s = self.admitted_s + PRIORITY_STEP_S * max(-MAX_STEPS, min(MAX_STEPS, priority))
+        self.order_s = self.admitted_s + PRIORITY_STEP_S * max(-MAX_PRIORITY_STEPS, min(MAX_PRIORITY_STEPS, priority))
 
     def begin(self) -> None:
         """Note that the queue has started the request."""

@@ -37,7 +37,7 @@ QUEUE_VARIABLE, DEFAULT_QUEUE = "OTEL_BSP_MAX_QUEUE_SIZE", 2048
 CLOSE_S = 2.0  # for the last spans when a server ends
 CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 # Ends of paths beside those of tasks, and the task's path whose operation they are, or the name of their own.
-_ENDS = (
+_OPERATION_BY_SUFFIX = (
     (("chat", "chat_direct"), "/v1/chat/completions"),
     (("completions",), "/v1/completions"),
     (("embeddings",), "embeddings"),
@@ -152,7 +152,7 @@ def _operation(path: str) -> str | None:
     path, operations = path.rstrip("/"), _operations()
     if path in operations:
         return operations[path]
-    return next((operations.get(name, name) for ends, name in _ENDS if path.endswith(ends)), None)
+    return next((operations.get(name, name) for suffix, name in _OPERATION_BY_SUFFIX if path.endswith(suffix)), None)
 
 
 @cache
@@ -167,11 +167,11 @@ class _CountingExporter:
         self._exporter = exporter
         self._stats = stats
         self._log = log
-        self.taken = 0
+        self.num_exported = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> Any:
         """Send spans."""
-        self.taken += len(spans)
+        self.num_exported += len(spans)
         result = self._exporter.export(spans)
         if result.name == "SUCCESS":
             self._stats.add("trace_spans_sent", len(spans))
@@ -197,15 +197,15 @@ def _processor(exporter: Any, stats: ServerStats, limit: int) -> Any:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     class Bounded(BatchSpanProcessor):  # type: ignore[misc, unused-ignore]
-        ended = 0
+        num_ended = 0
 
         def on_end(self, span: ReadableSpan) -> None:
             if not (span.context and span.context.trace_flags.sampled):
                 return
-            if self.ended - exporter.taken >= limit:  # its queue would drop the oldest, and count nothing
+            if self.num_ended - exporter.num_exported >= limit:  # its queue would drop the oldest, and count nothing
                 stats.add("trace_spans_overflowed")
                 return
-            self.ended += 1
+            self.num_ended += 1
             super().on_end(span)
 
     return Bounded(exporter, max_queue_size=limit, max_export_batch_size=min(512, limit))

@@ -1,4 +1,4 @@
 """Serves the requests of each task.
 
-What all tasks share is here: the choice of a model, and the endpoint of a route.
+Here are the parts that all tasks share: the choice of a model, and the endpoint.
 """

@@ -47,7 +47,7 @@ class AudioBackend(EngineBackend, Generic[_Work]):
         )
 
     def load(self) -> None:
-        """Check that the packages for audio are installed. Raises ConfigError."""
+        """Load nothing. Raises ConfigError if a package that reads uploads is missing."""
         check_audio_packages()
 
     async def close_workers(self) -> None:

@@ -1,7 +1,8 @@
 """Forwards requests to upstream servers, and their answers to clients, without decoding either.
 
-An endpoint of this module comes before the endpoint of Meltcore's own models on the same path. It reads the body and
-finds the model's name. Then it passes the request to the model's backend, or to the other endpoint.
+On a path that can be forwarded, an endpoint of this module replaces the endpoint of Meltcore's own models. It reads the
+body and finds the model's name. Then it passes the request to the backend of an upstream model, or to the replaced
+endpoint.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class ForwardingEndpoint(Endpoint):
         return _not_found(scope, receive) if self._own is None else self._own(scope, receive, send)
 
     async def respond(self, exchange: Exchange) -> None:
-        """Forward a request, or let `own` answer it. Raises RequestError, ClientDisconnectedError."""
+        """Forward a request, or let `own` answer it.
+
+        Raises RequestError if the request fails, and ClientDisconnectedError if its client is gone.
+        """
         path = exchange.scope["path"]
         body = (await exchange.body(self.limit_bytes)).removeprefix(codecs.BOM_UTF8)
         request = read_request(body, exchange.body_type)
@@ -65,7 +69,7 @@ class ForwardingEndpoint(Endpoint):
         if request is None or not isinstance(backend, HttpBackend):
             if self._own is None:
                 raise self._not_here(request, name, path)
-            exchange.passed_body = body
+            exchange.buffered_body = body
             await self._own.respond(exchange)
             return
         exchange.fields |= {"model": backend.names[0], "user": request.user, "stream": bool(request.stream)}

@@ -56,8 +56,8 @@ class ModelChoice:
 
     def by_language(
         self,
-        is_kind: Callable[[object], TypeGuard[_Backend]],
-        what: str,
+        has_task: Callable[[object], TypeGuard[_Backend]],
+        purpose: str,
         models: Mapping[str, str],
         language: str | None,
         model: str | None,
@@ -68,26 +68,26 @@ class ModelChoice:
         request with an error that lists its languages. Raises RequestError (400, 404, 503).
 
         Args:
-            is_kind: returns whether a backend belongs to the task.
-            what: what models of the task do, for the error if there is no such model.
+            has_task: returns whether a backend belongs to the task.
+            purpose: what models of the task do, for the error if there is no such model.
             models: the configured model of each language.
             language: the language of the request.
             model: the model that the request names.
         """
-        chosen = []
+        backends_in_order = []
         for meaning in self.meanings(language):
             candidates = self.candidates(model or _configured(models, meaning))
-            found = [backend for backend in candidates if is_kind(backend)]
-            backend = _of_language(found, meaning) or refuse(candidates, what)
+            found = [backend for backend in candidates if has_task(backend)]
+            backend = _of_language(found, meaning) or refuse(candidates, purpose)
             if _knows(backend, meaning):
                 return backend, meaning
-            chosen.append(backend)
-        return chosen[0], None
+            backends_in_order.append(backend)
+        return backends_in_order[0], None
 
     def chat_model(self, model: str | None = None) -> Backend:
-        """Return a language model. Models that accept chats are preferred. Raises RequestError (400, 404, 503).
+        """Return a language model, if possible one that accepts chats. Raises RequestError (400, 404, 503).
 
-        A model without a chat template refuses the chat. Its error says how to configure a template.
+        A model without a chat template refuses the chat with an error that says how to configure a template.
         """
         candidates = self.candidates(model or self.routes.chat.model)
         for backend in sorted(candidates, key=lambda backend: not backend.chats):

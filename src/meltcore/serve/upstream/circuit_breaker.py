@@ -1,4 +1,4 @@
-"""Stops sending requests to a replica that fails repeatedly, until a single request succeeds (circuit breaker)."""
+"""Stops sending requests to a replica that fails repeatedly, until one request to it succeeds (circuit breaker)."""
 
 from __future__ import annotations
 

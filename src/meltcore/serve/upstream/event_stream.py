@@ -15,17 +15,17 @@ _EVENT_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 class EventBuffer:
     """Cuts a stream after complete events. `add` and `end` together return all added bytes, in order."""
 
-    __slots__ = ("_held", "is_inside_event")
+    __slots__ = ("_incomplete", "is_inside_event")
 
     def __init__(self) -> None:
-        self._held = b""
+        self._incomplete = b""
         self.is_inside_event = False  # of an event too long to be held, a part has been passed on
 
     def add(self, data: bytes) -> bytes:
         """Add bytes. Return all bytes up to the end of the last complete event, or b"" if no event is complete."""
-        if self._held:
-            data = self._held + data
-            self._held = b""
+        if self._incomplete:
+            data = self._incomplete + data
+            self._incomplete = b""
         if data.endswith(_EVENT_ENDS):  # nearly every read: a server writes whole events
             self.is_inside_event = False
             return data
@@ -35,14 +35,14 @@ class EventBuffer:
             end = len(data) - 2  # the next bytes may complete an event's end
         elif end:
             self.is_inside_event = False
-        self._held = data[end:]
+        self._incomplete = data[end:]
         return data[:end]
 
     def end(self) -> bytes:
         """Return the bytes that are left at the end of a stream. Call this method only if `is_whole` is true."""
-        return self._held
+        return self._incomplete
 
     @property
     def is_whole(self) -> bool:
         """Whether the stream may end here. Empty lines do not count as an event."""
-        return not self.is_inside_event and not self._held.strip(b"\r\n")
+        return not self.is_inside_event and not self._incomplete.strip(b"\r\n")

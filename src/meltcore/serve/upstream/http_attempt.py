@@ -26,7 +26,7 @@ from meltcore.serve.upstream.http_replica import UpstreamReplica
 
 # An answer that is no stream is sent once it is whole, up to this size: until then its failure is a plain error.
 MAX_WHOLE_BYTES = 1024 * 1024
-STATUS_OF: dict[FailureKind, tuple[int, str]] = {
+STATUS_BY_FAILURE: dict[FailureKind, tuple[int, str]] = {
     "connect": (502, "upstream_unreachable"),
     "connect_timeout": (504, "upstream_timeout"),
     "closed": (502, "upstream_error"),
@@ -38,8 +38,8 @@ STATUS_OF: dict[FailureKind, tuple[int, str]] = {
 }
 IDLE_TIMEOUT_S = 60.0  # between two bytes of an answer
 CLOSE_LIMIT_S = 5.0  # for a client to read the end of an answer that broke off
-_BUSY = (429, 503)  # an upstream that refuses a request: it has computed nothing
-_FAULTY = (500, 502, 504)
+_BUSY_STATUSES = (429, 503)  # an upstream that refuses a request: it has computed nothing
+_FAULTY_STATUSES = (500, 502, 504)
 _JSON_PATHS = ("completions", "embeddings", "translate", "translations", "tokenize", "rerank", "score", "responses")
 _RELAYED_HEADERS = (b"content-type", b"content-encoding", b"cache-control", b"retry-after", b"content-disposition")
 
@@ -110,13 +110,13 @@ class UpstreamTicket(Ticket[UpstreamChild]):
         self.client = client
         self.child = UpstreamChild(self)
         self.connection: UpstreamConnection | None = None
-        self.is_gone = False  # the client
+        self.is_client_gone = False
         self.is_overdue = False
         self._connecting: asyncio.Task[UpstreamConnection] | None = None
 
     async def wait_turn(self) -> None:
         """Wait until the queue starts the request, or until the request has ended."""
-        if not (self.is_gone or self.is_overdue or self.error is not None):
+        if not (self.is_client_gone or self.is_overdue or self.error is not None):
             self.turn = asyncio.get_running_loop().create_future()
             await self.turn
 
@@ -139,7 +139,7 @@ class UpstreamTicket(Ticket[UpstreamChild]):
 
     def disconnect(self) -> None:
         """End the request because its client has disconnected."""
-        self.is_gone = True
+        self.is_client_gone = True
         self.interrupt("aborted", "the client has disconnected")
 
     def fail(self) -> None:
@@ -159,17 +159,17 @@ class UpstreamTicket(Ticket[UpstreamChild]):
             self._connecting.cancel()
         if self.connection is not None:
             self.connection.fail(kind, message)
-        if self.is_sending and not self.is_gone:
+        if self.is_sending and not self.is_client_gone:
             self.client.transport.abort()  # it does not read, so no error would reach it
 
     async def close_client(self) -> None:
         """Close the client's connection when the client has read all that was sent, or after CLOSE_LIMIT_S."""
-        lost = asyncio.Event()
-        self.client.set_disconnect_callback(lost.set)
+        disconnected = asyncio.Event()
+        self.client.set_disconnect_callback(disconnected.set)
         self.client.transport.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_LIMIT_S):
-                await lost.wait()
+                await disconnected.wait()
         self.client.transport.abort()
 
     def check(self, now_s: float, first_byte_s: float) -> None:
@@ -220,7 +220,7 @@ class Attempt:
         self._server = server
         self._limit_s = limit_s
         self._events = EventBuffer() if is_streamed else None
-        self._is_judged = False  # the breaker knows how it went
+        self._is_reported = False  # the breaker knows how it went
         self._usage = b""  # what came last with the upstream's count of tokens
         self._num_events = 0
 
@@ -234,7 +234,7 @@ class Attempt:
         try:
             connection = await self._send(body)
             status = connection.status
-            if status in _BUSY and may_retry:
+            if status in _BUSY_STATUSES and may_retry:
                 return None
             first, is_whole = await self._first_bytes(connection)
         except UpstreamError as error:
@@ -250,13 +250,13 @@ class Attempt:
         else:
             if self._events is not None:
                 self._note_events(first)
-            broken = await self._relay(connection, first)
-            if broken is not None:
-                return self._counted(broken)
-        if status in _FAULTY:
+            broken_outcome = await self._relay(connection, first)
+            if broken_outcome is not None:
+                return self._counted(broken_outcome)
+        if status in _FAULTY_STATUSES:
             self._fail()
-        elif status not in _BUSY:
-            self._is_judged = True
+        elif status not in _BUSY_STATUSES:
+            self._is_reported = True
             breaker.succeed()
         return self._counted(outcome)
 
@@ -265,7 +265,7 @@ class Attempt:
         connection, self._ticket.connection = self._ticket.connection, None
         if connection is not None:
             self._replica.release(connection)
-        if not self._is_judged:
+        if not self._is_reported:
             self._replica.breaker.abandon()
 
     def describe(self, error: UpstreamError) -> str:
@@ -275,11 +275,14 @@ class Attempt:
         return f"{self._server} failed: {error}"
 
     def _fail(self) -> None:
-        self._is_judged = True
+        self._is_reported = True
         self._replica.breaker.fail(asyncio.get_running_loop().time())
 
     async def _send(self, body: bytes) -> UpstreamConnection:
-        """Send the request and wait for the head of its answer. Raises UpstreamError."""
+        """Send the request, wait for the head of its answer, and return the connection.
+
+        Raises UpstreamError if the replica does not answer.
+        """
         exchange, replica, ticket = self._exchange, self._replica, self._ticket
         scope = exchange.scope
         headers = f"X-Request-Id: {exchange.identity}\r\n{via_lines(scope)}"
@@ -291,18 +294,18 @@ class Attempt:
                 if (value := header(scope, name)) is not None:
                     headers += f"{name.decode()}: {value.decode('latin-1')}\r\n"
         data = replica.encode("POST", scope["path"], body, exchange.body_type, headers)
-        idle = replica.idle_connection()
-        if idle is not None:
-            ticket.connection = idle
-            idle.send(data)
+        idle_connection = replica.idle_connection()
+        if idle_connection is not None:
+            ticket.connection = idle_connection
+            idle_connection.send(data)
             try:
-                await idle.response_head()
+                await idle_connection.response_head()
             except UpstreamError as error:
                 # The server closed the idle connection while the request was on its way: it has not read it.
                 if error.kind != "closed" or error.had_bytes:
                     raise
             else:
-                return idle
+                return idle_connection
         connection = ticket.connection = await ticket.connect(replica)
         connection.send(data)
         await connection.response_head()
@@ -315,14 +318,14 @@ class Attempt:
         """
         status = connection.status
         content_type = connection.headers.get(b"content-type", b"").decode("latin-1")
-        kind = content_type.partition(";")[0].strip().lower()
+        media_type = content_type.partition(";")[0].strip().lower()
         if 300 <= status < 400:
             raise UpstreamError("malformed", f"it answered with status {status}, a redirect", had_bytes=True)
-        is_stream = kind == "text/event-stream"
+        is_stream = media_type == "text/event-stream"
         if status >= 400 or self._events is None:
             wants_json = status >= 400 or self._exchange.scope["path"].endswith(_JSON_PATHS)
-            is_json = kind == "application/json" or kind.endswith("+json")
-            if (wants_json and not is_json) or kind in ("text/html", ""):
+            is_json = media_type == "application/json" or media_type.endswith("+json")
+            if (wants_json and not is_json) or media_type in ("text/html", ""):
                 raise _wrong_type(status, content_type, "application/json")
             self._events = None
             parts: list[bytes] = []
@@ -364,7 +367,10 @@ class Attempt:
         self._ticket.is_sending = False
 
     async def _relay(self, connection: UpstreamConnection, first: bytes) -> ForwardOutcome | None:
-        """Pass on an answer as it arrives. Return the outcome, also if the answer breaks off."""
+        """Pass on an answer as it arrives.
+
+        Return None after a complete answer, or the outcome if the answer breaks off.
+        """
         events, headers = self._events, self._headers(connection)
         if events is None and b"content-length" in connection.headers:
             headers.append((b"content-length", connection.headers[b"content-length"]))
@@ -383,16 +389,16 @@ class Attempt:
         return None
 
     async def _relay_events(self, connection: UpstreamConnection, events: EventBuffer) -> None:
-        """Write events in the same iteration of the event loop in which they are read. Raises UpstreamError.
+        """Write events in the same iteration of the event loop in which they are read.
 
-        Most of the cost of a stream is iterations of the event loop.
+        Most of the cost of a stream is iterations of the event loop. Raises UpstreamError if the stream breaks off.
         """
         ticket, client = self._ticket, self._ticket.client
 
         def pass_on(data: bytes) -> None:
-            if whole := events.add(data):
-                self._note_events(whole)
-                if not client.write_chunk(whole):
+            if complete_events := events.add(data):
+                self._note_events(complete_events)
+                if not client.write_chunk(complete_events):
                     ticket.is_sending = True
                     connection.pause()
 
@@ -432,14 +438,14 @@ class Attempt:
         ticket, events = self._ticket, self._events
         if error.kind not in ("aborted", "deadline"):
             self._fail()
-        status, code = STATUS_OF[error.kind]
+        status, code = STATUS_BY_FAILURE[error.kind]
         failure = ticket.error or RequestError(self.describe(error), status=status, code=code)
-        if not ticket.is_gone:
+        if not ticket.is_client_gone:
             if events is not None and not events.is_inside_event and not ticket.is_sending:
                 event = b"event: error\ndata: " + error_json(failure) + b"\n\n"
                 await self._exchange.send({"type": "http.response.body", "body": event, "more_body": True})
             await ticket.close_client()
-        return ForwardOutcome(499 if ticket.is_gone else failure.status, self._replica.index, failure.code)
+        return ForwardOutcome(499 if ticket.is_client_gone else failure.status, self._replica.index, failure.code)
 
     def _headers(self, connection: UpstreamConnection) -> list[tuple[bytes, bytes]]:
         """Return the headers of the answer. The content type comes first."""
@@ -449,6 +455,8 @@ class Attempt:
         return headers + self._exchange.headers
 
 
-def _wrong_type(status: int, content_type: str, wanted: str) -> UpstreamError:
-    shown = repr(content_type[:80]) if content_type else "no content type"
-    return UpstreamError("malformed", f"it answered with {shown} (status {status}) instead of {wanted}", had_bytes=True)
+def _wrong_type(status: int, content_type: str, expected: str) -> UpstreamError:
+    shown_type = repr(content_type[:80]) if content_type else "no content type"
+    return UpstreamError(
+        "malformed", f"it answered with {shown_type} (status {status}) instead of {expected}", had_bytes=True
+    )

@@ -31,7 +31,7 @@ from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.ticket import Ticket
 from meltcore.serve.upstream.http_attempt import (
     IDLE_TIMEOUT_S,
-    STATUS_OF,
+    STATUS_BY_FAILURE,
     Attempt,
     ForwardOutcome,
     UpstreamChild,
@@ -48,7 +48,7 @@ WAKING_CHECK_S = 0.1  # of the health of a server that is being started for them
 SWEEP_S = 1.0  # between two looks at the time limits, or a fifth of the shortest limit
 # Before the first byte for the client. After a time limit the upstream may still be computing: to repeat the request
 # would double the load of servers that are too slow already.
-_RETRIED: tuple[FailureKind, ...] = ("connect", "connect_timeout", "closed")
+_RETRIED_FAILURES: tuple[FailureKind, ...] = ("connect", "connect_timeout", "closed")
 # Of a request that waits nothing is tokenized here. Four bytes are a token of English text.
 BYTES_PER_TOKEN = 4
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -69,9 +69,10 @@ class UpstreamHealth(Health):
         if self._stats.is_asleep:
             return None
         now_s = asyncio.get_running_loop().time()
-        live = self._stats.live_replicas()
+        live_replicas = self._stats.live_replicas()
         reasons = [
-            replica.problem(now_s) if replica.index in live else "it is being started" for replica in self._replicas
+            replica.problem(now_s) if replica.index in live_replicas else "it is being started"
+            for replica in self._replicas
         ]
         if None in reasons:
             return None
@@ -88,8 +89,8 @@ class UpstreamHealth(Health):
         if self.status not in ("loading", "failed"):
             return None
         found = await asyncio.gather(*(replica.circle(scope) for replica in self._replicas))
-        known = [circle for circle in found if circle is not None]
-        return " and ".join(known) if known and len(known) == len(found) else None
+        circles = [circle for circle in found if circle is not None]
+        return " and ".join(circles) if circles and len(circles) == len(found) else None
 
 
 class _OpenTickets(OpenTickets[UpstreamChild]):
@@ -144,8 +145,8 @@ class HttpBackend:
             timeouts.request_s, UpstreamTicket.pass_limit
         )
         self._output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer, on average
-        self._turn = 0
-        self._are_several = len(self.replicas) > 1
+        self._rotation = 0
+        self._has_several_replicas = len(self.replicas) > 1
         self._created = int(time.time())
         self._tasks: list[asyncio.Task[None]] = []
         self._watches: list[asyncio.Task[None]] = []  # of the replicas' health
@@ -254,7 +255,7 @@ class HttpBackend:
         """Wait for the request's turn, then send it on."""
         if ticket.is_queued:
             await ticket.wait_turn()
-            if ticket.is_gone and ticket.is_queued:
+            if ticket.is_client_gone and ticket.is_queued:
                 return ForwardOutcome(499, None, "client_closed")
             if ticket.is_queued or ticket.error is not None:  # its end came before its turn
                 raise ticket.error or self.tickets.overdue(ticket)
@@ -268,7 +269,7 @@ class HttpBackend:
         """
         deadline_s = asyncio.get_running_loop().time() + self._timeouts.connect_s
         while not self._usable(set()) and asyncio.get_running_loop().time() < deadline_s:
-            if ticket.is_gone or ticket.error is not None or self.health.status not in SERVING:
+            if ticket.is_client_gone or ticket.error is not None or self.health.status not in SERVING:
                 return
             await asyncio.sleep(WAKE_CHECK_S)
 
@@ -289,7 +290,8 @@ class HttpBackend:
                 replica,
                 is_streamed=is_streamed,
                 stats=self.stats,
-                server=f"the server of {self.names[0]}" + (f" (replica {replica.index})" if self._are_several else ""),
+                server=f"the server of {self.names[0]}"
+                + (f" (replica {replica.index})" if self._has_several_replicas else ""),
                 limit_s=self.tickets.limit_s,
             )
             try:
@@ -297,8 +299,8 @@ class HttpBackend:
             except UpstreamError as error:
                 if error.kind == "aborted":
                     return self._ended(ticket, replica)
-                if not (may_retry and error.kind in _RETRIED):
-                    status, code = STATUS_OF[error.kind]
+                if not (may_retry and error.kind in _RETRIED_FAILURES):
+                    status, code = STATUS_BY_FAILURE[error.kind]
                     raise RequestError(attempt.describe(error), status=status, code=code) from error
             else:
                 if outcome is not None:
@@ -313,15 +315,18 @@ class HttpBackend:
 
         Raises the error (RequestError) that ended the request otherwise.
         """
-        if ticket.error is not None and not ticket.is_gone:
+        if ticket.error is not None and not ticket.is_client_gone:
             raise ticket.error
         return ForwardOutcome(499, replica.index, "client_closed")
 
     def _choose(self, tried: set[int]) -> UpstreamReplica:
-        """Return the replica with the fewest open requests of all API servers. Raises RequestError (429, 503)."""
+        """Return the replica whose number of open requests, over all API servers, is lowest.
+
+        Raises RequestError: 429 if every replica has MAX_CONNECTIONS open requests, and 503 if none accepts requests.
+        """
         usable = self._usable(tried)
-        free = [each for each in usable if each.num_open < MAX_CONNECTIONS]
-        if not free:
+        available = [each for each in usable if each.num_open < MAX_CONNECTIONS]
+        if not available:
             if usable:
                 raise RequestError(
                     f"the queue is full: each server of {self.names[0]} has {MAX_CONNECTIONS} open requests",
@@ -329,22 +334,24 @@ class HttpBackend:
                     code="queue_full",
                 )
             raise self.health.not_ready(self.health.problem() or f"every server of {self.names[0]} refused")
-        if len(free) == 1:
-            return free[0]
-        self._turn += 1
-        turn, count = self._turn, len(self.replicas)
-        return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
+        if len(available) == 1:
+            return available[0]
+        self._rotation += 1
+        rotation, num_replicas = self._rotation, len(self.replicas)
+        return min(
+            available, key=lambda each: (self.stats.open_requests(each.index), (each.index - rotation) % num_replicas)
+        )
 
     def _usable(self, tried: set[int]) -> list[UpstreamReplica]:
         """Return the replicas that accept requests, without those in `tried`.
 
         Replicas that the supervisor starts or drains do not accept requests.
         """
-        now_s, live = asyncio.get_running_loop().time(), self.stats.live_replicas()
+        now_s, live_replicas = asyncio.get_running_loop().time(), self.stats.live_replicas()
         return [
             each
             for each in self.replicas
-            if each.index in live and each.index not in tried and each.problem(now_s) is None
+            if each.index in live_replicas and each.index not in tried and each.problem(now_s) is None
         ]
 
     def _renamed(self, body: bytes, content_type: str, model: str | None) -> bytes:
@@ -368,7 +375,7 @@ class HttpBackend:
 
     @property
     def purpose(self) -> str:
-        """A text that says in errors what the model does, and where."""
+        """A text that completes "the model NAME ..." in errors: the model's function, and where it is served."""
         return f"serves {', '.join(self.paths)} only"
 
     def model_card(self, name: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Keeps an HTTP/1.1 connection to a server alive for one request after another. The bytes of answers are not changed.
 
-Upstream servers and the admin socket of a fleet use it. It is built on asyncio and httptools, the parser of uvicorn. An
-HTTP client library would wake its reader and allocate for each chunk, and could not say whether a failed request has
-reached the server.
+It is used for upstream servers and for the admin socket of a fleet, and is built on asyncio and httptools, the parser
+of uvicorn. An HTTP client library would wake its reader and allocate for each chunk, and could not say whether a failed
+request has reached the server.
 """
 
 from __future__ import annotations
@@ -81,12 +81,15 @@ class UpstreamConnection(asyncio.Protocol):
             self._error = self._error or UpstreamError("closed", "it closed the connection")
 
     async def response_head(self) -> None:
-        """Wait for the status and the headers. Raises UpstreamError."""
+        """Wait for the status and the headers. Raises UpstreamError if the connection fails first."""
         while self.status == 0:
             await self._wait()
 
     async def read(self) -> bytes:
-        """Return the bytes of the body that have arrived. Returns b"" at the end of the body. Raises UpstreamError."""
+        """Return the bytes of the body that have arrived, or b"" at the end of the body.
+
+        Raises UpstreamError if the connection fails before the end.
+        """
         while not self._chunks:
             if self.is_complete:
                 return b""
@@ -96,9 +99,10 @@ class UpstreamConnection(asyncio.Protocol):
         return data
 
     async def relay(self, sink: Callable[[bytes], None]) -> None:
-        """Pass the rest of the body to `sink`, each part when it is read, without waking a task. Raises UpstreamError.
+        """Pass the rest of the body to `sink`, each part when it is read, without waking a task.
 
-        `sink` may call `pause` to stop the reading until `resume` is called.
+        `sink` may call `pause` to stop the reading until `resume` is called. Raises UpstreamError if the connection
+        fails.
         """
         self._sink = sink
         try:
@@ -218,7 +222,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        """Accept the head, unless it belongs to an informational answer (100 Continue)."""
+        """Accept the head of the answer. The head of an informational answer (100 Continue) is ignored."""
         status = self._parser.get_status_code()
         if status < 200:
             return
@@ -282,7 +286,7 @@ async def connect(address: tuple[str, int] | str, context: ssl.SSLContext | None
 async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
     """Wait for the complete answer to the sent request, and return it.
 
-    Raises UpstreamError, also for an answer of more than MAX_ANSWER_BYTES.
+    Raises UpstreamError if the connection fails, and for an answer of more than MAX_ANSWER_BYTES.
     """
     await connection.response_head()
     parts, size = [], 0
@@ -296,9 +300,9 @@ async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
 
 
 async def ask(connecting: Awaitable[UpstreamConnection], request: bytes, limit_s: float) -> UpstreamAnswer:
-    """Send one request over a new connection.
+    """Send one request over a new connection, and return the complete answer.
 
-    Return the complete answer within `limit_s` seconds. Raises UpstreamError.
+    Raises UpstreamError if there is no complete answer within `limit_s` seconds.
     """
     connection: UpstreamConnection | None = None
     try:

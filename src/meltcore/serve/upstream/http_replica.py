@@ -47,15 +47,15 @@ class UpstreamReplica:
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
         # Compressed answers would have to be decoded to find their events.
-        self._fixed = f" HTTP/1.1\r\nHost: {host}:{self._port}\r\nAccept-Encoding: identity\r\n{key}"
+        self._fixed_headers = f" HTTP/1.1\r\nHost: {host}:{self._port}\r\nAccept-Encoding: identity\r\n{key}"
         self._idle: deque[UpstreamConnection] = deque()
         self._health_path = "/health"  # or /v1/models, where a server has no such path
-        self._late_answers = 0
+        self._health_timeouts_in_row = 0
 
     def encode(self, method: str, path: str, body: bytes, content_type: str, headers: str = "") -> bytes:
-        """Return the bytes of a request. `headers` contains further lines of the head, each with its line end."""
+        """Return the bytes of a request. `headers` has additional headers, each with its line end."""
         length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
-        return f"{method} {self._prefix}{path}{self._fixed}{length}{headers}\r\n".encode("latin-1") + body
+        return f"{method} {self._prefix}{path}{self._fixed_headers}{length}{headers}\r\n".encode("latin-1") + body
 
     # --- connections
 
@@ -68,7 +68,7 @@ class UpstreamReplica:
         return None
 
     async def connect(self) -> UpstreamConnection:
-        """Open a connection. Raises UpstreamError."""
+        """Open a connection to the server. Raises UpstreamError if the server does not accept it."""
         return await connect((self._host, self._port), self._ssl, self._connect_timeout_s)
 
     def release(self, connection: UpstreamConnection) -> None:
@@ -111,11 +111,11 @@ class UpstreamReplica:
                 answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S)
         except UpstreamError as error:
             is_late = error.kind in ("first_byte", "connect_timeout")
-            self._late_answers = self._late_answers + 1 if is_late else 0
-            if not is_late or self._late_answers >= TIMEOUTS_UNTIL_DOWN or self.state == "starting":
+            self._health_timeouts_in_row = self._health_timeouts_in_row + 1 if is_late else 0
+            if not is_late or self._health_timeouts_in_row >= TIMEOUTS_UNTIL_DOWN or self.state == "starting":
                 self._set_down(str(error))
             return
-        self._late_answers = 0
+        self._health_timeouts_in_row = 0
         self.leads_back = answer.status == LOOP_STATUS or (answer.status == 200 and await self._is_this_server())
         if self.leads_back:
             circle = _circle_of(answer)
@@ -147,8 +147,8 @@ class UpstreamReplica:
             return None
         if answer.status != LOOP_STATUS:
             return None
-        further = _circle_of(answer)
-        return f"{self.url} ({further})" if further else f"{self.url}, which waits for it"
+        waiting_servers = _circle_of(answer)
+        return f"{self.url} ({waiting_servers})" if waiting_servers else f"{self.url}, which waits for it"
 
     def _set_down(self, reason: str) -> None:
         self.state = "down" if self.state != "starting" else "starting"

@@ -1,4 +1,4 @@
-"""Asks a language model of the server on behalf of routes whose form is not OpenAI's."""
+"""Sends prompts to a language model of this server, for routes whose form is not OpenAI's."""
 
 from __future__ import annotations
 

@@ -48,7 +48,10 @@ class LocalEngine(EngineBackend):
     # --- life cycle
 
     def load(self) -> TextModel:
-        """Return the tokenizer and the chat template. May take seconds. Raises ConfigError."""
+        """Return the tokenizer and the chat template. This may take seconds.
+
+        Raises ConfigError if one of them is invalid.
+        """
         return load_text_model(self.config)
 
     def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:

@@ -41,9 +41,10 @@ async def chat_prompt(
     special_tokens_in_messages: bool = False,
     is_only_counted: bool = False,
 ) -> list[int]:
-    """Return the token ids of a chat, up to the beginning of the answer. Raises RequestError (400).
+    """Return the token ids of a chat, up to the beginning of the answer. Raises RequestError (400) for an invalid chat.
 
-    `encode_all` explains `context` and `is_only_counted`, and `render_chat` explains `special_tokens_in_messages`.
+    `context` and `is_only_counted` limit the length, as in `encode_all`. `special_tokens_in_messages` says how the chat
+    template treats text that looks like a special token, as in `render_chat`.
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
@@ -82,8 +83,8 @@ async def encode_prompts(
 ) -> list[list[int]]:
     """Return one list of token ids per prompt. Raises RequestError (400) that names the field `param`.
 
-    A request has one text, several texts, one list of token ids, or several lists, at most `most`. `encode_all`
-    explains `context`.
+    `prompt` is one text, several texts, one list of token ids, or several lists, at most `most`. `context` is the
+    model's context in tokens. None accepts a prompt of any length.
     """
     if isinstance(prompt, str):
         prompt = [prompt]
@@ -106,7 +107,7 @@ async def encode_prompts(
 async def prompt_texts(tokenizer: Tokenizer, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
     """Return the text of each prompt for `echo`. A prompt of token ids is decoded.
 
-    Token ids may end within a character. This character then belongs to the answer.
+    The last token may end within a character. The bytes of this character then belong to the answer.
     """
     prompt_list = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     texts = [text for text in prompt_list if isinstance(text, str)]

@@ -36,7 +36,7 @@ def checkpoint_defaults(generation_config: dict[str, Any], source: str = "genera
     """Return the sampling defaults of a checkpoint. `do_sample: false` means greedy, whatever the other fields are.
 
     Numbers may be written as text. Raises ConfigError with the file (`source`), the field and the value if a default is
-    out of range, because it would fail every request that does not set the field.
+    out of range. Otherwise every request that does not set this field would fail.
     """
     defaults: dict[str, Any] = {}
     for name, value_type in _MODEL_DEFAULTS.items():

@@ -18,11 +18,10 @@ from meltcore.text.tokenizer import Tokenizer
 
 
 def check_servable(config: ModelSection) -> Task:
-    """Return the task of a model.
+    """Return the task of a model. Raises ConfigError with all reasons why the model cannot be served.
 
-    Raises ConfigError with all reasons that the files of the model, its tokenizer and its chat template show.
-
-    All files of a model on the Hub except safetensors files are downloaded for this, as a server would do next.
+    The files of the model, its tokenizer and its chat template are checked. For a model on the Hub, all files except
+    safetensors files are downloaded for this, as a server would do next.
     """
     tokenizer = _reason_of_tokenizer(config.tokenizer)
     if tokenizer is not None:

@@ -63,7 +63,10 @@ def _tokenizer_reasons(path: Path) -> list[str]:
 
 
 def find_task(config: ModelSection) -> Task:
-    """Return the task of a model. Downloads the configuration if necessary. Raises ConfigError."""
+    """Return the task of a model. Downloads the configuration if necessary.
+
+    Raises ConfigError if the model or its configuration is not found.
+    """
     task = checkpoints.find_task(config.model, dummy=config.load_format == "dummy")
     if task is DEFAULT:
         find_checkpoint(config)  # says what is wrong with one that cannot be opened
@@ -71,7 +74,10 @@ def find_task(config: ModelSection) -> Task:
 
 
 def load_text_model(config: ModelSection) -> TextModel:
-    """Load the tokenizer, the chat template and the sampling defaults. May take seconds. Raises ConfigError."""
+    """Load the tokenizer, the chat template and the sampling defaults. This may take seconds.
+
+    Raises ConfigError if a file is missing or invalid.
+    """
     checkpoint = find_checkpoint(config)
     greedy, generation_path = config.generation_config == "greedy", checkpoint.folder / "generation_config.json"
     tokenizer = Tokenizer.from_checkpoint(checkpoint, allow_missing=config.load_format == "dummy")

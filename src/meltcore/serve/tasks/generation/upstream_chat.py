@@ -1,7 +1,4 @@
-"""Asks an upstream model on behalf of the server's own routes.
-
-A request is forwarded, and this process reads the answer.
-"""
+"""Sends prompts to an upstream model, for routes of this server that need an answer of a language model."""
 
 from __future__ import annotations
 

@@ -90,14 +90,14 @@ class SynthesisBackend(SpokenBackend, Protocol):
     async def synthesize(self, request: SynthesisRequest, on_part: Callable[[SpokenPart], Awaitable[None]]) -> float:
         """Pass the parts of an audio file to `on_part` as they are spoken. Return the duration of the file in seconds.
 
-        Raises RequestError. Cancelling the call ends the work.
+        Raises RequestError if the model cannot speak the text. Cancelling the call ends the work.
         """
 
 
 async def speak_whole(backend: SynthesisBackend, request: SynthesisRequest) -> bytes:
     """Return the complete audio file in which a text is spoken.
 
-    Raises RequestError. Cancelling the call ends the work.
+    Raises RequestError if the model cannot speak the text. Cancelling the call ends the work.
     """
     parts: list[bytes] = []
 

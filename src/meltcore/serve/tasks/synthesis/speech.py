@@ -55,7 +55,10 @@ class SpeechEndpoint(Endpoint):
 
 
 async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: SynthesisRequest) -> None:
-    """Send the speech of a text as it is spoken, as a file or as OpenAI's events. Raises RequestError."""
+    """Send the speech of a text as it is spoken, as a file or as OpenAI's events.
+
+    Raises RequestError if the model cannot speak the text.
+    """
     content_type = CONTENT_TYPES[request.response_format]
     if request.is_whole:
         disposition = f'attachment; filename="speech.{request.response_format}"'
@@ -89,8 +92,8 @@ async def read_request(body: bytes, content_type: str, query: Mapping[str, str])
         fields, reference = dict(texts), next(iter(files), None)
         if len(fields) < len(texts):
             names = [name for name, _ in texts]
-            twice = shorten(next(name for name in names if names.count(name) > 1))
-            raise RequestError(f"{twice} is given twice", param=twice)
+            repeated_name = shorten(next(name for name in names if names.count(name) > 1))
+            raise RequestError(f"{repeated_name} is given twice", param=repeated_name)
         request = convert_fields(fields, SynthesisFields)
     elif body:
         request = decode_request(body, SynthesisFields)
@@ -101,9 +104,9 @@ async def read_request(body: bytes, content_type: str, query: Mapping[str, str])
 
 def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: bool) -> SynthesisRequest:
     for name in ("text", "ref_audio_name", "ref_text"):  # dwani.ai's names of other fields
-        other = {"text": "input", "ref_audio_name": "voice", "ref_text": "reference_text"}[name]
-        if getattr(fields, name) is not None and getattr(fields, other) is not None:
-            raise RequestError(f"{name} and {other} mean the same; give one", param=name)
+        openai_name = {"text": "input", "ref_audio_name": "voice", "ref_text": "reference_text"}[name]
+        if getattr(fields, name) is not None and getattr(fields, openai_name) is not None:
+            raise RequestError(f"{name} and {openai_name} mean the same; give one", param=name)
     is_worker_form = fields.text is not None
     text = fields.text if fields.input is None else fields.input
     if text is None or not is_visible(text):
@@ -161,8 +164,8 @@ class SpeechBatchEndpoint(Endpoint):
         work = finish_batch("input", (speak_whole(backend, each) for each in requests))
         files = await while_connected(exchange.scope, work)
         extension = requests[0].response_format
-        named = {f"audio_{index:02}.{extension}": data for index, data in enumerate(files)}
-        archive = await asyncio.to_thread(_zip, named)
+        file_by_name = {f"audio_{index:02}.{extension}": data for index, data in enumerate(files)}
+        archive = await asyncio.to_thread(_zip, file_by_name)
         exchange.headers.append((b"content-disposition", b'attachment; filename="speech.zip"'))
         await exchange.answer(archive, b"application/zip")
 

@@ -76,15 +76,15 @@ class SpeechToSpeechEndpoint(Endpoint):
         language = fields.language or ""
         if not language:
             raise RequestError("language is required: models do not detect it", param="language")
-        listener, request = transcriber(self.choices, speech_request({"language": language}, data))
+        transcriber_backend, request = transcriber(self.choices, speech_request({"language": language}, data))
         target = fields.target_language or language
-        speaker = synthesizer(
+        synthesizer_backend = synthesizer(
             self.choices, target, param="target_language"
         )  # before any work: a server without one says so now
         exchange.fields["model"] = self.choices.chat_model(fields.model).names[0]
         is_events, is_json = fields.stream_format == "sse", fields.format == "json"
 
-        transcript = await listener.transcribe(request)
+        transcript = await transcriber_backend.transcribe(request)
         if not is_visible(transcript.text):
             raise RequestError("no speech was found in the audio", param="file", code="no_speech")
         if is_events:
@@ -101,7 +101,7 @@ class SpeechToSpeechEndpoint(Endpoint):
             exchange.headers.append(
                 (b"content-disposition", f'inline; filename="speech.{speech.response_format}"'.encode())
             )
-            await send_speech(exchange, speaker, speech)
+            await send_speech(exchange, synthesizer_backend, speech)
             return
-        audio = base64.b64encode(await speak_whole(speaker, speech)).decode()
+        audio = base64.b64encode(await speak_whole(synthesizer_backend, speech)).decode()
         await exchange.answer_json(_Answer(transcription=transcript.text, llm_response=answer, audio_base64=audio))

@@ -26,7 +26,7 @@ _SAMPLE_BYTES = 4
 # Of IndicF5. Its texts show their language by their letters; clients of dwani.ai name it all the same.
 _LANGUAGES = ("as", "bn", "gu", "hi", "kn", "ml", "mr", "or", "pa", "ta", "te")
 _INT16_RANGE = 32_768
-_ENDED = {
+_ERROR_BY_FINISH_REASON = {
     "abort": ("the engine ended the request", 500, None),
     "deadline": ("the request waited longer than --request-timeout", 504, "request_timeout"),
     "error": ("the engine refused the request", 400, None),
@@ -172,8 +172,8 @@ class SynthesisEngine(AudioBackend[_Speech]):
             if isinstance(result, RequestError):
                 raise result
             speech.waiting_bytes -= len(result.samples)
-            if result.finish_reason in _ENDED:
-                reason, status, code = _ENDED[result.finish_reason]
+            if result.finish_reason in _ERROR_BY_FINISH_REASON:
+                reason, status, code = _ERROR_BY_FINISH_REASON[result.finish_reason]
                 raise RequestError(result.error or reason, status=status, code=code)
             num_bytes += len(result.samples)
             is_last = result.finish_reason is not None

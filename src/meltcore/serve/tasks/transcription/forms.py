@@ -32,8 +32,8 @@ class SpeechBackend(SpokenBackend, Protocol):
     ) -> Transcription:
         """Return the words of an audio file.
 
-        As soon as the words of a clip are known, `on_words` receives them. Clips are in order. Raises RequestError.
-        Cancelling the call ends the work.
+        As soon as the words of a clip are known, `on_words` receives them. Clips are in order. Cancelling the call ends
+        the work. Raises RequestError if the file cannot be transcribed.
         """
 
 

@@ -101,7 +101,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
 
         At most _MAX_OPEN_CLIPS clips are at the replica. `on_words` receives the words of each clip, in order.
         """
-        starts: list[float] = []
+        start_times_s: list[float] = []
         clips: list[asyncio.Future[Transcript]] = []
         words: list[SpokenWord] = []
         duration_s, num_read = 0.0, 0
@@ -116,14 +116,14 @@ class TranscriptionEngine(AudioBackend[_Recording]):
                 if isinstance(part, Decoded):
                     duration_s = part.duration_s
                     continue
-                starts.append(part.start / ready.sample_rate)
+                start_times_s.append(part.start / ready.sample_rate)
                 clip_id = f"{recording.request_id}-{len(clips)}"
                 clips.append(self._send_clip(clip_id, part.samples, language, request, ready, recording))
                 if len(clips) - num_read >= _MAX_OPEN_CLIPS:
-                    words += await self._read(clips[num_read], starts[num_read], on_words)
+                    words += await self._read(clips[num_read], start_times_s[num_read], on_words)
                     num_read += 1
         for index in range(num_read, len(clips)):
-            words += await self._read(clips[index], starts[index], on_words)
+            words += await self._read(clips[index], start_times_s[index], on_words)
         recording.ticket.cost = max(1.0, duration_s)
         return Transcription(words, duration_s, language)
 
@@ -136,7 +136,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         ready: TranscriptionReady,
         recording: _Recording,
     ) -> asyncio.Future[Transcript]:
-        done: asyncio.Future[Transcript] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Transcript] = asyncio.get_running_loop().create_future()
         # Silence fills up the last clip of a file, which may be too short for the model.
         padding = bytes(max(0, 2 * ready.min_samples - len(samples)))
         decoder: Literal["ctc", "rnnt"] = "ctc" if request.decoder == "ctc" else "rnnt"
@@ -149,8 +149,8 @@ class TranscriptionEngine(AudioBackend[_Recording]):
             arrived_s=time.monotonic(),
         )
         self.tickets.send(recording, message)
-        recording.clips[clip_id] = done, message if self.stats.replicas > 1 else None
-        return done
+        recording.clips[clip_id] = future, message if self.stats.replicas > 1 else None
+        return future
 
     async def _read(
         self,

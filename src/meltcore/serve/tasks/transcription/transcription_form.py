@@ -85,7 +85,7 @@ def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozens
 
 
 def _check_temperature(value: str) -> None:
-    """Raise RequestError unless the temperature is 0, because tokens are never sampled."""
+    """Raise RequestError (400) for a temperature other than 0, because tokens are never sampled."""
     try:
         is_zero = read_number(value, float) == 0
     except ValueError:

@@ -20,15 +20,15 @@ def translator(choices: ModelChoice, request: TranslateRequest) -> tuple[Transla
 
     Raises RequestError (400, 404, 503).
     """
-    first = _translator(choices, request)
+    first_backend = _translator(choices, request)
     if code_among(request.src_lang, [request.tgt_lang]) is not None:
-        return first, request  # no substitute makes two languages out of one
+        return first_backend, request  # no substitute makes two languages out of one
     for source, target in product(choices.meanings(request.src_lang), choices.meanings(request.tgt_lang)):
-        meant = msgspec.structs.replace(request, src_lang=source, tgt_lang=target)
-        backend = _translator(choices, meant)
-        if backend.has_pair(meant):
-            return backend, meant
-    return first, request  # whose error says what it translates
+        substituted_request = msgspec.structs.replace(request, src_lang=source, tgt_lang=target)
+        backend = _translator(choices, substituted_request)
+        if backend.has_pair(substituted_request):
+            return backend, substituted_request
+    return first_backend, request  # whose error says what it translates
 
 
 def can_translate(choices: ModelChoice) -> bool:
@@ -59,8 +59,8 @@ def _llm_translator(choices: ModelChoice, model: str | None) -> LLMTranslator:
     return LLMTranslator(choices.chat_model(model), route.system_message, route.stop)
 
 
-def _matches(known: str, language: str) -> bool:
-    return known == ANY_LANGUAGE or code_among(language, [known]) is not None
+def _matches(configured: str, language: str) -> bool:
+    return configured == ANY_LANGUAGE or code_among(language, [configured]) is not None
 
 
 def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:

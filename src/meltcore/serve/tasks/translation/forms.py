@@ -31,7 +31,7 @@ class TranslatedTexts(NamedTuple):
 
 @runtime_checkable
 class TranslationBackend(Protocol):
-    """A backend that may translate. It does if `translates` is true."""
+    """The interface of a backend whose model can translate. The backend may be used if `translates` is true."""
 
     names: tuple[str, ...]
 

@@ -44,11 +44,11 @@ class LLMTranslator:
             raise RequestError(f"src_lang and tgt_lang are both {source}", param="tgt_lang")
         system = self._prompt.format(source=source, target=target)
 
-        async def one(text: str) -> ChatAnswer:
+        async def translate_text(text: str) -> ChatAnswer:
             return await ask(self._backend, system, text, stop=self._stop) if is_visible(text) else _NOTHING
 
         texts = request.sentences
-        answers = await finish_all(one(text) for text in texts)
+        answers = await finish_all(translate_text(text) for text in texts)
         return TranslatedTexts(
             [answer.text if is_visible(text) else text for answer, text in zip(answers, texts, strict=True)],
             sum(answer.prompt_tokens for answer in answers),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Of a request, of all texts together: about a second of one core for their preparation.
 MAX_REQUEST_CHARS = 262_144
 # Prepared by one call of the thread: 50 ms. Then other requests have their turn, and a client may have left.
-_TURN_CHARS = 8_192
+_BATCH_CHARS = 8_192
 
 
 class TranslationEngine(BatchBackend):
@@ -33,7 +33,7 @@ class TranslationEngine(BatchBackend):
     unit = CHARS
 
     def load(self) -> TranslationText:
-        """Return the tokenizer. Raises ConfigError."""
+        """Return the tokenizer. Raises ConfigError if its files are missing or invalid."""
         from meltcore.serve.tasks.translation.translations import load_translation_text  # needs meltcore[translate]
 
         return load_translation_text(self.config, find_checkpoint(self.config))
@@ -96,13 +96,13 @@ class TranslationEngine(BatchBackend):
         documents: list[Document] = []
         while len(documents) < len(texts):
             end, num_chars = len(documents), 0
-            while end < len(texts) and (num_chars == 0 or num_chars + len(texts[end]) <= _TURN_CHARS):
+            while end < len(texts) and (num_chars == 0 or num_chars + len(texts[end]) <= _BATCH_CHARS):
                 num_chars += len(texts[end])
                 end += 1
-            turn = texts[len(documents) : end]
+            batch = texts[len(documents) : end]
             async with self._preparing:
                 work = asyncio.create_task(
-                    asyncio.to_thread(self._text.prepare, turn, source, target, limit, normalizer)
+                    asyncio.to_thread(self._text.prepare, batch, source, target, limit, normalizer)
                 )
                 work.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that has left
                 try:

@@ -25,7 +25,10 @@ from meltcore.text.translation.tokenizer import (
 
 @dataclass(frozen=True)
 class TranslationText:
-    """Has the tokenizer of a translation checkpoint. `direction` is that of the checkpoint's name, or None."""
+    """Has the tokenizer of a translation checkpoint, and the direction that the checkpoint's name states.
+
+    `direction` is en-indic, indic-en or indic-indic. None means any direction.
+    """
 
     tokenizer: TranslationTokenizer
     is_synthetic: bool
@@ -37,8 +40,8 @@ class TranslationText:
         codes = [each.code for each in LANGUAGES if each.code in self.tokenizer.tags]
         indic = [code for code in codes if code != "eng_Latn"]
         source, _, target = (self.direction or "").partition("-")
-        sides = {"en": ["eng_Latn"], "indic": indic}
-        return sides.get(source, codes), sides.get(target, codes)
+        codes_by_side = {"en": ["eng_Latn"], "indic": indic}
+        return codes_by_side.get(source, codes), codes_by_side.get(target, codes)
 
     def pair(self, request: TranslateRequest, model: str) -> tuple[Language, Language]:
         """Return the source and the target language of a request.
@@ -68,9 +71,9 @@ class TranslationText:
 
         `outputs` has the token ids of the translated sentences of all `documents`.
         """
-        rest = iter(outputs)
+        remaining_outputs = iter(outputs)
         return [
-            finish(document, list(itertools.islice(rest, len(document.sentences))), self.tokenizer, target)
+            finish(document, list(itertools.islice(remaining_outputs, len(document.sentences))), self.tokenizer, target)
             for document in documents
         ]
 
