@@ -24,20 +24,20 @@ class Decode(msgspec.Struct, tag="decode", array_like=True, frozen=True):
 
 
 class DecodedClip(msgspec.Struct, tag="clip", array_like=True, frozen=True):
-    """Holds one clip: its int16 samples, and its first sample's position in the file."""
+    """Holds one clip: its int16 samples, and the index of the first of them in the file."""
 
     start: int
     samples: bytes
 
 
 class Decoded(msgspec.Struct, tag="end", array_like=True, frozen=True):
-    """Ends the clips of a file."""
+    """Follows the last clip of a file, and holds the file's duration in seconds."""
 
     duration_s: float
 
 
 class NotDecoded(msgspec.Struct, tag="error", array_like=True, frozen=True):
-    """Says why a file cannot be decoded. Messages with clips of the same file may have come before."""
+    """Says why a file cannot be decoded. Clips of the same file may have been sent before."""
 
     message: str
 

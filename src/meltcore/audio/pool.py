@@ -179,7 +179,7 @@ class EncodedFile:
         self._encoding = encoding
 
     async def add(self, samples: bytes, *, is_last: bool) -> bytes:
-        """Encode more float32 samples. Returns the bytes that are ready. Raises RequestError (500)."""
+        """Encode more float32 samples. Returns the bytes that are ready. Raises RequestError (500) after a failure."""
         return await self._encoders.exchange(
             self._worker, Encode(self._file_id, *self._encoding, samples, is_last, CPU_LIMIT_S)
         )

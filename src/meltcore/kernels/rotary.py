@@ -1,8 +1,8 @@
 """Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) in half-split form: i rotates with i + size / 2.
 
 Some models rotate only the first `rotary_dim` dimensions of a head. An attention score is a sum over dimensions, so
-queries and keys may share any order of them. In `half_split_order` both halves begin with rotated dimensions and the
-others rotate by an angle of zero, so no kernel needs to know `rotary_dim`.
+queries and keys may share any order of them. In `half_split_order` both halves begin with the rotated dimensions. The
+remaining dimensions rotate by an angle of zero, so no kernel needs to know `rotary_dim`.
 
 Other models rotate neighboring pairs instead: `rotate_pairs`.
 

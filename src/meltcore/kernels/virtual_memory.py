@@ -131,8 +131,8 @@ class VirtualMemory:
     def wake(self, copied_tags: Collection[str]) -> int:
         """Map all segments at their addresses. Return the number of bytes that were copied back.
 
-        Segments with `copied_tags` have the content that they had before the last sleep. Others have zeros. Raises
-        SleepError if physical memory is missing. Nothing is mapped then, and `wake` can be called again.
+        Segments with `copied_tags` have the content that they had before the last sleep. Other segments have zeros.
+        Raises SleepError if physical memory is missing. Nothing is mapped then, and `wake` can be called again.
         """
         needed_bytes, free_bytes = self.size(), self._driver.free_bytes()
         if needed_bytes > free_bytes:

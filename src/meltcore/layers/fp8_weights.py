@@ -207,7 +207,7 @@ class Fp8Experts(nn.Module):
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
-        """Add each token's weighted sum of expert outputs to `residual` in place. If it is None, return the sum."""
+        """Return `residual` with each token's weighted sum of expert outputs added in place, or else the sum alone."""
         gate_up = BlockFp8Tensor(self.gate_up_values, self.gate_up_scales)
         down = BlockFp8Tensor(self.down_values, self.down_scales)
         return add_block_fp8_experts(residual, hidden, routing, gate_up, down)

@@ -161,7 +161,7 @@ class GgmlExperts(nn.Module):
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
-        """Add each token's weighted sum of expert outputs to `residual` in place. If it is None, return the sum."""
+        """Return `residual` with each token's weighted sum of expert outputs added in place, or else the sum alone."""
         parts = [part.tensor for part in self._parts]
         return add_ggml_experts(residual, hidden, routing, parts, self.down_proj.tensor)
 

@@ -28,9 +28,10 @@ from meltcore.layers.weight_loader import (
 
 
 class LinearWeight(Protocol):
-    """The interface of a linear layer's weight [sum(output_sizes), input_size], a module constructed from these sizes.
+    """The interface of a linear layer's weight, a module that is constructed with (output_sizes, input_size).
 
-    `output_sizes` are the rows of each checkpoint matrix that the layer merges.
+    The weight has the shape [sum(output_sizes), input_size]. `output_sizes` are the rows of each checkpoint matrix that
+    the layer merges.
     """
 
     def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
@@ -95,7 +96,7 @@ class ExpertsWeight(Protocol):
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
-        """Add each token's weighted sum of expert outputs to `residual` in place. If it is None, return the sum."""
+        """Return `residual` with each token's weighted sum of expert outputs added in place, or else the sum alone."""
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loaders of one expert's matrix gate_proj, [intermediate_size, hidden_size].
@@ -197,7 +198,7 @@ class DenseExperts(nn.Module):
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
-        """Add each token's weighted sum of expert outputs to `residual` in place. If it is None, return the sum."""
+        """Return `residual` with each token's weighted sum of expert outputs added in place, or else the sum alone."""
         assert isinstance(routing, Routing), "see selects"
         return add_experts(residual, hidden, routing, self.gate_up_proj, self.down_proj)
 

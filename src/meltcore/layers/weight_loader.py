@@ -118,7 +118,7 @@ def merged_shard_loader(
 
 
 def concatenated_loader(parts: Sequence[WeightLoader]) -> WeightLoader:
-    """Return the loader of a checkpoint tensor that concatenates, row by row, the tensors that `parts` load."""
+    """Return the loader of a checkpoint tensor whose rows are the rows of the tensors of `parts`, one after another."""
     slices: list[tuple[Index, WeightLoader]] = []
     start = 0
     for part in parts:

@@ -71,7 +71,7 @@ class Synthesizer:
 
         A single text returns a single array of samples.
 
-        All texts share batches, and a text's speech does not depend on the others. `voice` is one of `voices`, by
+        All texts share batches, and a text's speech does not depend on the other texts. `voice` is one of `voices`, by
         default the first. `reference` replaces `voice`: audio in which `reference_text` is spoken. A `speed` of 2 is
         twice as fast, and another `seed` gives another rendering. `num_steps` is 32, 16 or 8; 0 means 32. Raises
         RequestError for a text, voice, reference or setting that cannot be served, and ConfigError for a file that

@@ -1,7 +1,7 @@
 r"""Defines the pre-tokenizers that `tokenizer.ggml.pre` of a GGUF file names.
 
 The names are llama.cpp's. The steps and normalizers are the published tokenizer's: each step splits the pieces of the
-step before it. Both give the same tokens, except where llama.cpp leaves out a normalizer (NFC) or writes \p{Lu} and
+step before it. The tokens equal llama.cpp's, except where llama.cpp leaves out a normalizer (NFC) or writes \p{Lu} and
 \p{M} as ranges of ASCII letters.
 """
 

@@ -101,7 +101,7 @@ class Tokenizer:
     def synthetic_bytes(cls, vocab_size: int) -> Tokenizer:
         """Return a byte-level tokenizer for a model without a tokenizer.
 
-        Id n is byte n up to 255; the others are texts like " t300". Encoding gives one token per byte, so prompt
+        Id n is byte n up to 255; larger ids are texts like " t300". Encoding gives one token per byte, so prompt
         lengths are easy to predict, and every id decodes to some text. Raises ConfigError for a vocabulary of fewer
         than 256 ids.
         """

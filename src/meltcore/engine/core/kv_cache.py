@@ -99,7 +99,7 @@ class PageLayout(NamedTuple):
         """Return the number of pages with which `seqs` sequences of `tokens` tokens can run together.
 
         A step has at most `chunk` tokens, which all sequences share. So only one sequence holds a whole chunk beyond
-        its window. Each of the others holds the pages that its window reaches, and the page that it fills.
+        its window. Each other sequence holds the pages that its window reaches, and the page that it fills.
         """
         pages = 0
         for group in self.groups:

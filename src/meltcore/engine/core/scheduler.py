@@ -6,14 +6,15 @@ preempted: it releases all pages and is recomputed later. It keeps its priority,
 for another, so every request finishes.
 
 A request with penalties needs one of a few slots for its token counts while it runs. While no slot is free, such
-requests wait and others start before them. A slot that becomes free is kept for the first of them, and no request of a
-later priority starts before that request.
+requests wait, and requests without penalties start before them. A slot that becomes free is kept for the first of them,
+and no request of a later priority starts before that request.
 
 In a model with sliding windows a sequence releases the pages that no later query reads, when it is next scheduled. The
 device runs steps in order, so a step in flight reads them before their next owner writes.
 
 A sequence of a model with recurrent layers holds a slot for its state while it runs. Its prompt is cut where a snapshot
-is to be taken (recurrent_states.py). Very long prompts are cut small while others decode (pacing.py).
+is to be taken (recurrent_states.py). Very long prompts are prefilled in small chunks while other sequences decode
+(pacing.py).
 """
 
 from __future__ import annotations

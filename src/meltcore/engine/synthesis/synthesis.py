@@ -88,7 +88,7 @@ class _Batch:
         return min(utterance.due for utterance in self.utterances)
 
     def keep(self, rows: list[int]) -> None:
-        """Keep the utterances of `rows`, and drop all others."""
+        """Keep the utterances of `rows`, and drop all other utterances."""
         index = torch.tensor(rows, device=self.noisy.device)
         num_rows = len(self.utterances)
         self.utterances = [self.utterances[row] for row in rows]
@@ -168,7 +168,7 @@ class SpeechSampler:
             self._launched.popleft().synchronize()
 
     def _begin(self) -> _Batch:
-        """Make a batch of waiting utterances: the one that is due first, and others of similar length."""
+        """Make a batch of the waiting utterance that is due first and other waiting utterances of similar length."""
         in_order = sorted(self._waiting.values(), key=lambda utterance: utterance.due)
         utterances: list[Utterance] = []
         for utterance in in_order:

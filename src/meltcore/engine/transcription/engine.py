@@ -179,7 +179,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
     def _ctc(
         self, requests: Sequence[Transcribe], encoded: torch.Tensor, frames: torch.Tensor
     ) -> list[tuple[list[int], list[Emissions]]]:
-        """Decode the clips that ask for CTC, language by language. Returns pairs of rows and the rows' emissions."""
+        """Decode the clips that ask for CTC, language by language. Returns pairs of clip indices and emissions."""
         by_language: dict[str, list[int]] = {}
         for row, request in enumerate(requests):
             if request.decoder == "ctc":
@@ -195,7 +195,7 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
     ) -> list[tuple[list[int], list[Emissions]]]:
         """Decode the clips that ask for RNN-T, of all languages together.
 
-        Returns pairs of rows and the rows' emissions.
+        Returns pairs of clip indices and emissions.
         """
         rows = [row for row, request in enumerate(requests) if request.decoder == "rnnt"]
         if not rows:

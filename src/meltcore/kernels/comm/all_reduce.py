@@ -3,8 +3,8 @@
 Words pass through symmetric memory (comm/symmetric_memory.py). In one shot, a rank writes its values to all others,
 waits for their values, and sums them. This is one trip over the link. In two shots, every rank receives one slice of
 each row from all others, sums it, and sends the sum to all. These are two trips, and with 8 ranks a quarter of the
-words. Both give every rank the same bits. In one shot all ranks sum in the same order. In two shots one rank computes a
-sum for all ranks.
+words. Both methods give every rank the same bits, since all ranks sum in the same order (one shot), or one rank
+computes a sum for all ranks (two shots).
 
 The next operations of a layer are fused: a program adds the sum of a row to the residual stream and normalizes the row.
 The previous operation is fused too: a token's partial sum may be the weighted sum over its experts.

@@ -51,7 +51,7 @@ def supports(hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) ->
 
 
 def is_faster(num_pairs: int, num_experts: int, width: int) -> bool:
-    """Return whether the kernel is faster than all others for these experts and this number of pairs."""
+    """Return whether the kernel is the fastest for these experts and this number of pairs."""
     max_pairs = num_pairs + 1 if width <= _MAX_NARROW else _MAX_PAIRS_WIDE * num_experts
     return _MIN_PAIRS * num_experts <= num_pairs < max_pairs
 

@@ -63,7 +63,7 @@ class ExpertConfig(NamedTuple):
 
 
 def supports(hidden: torch.Tensor, pairs: int, weights: Sequence[GgmlTensor]) -> bool:
-    """Return whether the kernel supports these tensors (16-bit tokens on CUDA) and is faster than the others."""
+    """Return whether the kernel supports these tensors (16-bit tokens on CUDA) and is the fastest."""
     if not hidden.is_cuda or capability(hidden.device) < MIN_CAPABILITY:
         return False
     return (

@@ -112,10 +112,10 @@ def _ggml_grouped_gemm_kernel(
 def select_config(pairs: int, weight: GgmlTensor) -> GemmConfig:
     """Select the configuration for a number of pairs of all experts together and a weight [experts, rows, K].
 
-    `block_m` is the one of `default_config`, at most 64, or 32 if few pairs per expert need no more. `block_k` follows
-    from the format. Larger tiles have fewer stages, so that more programs run on an SM. On an H200, 64 pairs per expert
-    took 563 us with four stages and 468 us with two. On an H100, 16 pairs took 326 us in tiles of 64, and 257 us in
-    tiles of 32 with three stages.
+    `block_m` is taken from `default_config`, but at most 64, or 32 for few pairs per expert. `block_k` follows from the
+    format. Larger tiles have fewer stages, so that more programs run on an SM. On an H200, 64 pairs per expert took 563
+    us with four stages and 468 us with two. On an H100, 16 pairs took 326 us in tiles of 64, and 257 us in tiles of 32
+    with three stages.
     """
     shared_bytes = shared_memory_bytes(weight.values.device)
     block_m = min(64, default_config(pairs, len(weight.values), 2, shared_bytes).block_m)

@@ -110,7 +110,7 @@ def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
 
 
 def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
-    """Return whether the kernel supports these tensors and is faster than all others."""
+    """Return whether the kernel supports these tensors and is the fastest."""
     num_values = len(weight.values) * weight.columns
     min_tokens = _MIN_K_QUANT_TOKENS if _has_much_to_decode(num_values, weight.type) else _MIN_TOKENS
     max_tokens = MAX_TOKENS if num_values >= _FEW_VALUES else _MAX_TOKENS_FEW_VALUES

@@ -1,8 +1,8 @@
 """Reads archives of torch.save and torch.jit.save without executing any of their code.
 
-Both are zip files: data.pkl is a pickle, in which tensors are references to uncompressed entries. The pickle's classes
-are never imported. Objects become records of their state, and tensors become locations in the file. The code of
-TorchScript stays text.
+Both functions write zip files: data.pkl is a pickle, in which tensors are references to uncompressed entries. The
+pickle's classes are never imported. Objects become records of their state, and tensors become locations in the file.
+The code of TorchScript stays text.
 
 This module does not import torch, since API servers use it too.
 """

@@ -1,4 +1,4 @@
-"""Lists the texts of tokens that begin and end turns, for files that do not mark such tokens or mark others."""
+"""Lists the texts of tokens that begin and end turns, for files that mark none or other tokens as such."""
 
 # Tokens that end a turn. Older files name no end-of-turn token, or no second end token.
 END_TOKENS = frozenset(

@@ -322,7 +322,7 @@ def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 
 def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the tensors of divisors of rotary frequencies, [rotary_dim / 2] float32, of llama3 and longrope."""
+    """Return the divisors of llama3's or longrope's rotary frequencies by tensor name, [rotary_dim / 2] float32."""
     scaling = config.rope_scaling
     if isinstance(scaling, LongRopeScaling):
         factors = {LONG_FACTORS: scaling.long_factor, SHORT_FACTORS: scaling.short_factor}
@@ -334,7 +334,7 @@ def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """Add values by their types: whole numbers as uint32, others as float32, lists as arrays."""
+    """Add values by their types: integers as uint32, floats as float32, lists as arrays."""
     for key, value in metadata.items():
         if value == []:  # the package writes none
             continue

@@ -57,7 +57,7 @@ class SourceTensor:
 
     @property
     def is_merged(self) -> bool:
-        """Whether the file's tensor merges this tensor with others."""
+        """Whether the file's tensor merges this tensor with other tensors."""
         return self.file.entries[self.name].shape != self.shape
 
     def read(self) -> torch.Tensor:

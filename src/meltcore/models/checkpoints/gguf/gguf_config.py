@@ -1,7 +1,7 @@
 """Reads a GGUF file's metadata as the config.json that the same model has on the Hugging Face hub.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A value that a file leaves out is the one that
-llama.cpp and the published configuration use. This module does not import torch.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. If a file leaves out a value, it gets the default of
+llama.cpp and the published configuration. This module does not import torch.
 """
 
 from __future__ import annotations
