@@ -244,11 +244,10 @@ def test_load_page_defines_every_metric_as_the_code_does() -> None:
 @pytest.mark.parametrize(
     ("field", "accepted"),
     [
-        ("tools", "[]"),
-        ("tool_choice", '"none"'),
+        ("functions", "[]"),
+        ("function_call", '"none"'),
         ("response_format", '{"type":"text"}'),
         ("service_tier", '"auto"'),
-        ("parallel_tool_calls", "true"),
         ("n", "1"),
         ("verbosity", None),
     ],

@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Bearer token that requests must send, except to /, /docs, /openapi.json, /health and /live (default: the "
         "environment variable MELTCORE_API_KEY).",
     )
+    group.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="Accepted as vLLM's, and not needed: a model whose calls can be read always takes tools.",
+    )
     for section in (ModelSection, ServerSection, LimitsSection, TimeoutsSection):
         add_options(parser, section)
     add_daemon_options(parser)

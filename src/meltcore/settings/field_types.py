@@ -88,6 +88,9 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=31_536_000)]
 AudioSeconds: TypeAlias = Annotated[float, Meta(ge=1, le=1_000_000_000)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 GpuId: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
+CallParser: TypeAlias = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "mistral", "functiongemma", "llama3_json", "pythonic"
+]
 Device: TypeAlias = Literal["auto", "cuda", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
 
 

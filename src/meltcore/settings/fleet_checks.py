@@ -30,7 +30,7 @@ _ENGINE_ONLY = (
         "max_num_batched_tokens",
     ),
     *("enforce_eager", "enable_prefix_caching", "generation_config", "shapes", "format"),
-    *("hf_overrides", "async_scheduling", "seed", "debug", "normalizer"),
+    *("hf_overrides", "async_scheduling", "seed", "debug", "normalizer", "tool_call_parser", "reasoning_parser"),
     *("max_queue_chars", "max_queue_audio_s"),
 )
 # Settings of a `url` or a `command`. An engine of Meltcore's own would ignore them.

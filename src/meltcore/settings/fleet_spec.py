@@ -18,6 +18,7 @@ from meltcore.settings.config import ENGINE_GROUP, EngineSettings, PriorityClass
 from meltcore.settings.field_types import (
     AudioSeconds,
     Bytes,
+    CallParser,
     Device,
     FleetSection,
     GpuId,
@@ -289,6 +290,10 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
             group=HTTP_GROUP,
         ),
     ] = "greedy"
+    tool_call_parser: Annotated[CallParser, setting("Format of tool calls (auto: found).", group=HTTP_GROUP)] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none"], setting("auto: separate reasoning from answers. none: leave it.", group=HTTP_GROUP)
+    ] = "auto"
     normalizer: Annotated[
         Literal["itt", "original"],
         setting(

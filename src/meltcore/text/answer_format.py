@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meltcore.common.errors import ConfigError
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.tokenizer import Tokenizer
 
@@ -115,7 +114,7 @@ def answer_format(
         config: The checkpoint's config.json.
         template: The chat template.
         response_template: The field of that name of tokenizer_config.json, which transformers reads, if there is one.
-        calls: The name of the call format. "auto" takes what `response_template` says, else what the chat template
+        calls: A name of CALL_FORMATS. "auto" takes what `response_template` says, else what the chat template
             shows. "none" reads no calls.
         reasoning: Whether it is separated from the answer.
     """
@@ -128,8 +127,6 @@ def answer_format(
     call_format = CALL_FORMATS.get(calls)
     if calls == "auto":
         call_format = format_of_response_template(response_template) or _format_of_template(template.source)
-    elif call_format is None and calls != "none":
-        raise ConfigError(f"--tool-call-parser {calls} is not known; known are auto, none, {', '.join(CALL_FORMATS)}")
     return AnswerFormat(tokenizer, reasoning_ids, call_format, _mark_ids(tokenizer, call_format))
 
 

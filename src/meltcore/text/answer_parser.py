@@ -30,6 +30,7 @@ from meltcore.text.call_scanners import (
     schema_types,
     to_json,
     typed_json,
+    whole_call,
 )
 
 _BLANKS, _NAME, _WORD = re.compile(r"[ \t\r\n]+"), re.compile(r"[\w.:/-]+"), re.compile(r"\w+")
@@ -93,7 +94,7 @@ class AnswerParser(CharacterReader):
         self._reasoning_ids = form.reasoning_ids or ()
         self._tools = tools or ToolSet({})
         self._format = form.calls if tools is not None else None
-        if self._format is not None and not self._format.has_marks and self._tools.max_calls == 0:
+        if self._tools.max_calls == 0 and self._format and not self._format.has_marks:
             self._format = None  # nothing tells a call from text
         self._in_reasoning = form.starts_in_reasoning(prompt)
         self._skips_space = False
@@ -192,11 +193,11 @@ class AnswerParser(CharacterReader):
             "json": self._json_call, "named": self._named_call, "xml": self._xml_call, "python": self._python_call,
         }  # fmt: skip
         while not self._has_ended or self._at < len(self._buffer):
+            self._raw = []
             if self._in_reasoning and not form.has_marks:
                 self._write(self._take(len(self._buffer)))
                 yield
                 continue
-            self._raw = []
             text, mark = yield from self._piece(marks)
             self._write(text)
             if mark is not None:
@@ -307,7 +308,7 @@ class AnswerParser(CharacterReader):
                     in_arguments = True
                     self._arguments("{")
         if not self._is_open:
-            name, arguments = _whole_call("".join(self._raw[head:]))
+            name, arguments = whole_call("".join(self._raw[head:]))
             if name is None or not self._open_call(form, name):
                 return (yield from self._other_object(form, scanner))
             self._arguments(arguments)
@@ -485,18 +486,3 @@ class AnswerParser(CharacterReader):
                 return None
             parts.append(self._take(scanner.scan(self._buffer, self._at)))
         return python_to_json("".join(parts))
-
-
-def _whole_call(text: str) -> tuple[str | None, str]:
-    """Return the name and the arguments of an object, whatever the order of its fields; None if it is no call."""
-    try:
-        call = json.loads(text)
-        call = call.get("function", call) if isinstance(call.get("function"), dict) else call
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
-        if isinstance(arguments, str):  # encoded twice
-            arguments = json.loads(arguments)
-        if isinstance(name, str) and isinstance(arguments, dict | None):
-            return name, to_json(arguments or {})
-    except (ValueError, RecursionError):
-        pass
-    return None, ""

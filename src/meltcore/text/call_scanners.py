@@ -379,3 +379,18 @@ def typed_json(raw: str, types: tuple[str, ...]) -> str:
         if found is not None and name in _PYTHON_TYPES and _has_type(json.loads(found), name):
             return found
     return to_json(raw)
+
+
+def whole_call(text: str) -> tuple[str | None, str]:
+    """Return the name and the arguments of an object, whatever the order of its fields; None if it is no call."""
+    try:
+        call = json.loads(text)
+        call = call.get("function", call) if isinstance(call.get("function"), dict) else call
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):  # encoded twice
+            arguments = json.loads(arguments)
+        if isinstance(name, str) and isinstance(arguments, dict | None):
+            return name, to_json(arguments or {})
+    except (ValueError, RecursionError):
+        pass
+    return None, ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ class ChatTemplate:
         source = find_source(folder, tokenizer_config(folder))
         return None if source is None else cls(source, special_token_texts(folder), defaults)
 
+    @cached_property
+    def expects_text_arguments(self) -> bool:
+        """Whether the template writes the arguments of a call only if they are text. Most take an object.
+
+        It is tried: DeepSeek's templates join the arguments with texts, which fails for an object.
+        """
+
+        def shows_arguments(arguments: Any) -> bool:
+            function = {"name": "probe", "arguments": arguments}
+            call = {"id": "call_0000", "type": "function", "function": function}
+            user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                return "needle" in self.render([user, answer]).replace("{'needle'", "")  # Python's form is no JSON
+            except RequestError:
+                return False
+
+        return not shows_arguments({"needle": "x"}) and shows_arguments('{"needle": "x"}')
+
     def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
         """Return the prompt for `messages`, which ends where the assistant's answer begins.
 
@@ -155,6 +174,7 @@ class MissingTemplate:
     """Stands for the chat template of a model that has no template, or has one that cannot be used."""
 
     is_usable = False
+    expects_text_arguments = False
     source = ""
 
     def __init__(self, reason: str | None = None) -> None:

@@ -15,7 +15,8 @@ import msgspec
 from meltcore.common.errors import RequestError
 
 AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 TokenId = int
 
 
@@ -32,22 +33,69 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag
     text: str
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The name and the arguments of a call. The arguments are a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """One call of an earlier answer. `index` occurs where a client has joined a stream."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call. `parameters` is the JSON Schema of an object."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool of a chat."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
+    """The name of the function that a chat must call."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message. The fields after `content` occur in answers that clients send back as history.
 
-    The chat template receives `reasoning_content` and decides how to use it. `name` is not used. The other fields must
-    be null or empty.
+    The chat template receives reasoning and calls, and decides how to use them. `reasoning` is another name of
+    `reasoning_content`. `name` is not used. The fields after it must be null or empty.
     """
 
     role: Role
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None  # None: an assistant's message with calls alone
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None  # of the call that a message of the role "tool" answers
     name: str | None = None
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: Any = None
 
 
 class JsonRequest(msgspec.Struct, kw_only=True):
@@ -102,17 +150,17 @@ class ChatRequest(_Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
     # Known, not supported.
     audio: Any = None
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     service_tier: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -155,16 +203,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "modalities": (["text"],),
     "n": (1,),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "reasoning_effort": (),
     "refusal": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -255,6 +298,8 @@ _ENUMERATIONS = {
     "stream_format": ("audio", "sse"),
     "mode": ("llm", "agent"),
     "format": ("audio", "json"),
+    "tool_choice": ("none", "auto", "required", "the name of a function"),
+    "reasoning_effort": get_args(ReasoningEffort),
 }
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 # Fewer bytes follow than the six of a second half, and they do not begin one.
@@ -284,6 +329,8 @@ def _validation_error(text: str) -> RequestError:
         reason = "this field is required"
     elif reason.startswith("Invalid enum value") and path in _ENUMERATIONS:
         reason += f"; known are {', '.join(_ENUMERATIONS[path])}"
+    elif reason.startswith("Invalid enum value") and path.endswith("type"):
+        reason += "; only function is known"
     elif reason.startswith("Invalid enum value"):  # of a message of a chat
         reason += f"; known are {', '.join(get_args(Role))}"
     elif _CONTENT_TYPE.search(path):

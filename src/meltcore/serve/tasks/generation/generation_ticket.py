@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -256,7 +257,12 @@ class Choice(Child):
         self.end_sent = self.finish_reason is not None
         has_unseen_tokens = self.ticket.every_token and self.output_tokens > self.tokens_sent
         self.tokens_sent = self.output_tokens
-        return has_unseen_tokens or self.end_sent or bool(self.text or self.reasoning or self.calls)
+        return has_unseen_tokens or self.end_sent or self.has_unsent_output
+
+    @property
+    def has_unsent_output(self) -> bool:
+        """Whether text, reasoning or a part of a call waits to be sent."""
+        return bool(self.text or self.reasoning or self.calls)
 
     def take_text(self) -> str:
         """Return the text that was not sent yet, and count it as sent.
@@ -275,6 +281,13 @@ class Choice(Child):
         calls, self.calls = self.calls, []
         self.ticket.unsent_chars -= sum(call.size for call in calls)
         return calls
+
+    def new_call_id(self) -> str:
+        """Return an id for a tool call. Templates of Mistral refuse ids of another length than nine."""
+        form = None if self.answer_format is None else self.answer_format.calls
+        if form is not None and form.id_letters is not None:
+            return secrets.token_hex(form.id_letters)[: form.id_letters]
+        return f"call_{secrets.token_hex(12)}"
 
     @property
     def shown_finish_reason(self) -> str | None:

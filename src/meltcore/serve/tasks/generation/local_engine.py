@@ -22,6 +22,7 @@ from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_d
 from meltcore.serve.tasks.generation.prompts import chat_prompt, decode, encode_all, encode_prompts, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
+from meltcore.serve.tasks.generation.tools import requested_tools, template_variables
 from meltcore.settings.fleet_spec import ModelSection
 
 
@@ -79,9 +80,10 @@ class LocalEngine(EngineBackend):
         """
         ready: GenerationReady = self._loaded()
         text, limit = self._text, ready.max_model_len
-        answer_format = None
+        answer_format = tools = None
         if isinstance(request, ChatRequest):
             answer_format = text.answer_format
+            tools = requested_tools(request, answer_format, text.template)
             prompts = [await self._chat_prompt(request, limit, is_only_counted=False)]
         else:
             prompts = await encode_prompts(text.tokenizer, ready.vocab_size, request.prompt, context=limit)
@@ -99,6 +101,7 @@ class LocalEngine(EngineBackend):
         for prompt, settings, echo in zip(prompts, params, echoes, strict=True):
             Choice(
                 *(ticket, prompt, settings, text.tokenizer, answer_format, echo),
+                tools=tools,
                 continues_prompt=isinstance(request, CompletionRequest),
             )
         self._admit(ticket, request.priority or 0)
@@ -149,11 +152,14 @@ class LocalEngine(EngineBackend):
     async def _chat_prompt(
         self, request: ChatRequest | TokenizeRequest, context: int, *, is_only_counted: bool
     ) -> list[int]:
+        kwargs = request.chat_template_kwargs
+        if isinstance(request, ChatRequest):
+            kwargs = template_variables(request, self._text.template)
         return await chat_prompt(
             self._text.tokenizer,
             self._text.template,
             request.messages or [],
-            request.chat_template_kwargs,
+            kwargs,
             context,
             special_tokens_in_messages=self.config.special_tokens_in_messages,
             is_only_counted=is_only_counted,

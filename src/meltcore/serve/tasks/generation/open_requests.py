@@ -89,7 +89,7 @@ class OpenRequests(OpenTickets[Choice]):
             self.close(choice, "failed")
             self.end(ticket, RequestError(output.error or "the engine ended the request", status=500), "failed")
             return
-        received_text = bool(choice.text)
+        had_output = choice.has_unsent_output
         num_new_tokens = choice.accept(output)
         if num_new_tokens:
             self._note_tokens(choice, num_new_tokens, now_s)
@@ -108,7 +108,7 @@ class OpenRequests(OpenTickets[Choice]):
             if ticket.streaming or not ticket.open_children:
                 ticket.wake()
         elif ticket.streaming:
-            if ticket.every_token or (choice.text and not received_text):
+            if ticket.every_token or (choice.has_unsent_output and not had_output):
                 ticket.wake()
             if ticket.unsent_chars > ticket.max_unsent_chars:
                 self.end(ticket, slow_reader(), "aborted")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import ChatMessage, CompletionRequest
+from meltcore.serve.tasks.generation.tools import template_calls
 from meltcore.text.chat_prompt import ChatPrompt, render_chat
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.detokenizer import text_to_continue
@@ -48,7 +49,7 @@ async def chat_prompt(
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
-    template_messages = [_with_system_role(message) for message in messages]
+    template_messages = [_template_message(index, message, template) for index, message in enumerate(messages)]
 
     def check(prompt: ChatPrompt) -> None:
         _check_length(tokenizer, prompt, "messages", context, is_only_counted=is_only_counted)
@@ -66,8 +67,8 @@ async def chat_prompt(
             check(prompt)
         return prompt.encode(tokenizer)
 
-    characters = sum(len(text) for message in template_messages for text in message.values())
-    characters += len(str(kwargs))  # the template may write any of it, such as retrieved documents
+    # The template may write any of it, such as retrieved documents.
+    characters = sum(len(str(value)) for message in template_messages for value in message.values()) + len(str(kwargs))
     ids = work() if characters <= INLINE_CHARS else await _on_thread(work)
     return _require_tokens(ids, "messages")
 
@@ -221,11 +222,29 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
     return ids
 
 
-def _with_system_role(message: ChatMessage) -> dict[str, str]:
-    """Return a message for the chat template. The role "developer" becomes "system", which templates know."""
-    content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    template_message = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    if message.reasoning_content is not None:
-        template_message["reasoning_content"] = message.reasoning_content
-    return template_message
+def _template_message(index: int, message: ChatMessage, template: ChatTemplate | MissingTemplate) -> dict[str, Any]:
+    """Return a message in the form that templates expect: the role "developer" becomes "system", its older name.
+
+    Raises RequestError (400) if the message lacks what its role needs.
+    """
+    content, where = message.content, f"messages[{index}]"
+    if content is None and not message.tool_calls:
+        raise RequestError(f"{where}.content: only an assistant's message with tool_calls may have none",
+                           param=f"{where}.content")  # fmt: skip
+    if message.tool_calls and message.role != "assistant":
+        raise RequestError(f"{where}.tool_calls: only an assistant's message has calls", param=f"{where}.tool_calls")
+    if message.role == "tool" and not message.tool_call_id:
+        raise RequestError(
+            f"{where}.tool_call_id: a message of the role tool needs the id of the call that it answers",
+            param=f"{where}.tool_call_id",
+        )
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if reasoning is not None:
+        found["reasoning_content"] = reasoning
+    if message.tool_calls:
+        found["tool_calls"] = template_calls(message.tool_calls, f"{where}.tool_calls", template)
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    return found

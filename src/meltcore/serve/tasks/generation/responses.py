@@ -16,12 +16,13 @@ import msgspec
 from meltcore.protocol.generation import TokenLogprobs
 from meltcore.serve.requests.protocol import StreamOptions
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
+from meltcore.text.answer_parser import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write
 
 _json = msgspec.json.Encoder().encode
-_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
+_FINISH = {None: b"null"} | {reason: b'"%s"' % reason.encode() for reason in ("stop", "length", "tool_calls")}
 _LogprobsEntry = tuple[int, TokenLogprobs | None]  # None: a prompt's first token
 
 
@@ -99,25 +100,36 @@ class ChatResponseWriter(ResponseWriter):
         # The role comes with the first text: an event of its own would look like a first token.
         role = b"" if choice.role_sent else b'"role":"assistant",'
         choice.role_sent = True
-        reasoning = b'"reasoning_content":%s,' % _json(choice.take_reasoning()) if choice.reasoning else b""
-        return b'{"index":%d,"delta":{%s%s"content":%s},"logprobs":%s,"finish_reason":%s}' % (
+        calls = b""
+        if choice.calls:
+            calls = b',"tool_calls":' + _json(_call_deltas(choice, choice.take_calls()))
+        reasoning = b""
+        if choice.reasoning:
+            text = _json(choice.take_reasoning())
+            reasoning = b'"reasoning_content":%s,"reasoning":%s,' % (text, text)
+        return b'{"index":%d,"delta":{%s%s"content":%s%s},"logprobs":%s,"finish_reason":%s}' % (
             choice.index,
             role,
             reasoning,
-            _json(choice.take_text()),
+            _json(choice.take_text() or (None if calls else "")),
+            calls,
             self._logprobs_json(choice),
-            _FINISH[choice.finish_reason],
+            _FINISH[choice.shown_finish_reason],
         )
 
     def _full_choice(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.take_text(), "refusal": None}
+        calls = _whole_calls(choice, choice.take_calls())
+        text = choice.take_text() or (None if calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
         if choice.reasoning:
-            message["reasoning_content"] = choice.take_reasoning()
+            message["reasoning_content"] = message["reasoning"] = choice.take_reasoning()
         return {
             "index": choice.index,
             "message": message,
             "logprobs": self._take_logprobs(choice),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": choice.shown_finish_reason,
         }
 
     def _logprobs(self, choice: Choice, entries: list[_LogprobsEntry]) -> dict[str, Any]:
@@ -184,6 +196,29 @@ class CompletionResponseWriter(ResponseWriter):
             ],
             "text_offset": [choice.logprob_text_offset(token_id) for token_id, _ in entries],
         }
+
+
+def _call_deltas(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]]:
+    """Return parts of calls in OpenAI's form. The first part of a call has its id and its name."""
+    found: dict[int, dict[str, Any]] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        if delta.name is not None:
+            head = {"index": delta.index, "id": choice.new_call_id(), "type": "function"}
+            found[delta.index] = head | {"function": {"name": delta.name}}
+        if delta.name is not None or delta.arguments:
+            arguments.setdefault(delta.index, []).append(delta.arguments)
+    for index, parts in arguments.items():
+        function = found.setdefault(index, {"index": index, "function": {}})["function"]
+        function["arguments"] = "".join(parts)
+    return list(found.values())
+
+
+def _whole_calls(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]]:
+    """Return the complete calls of an answer. A broken one is text of the answer."""
+    complete = {delta.index for delta in deltas if delta.end == "complete"}
+    calls = _call_deltas(choice, [delta for delta in deltas if delta.index in complete])
+    return [{name: value for name, value in call.items() if name != "index"} for call in calls]
 
 
 def usage_json(ticket: GenerationTicket) -> bytes:

@@ -93,6 +93,8 @@ def load_text_model(config: ModelSection) -> TextModel:
         answer_format=answer_format(
             *(tokenizer, checkpoint.config, template),
             None if folder is None else tokenizer_config(folder).get("response_template"),
+            calls=config.tool_call_parser,
+            reasoning=config.reasoning_parser == "auto",
         ),
         sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config, str(generation_path)),
     )

@@ -1,0 +1,122 @@
+"""Checks the tools of a chat request, and gives them to the chat template and to the parser of the answer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.requests.protocol import ChatRequest, NamedTool, Tool, ToolCall
+from meltcore.text.answer_format import AnswerFormat
+from meltcore.text.answer_parser import ToolSet
+from meltcore.text.chat_template import ChatTemplate, MissingTemplate
+
+MAX_TOOLS = 1024
+MAX_TOOLS_BYTES = 2**20  # of all tools as JSON; a template writes them into the prompt
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+def requested_tools(
+    request: ChatRequest, form: AnswerFormat, template: ChatTemplate | MissingTemplate
+) -> ToolSet | None:
+    """Return the tools of a request, or None without tools. Raises RequestError (400) that names what is wrong."""
+    tools, choice = request.tools or [], request.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        return None
+    _check_tools(tools)
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    if len(schemas) < len(tools):
+        names = [tool.function.name for tool in tools]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"tools: two functions have the name {repeated!r}", param="tools")
+    if choice == "none":
+        return ToolSet(schemas, max_calls=0)
+    if isinstance(choice, NamedTool) and choice.function.name not in schemas:
+        raise RequestError(
+            f"tool_choice: {choice.function.name[:128]!r} is none of the tools", param="tool_choice.function.name"
+        )
+    if form.calls is None or (template.is_usable and "tool" not in template.source):
+        fault = "its chat template has no tools" if "tool" not in template.source else "how it calls is not known"
+        raise RequestError(
+            f"this model takes no tools: {fault}; --chat-template FILE and --tool-call-parser NAME can say it",
+            param="tools",
+        )
+    if choice == "required" or isinstance(choice, NamedTool):
+        raise RequestError("tool_choice may be none or auto: a call cannot be forced yet", param="tool_choice")
+    return ToolSet(schemas, max_calls=1 if request.parallel_tool_calls is False else None)
+
+
+def _check_tools(tools: list[Tool]) -> None:
+    """Raise RequestError for too many tools, too long ones, and the first one that is wrong in itself."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools holds {len(tools)} tools; the limit is {MAX_TOOLS}", param="tools")
+    size = len(msgspec.json.encode(tools))
+    if size > MAX_TOOLS_BYTES:
+        raise RequestError(f"tools has {size} bytes as JSON; the limit is {MAX_TOOLS_BYTES}", param="tools")
+    for index, tool in enumerate(tools):
+        where, function = f"tools[{index}].function", tool.function
+        if _NAME.fullmatch(function.name) is None:
+            raise RequestError(
+                f"{where}.name must be 1 to 128 letters, digits, _, -, . and :; got {function.name[:200]!r}",
+                param=f"{where}.name",
+            )
+        if (function.parameters or {}).get("type", "object") != "object":
+            found = str(function.parameters and function.parameters["type"])[:80]
+            raise RequestError(
+                f"{where}.parameters must be the schema of an object; its type is {found!r}",
+                param=f"{where}.parameters",
+            )
+        if function.strict:
+            raise RequestError(f"{where}.strict is not supported yet; leave it out", param=f"{where}.strict")
+
+
+def template_variables(request: ChatRequest, template: ChatTemplate | MissingTemplate) -> dict[str, Any]:
+    """Return the variables that a request gives to the chat template.
+
+    With tool_choice "none" the template gets no tools. Raises RequestError (400) if the template has nothing that
+    follows `reasoning_effort`.
+    """
+    variables: dict[str, Any] = {}
+    if request.tools and request.tool_choice != "none":
+        variables["tools"] = [_template_tool(tool) for tool in request.tools]
+    effort = request.reasoning_effort
+    if effort is not None:
+        values = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        chosen = {name: value for name, value in values.items() if name in template.source}
+        if not chosen and effort != "none" and template.is_usable:
+            raise RequestError(
+                "reasoning_effort: the chat template of this model has no such variable, nor enable_thinking",
+                param="reasoning_effort",
+            )
+        variables |= chosen
+    return variables | (request.chat_template_kwargs or {})
+
+
+def _template_tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = msgspec.to_builtins(tool.function)
+    return {
+        "type": "function",
+        "function": {name: value for name, value in function.items() if value is not None and name != "strict"},
+    }
+
+
+def template_calls(calls: list[ToolCall], param: str, template: ChatTemplate | MissingTemplate) -> list[dict[str, Any]]:
+    """Return the calls of an earlier answer as the template expects them, with arguments as an object or as text."""
+    found = []
+    for index, call in enumerate(calls):
+        arguments = _decode_arguments(call.function.arguments, f"{param}[{index}].function.arguments")
+        shown = call.function.arguments or "{}" if template.expects_text_arguments else arguments
+        function = {"name": call.function.name, "arguments": shown}
+        found.append({"id": call.id, "type": "function", "function": function})
+    return found
+
+
+def _decode_arguments(arguments: str, param: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"{param} is no JSON object: {error}", param=param) from error
