@@ -8,7 +8,8 @@ class Embed(TaskRequest, tag="embed", array_like=True, frozen=True, kw_only=True
     """Asks for the embedding of one text, or for a reranker's score of one pair of texts.
 
     Args:
-        token_ids: the text or the pair, special tokens included: int32 in this machine's byte order.
+        token_ids: the token ids of the text or the pair, including special tokens, as int32 in this machine's byte
+            order.
         second_start: the position of the first token of a pair's second text; 0 for one text.
         dimensions: the number of values to which an embedding is cut before it is normalized again; 0 keeps all.
     """
@@ -31,7 +32,7 @@ class EmbeddingOutputs(EngineOutputs[EmbeddingResult, BatchStats], tag="embeddin
 class EmbeddingReady(BatchReady, tag="embedding_ready", array_like=True, frozen=True):
     """Reports that an embedding engine can serve.
 
-    An input has at most `max_tokens`, special tokens included. `size` is the number of values of an embedding.
+    An input has at most `max_tokens` tokens, including special tokens. `size` is the number of values of an embedding.
     """
 
     max_tokens: int

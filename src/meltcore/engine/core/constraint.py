@@ -12,8 +12,8 @@ from meltcore.protocol.sampling_params import Grammar
 class Constraint:
     """The grammar of one request and its state.
 
-    `mask_row` is the row of the masks that has the mask of the next token, or 0 while every token is allowed. The
-    grammar `is_over` when it allows no further token, or has failed.
+    `mask_row` is the row of the mask of the next token, or 0 while every token is allowed. `is_over` is True when the
+    grammar allows no further token, or has failed.
     """
 
     def __init__(self, matcher: LLMatcher, grammar: Grammar) -> None:
@@ -38,7 +38,7 @@ class Constraint:
         return not self.needs_mask or (self.mask_row == row and self.filling is not None and self.filling.done())
 
     def takes(self, token_id: int) -> bool:
-        """Note a sampled token. Returns whether it belongs to the grammar and not to the reasoning before it."""
+        """Handle a sampled token. Returns whether it belongs to the grammar and not to the reasoning before it."""
         self.mask_row, self.filling = 0, None
         if self._is_reasoning:
             self._is_reasoning = token_id != self._end_id

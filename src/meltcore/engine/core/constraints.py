@@ -44,8 +44,8 @@ class Constraints:
     def __init__(self, make_compiler: Callable[[], GrammarCompiler], allocate: Callable[[int], np.ndarray]) -> None:
         """Create the object without a thread, since the engine forks before `start`.
 
-        The error of `make_compiler` is the error of each request with a grammar. Once a grammar is compiled, `allocate`
-        returns masks for a number of token ids, [rows, words] int32.
+        If `make_compiler` raises an error, each request with a grammar gets this error. Once a grammar is compiled,
+        `allocate` returns masks for a number of token ids, [rows, words] int32.
         """
         self._num_threads = max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) - 1))
         self._compile_pool = ThreadPoolExecutor(_COMPILE_THREADS, "grammar")
@@ -81,9 +81,9 @@ class Constraints:
         self._compiling.pop(request, None)
 
     def take_compiled(self) -> list[Request]:
-        """Return the requests whose grammars are compiled, or refused: `error` says so.
+        """Return the requests whose grammars are compiled or refused. A refused request has its `error` set.
 
-        Held requests go on if their masks are filled, or if they were preempted.
+        Held requests are released if their masks are filled, or if they were preempted.
         """
         taken = [request for request, compiled in self._compiling.items() if compiled.done()]
         for request in taken:
@@ -102,12 +102,12 @@ class Constraints:
         return taken
 
     def hold(self, request: Request) -> None:
-        """Let a request miss steps until its mask is filled."""
+        """Leave a request out of steps until its mask is filled."""
         request.is_held = True
         self._held.append(request)
 
     def wait_idle(self) -> None:
-        """Wait a moment for threads if they alone have work: the loop of the process would otherwise spin."""
+        """Wait a moment for threads if no step can run, because the loop of the process would otherwise spin."""
         tasks: list[Future[Any]] = [
             *self._compiling.values(),
             *(task for request in self._held if (task := _task(request)) is not None),
@@ -154,9 +154,9 @@ class Constraints:
         self.num_masks += len(missing)
 
     def wait(self, requests: Sequence[Request], is_device_done: Callable[[], bool], *, may_be_late: bool) -> Dropped:
-        """Wait for the masks of the requests that a step samples, which are all rows that it samples.
+        """Wait for the masks of `requests`, which are all requests that a step samples. Return the dropped requests.
 
-        If masks are late, the step goes on without their rows, unless it would be empty or they may not be late.
+        If masks are late, the step continues without their rows, if it has other rows and `may_be_late` is True.
         """
         constrained = [request for request in requests if request.constraint is not None]
         tasks = {task for request in constrained if (task := _task(request)) is not None and not task.done()}

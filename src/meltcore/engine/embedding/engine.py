@@ -79,7 +79,7 @@ class EmbeddingTask(SleepableTask, OneStepTask[Embed, EmbeddingResult]):
         self._load_s = time.monotonic() - start_s
 
     def cost(self, request: Embed) -> int:
-        """Return the number of tokens. Raises RequestError if the input cannot be computed."""
+        """Return the number of tokens of an input. Raises RequestError if the input cannot be computed."""
         sizes, token_ids = self.model.config, np.frombuffer(request.token_ids, np.int32)
         if not 1 <= len(token_ids) <= self._max_tokens:
             raise RequestError(
@@ -113,7 +113,7 @@ class EmbeddingTask(SleepableTask, OneStepTask[Embed, EmbeddingResult]):
         ]
 
     def _cut(self, values: torch.Tensor, dimensions: int) -> bytes:
-        """Return the float32 bytes of the first `dimensions` values, which are normalized again if the whole was."""
+        """Return the first `dimensions` values as float32 bytes. A normalized embedding is normalized again."""
         if dimensions:
             values = values[:dimensions]
             if self.model.config.is_normalized:

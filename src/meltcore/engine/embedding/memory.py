@@ -1,6 +1,7 @@
 """Computes the memory of an embedding engine: weights and the activations of a batch.
 
-No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same functions at its start.
+This module does not import torch: `meltcore plan` calls these functions without a GPU, and the engine calls them at its
+start.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def plan_embedding(
     limit: int,
     is_exact: bool,
 ) -> tuple[int, list[MemoryRow]]:
-    """Return the tokens of a batch, padding included and at most `limit`, and the memory table.
+    """Return the maximum number of tokens of a batch with its padding, at most `limit`, and the memory table.
 
     With `is_exact` the engine has a budget on a GPU, and its workspace is computed instead of a fraction. Raises
     ConfigError if `memory_bytes` are not enough for one input of `max_tokens`.

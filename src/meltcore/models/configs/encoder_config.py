@@ -34,11 +34,11 @@ class EncoderConfig:
 
     Args:
         first_position: the position of the first token; XLM-RoBERTa counts from the padding token's id on.
-        max_tokens: tokens of the longest input, special tokens included.
+        max_tokens: the tokens of the longest input, including special tokens.
         pooling: the hidden state of the first token, or the mean over all tokens.
-        is_normalized: embeddings have the length 1.
-        is_reranker: a head computes one score of a pair of texts; there is no embedding.
-        has_pooler: a dense layer with tanh precedes a reranker's head, as in BERT.
+        is_normalized: whether embeddings have the length 1.
+        is_reranker: whether a head computes one score of a pair of texts, instead of an embedding.
+        has_pooler: whether a dense layer with tanh precedes a reranker's head, as in BERT.
     """
 
     hidden_size: int
@@ -61,7 +61,7 @@ class EncoderConfig:
     def read(cls, values: Mapping[str, Any], folder: Path) -> EncoderConfig:
         """Read config.json, given as `values`, and the files of sentence-transformers in `folder`.
 
-        Raises ConfigError for missing fields and for values that are not computed.
+        Raises ConfigError for missing fields and unsupported values.
         """
         config = Fields(values)
         names = config.optional("architectures", [])
@@ -101,7 +101,7 @@ class EncoderConfig:
         )
 
     def input_limit(self, max_model_len: int | None) -> int:
-        """Return the tokens of the longest input: `max_model_len` if it is given, else the checkpoint's limit.
+        """Return the maximum tokens of an input: `max_model_len` if it is given, else the checkpoint's limit.
 
         Raises ConfigError if `max_model_len` is more than the number of the model's positions.
         """
@@ -114,7 +114,7 @@ class EncoderConfig:
 
 
 def _check_variants(config: Fields) -> None:
-    """Raise ConfigError for variants of the network that are not computed."""
+    """Raise ConfigError for a variant of the network that is not supported."""
     if config.optional("hidden_act", "gelu") not in ENCODER_ACTIVATIONS:
         raise config.unsupported_field("hidden_act", _FAMILY)
     if config.optional("position_embedding_type", "absolute") != "absolute":
@@ -125,7 +125,7 @@ def _check_variants(config: Fields) -> None:
 
 
 def _trained_tokens(folder: Path) -> int | None:
-    """Return the limit that sentence-transformers sets for inputs, or None if it sets none."""
+    """Return the maximum tokens of an input in the files of sentence-transformers, or None without a limit."""
     path = folder / _LIMITS
     tokens: int | None = Fields(read_json(path) if path.exists() else {}, _LIMITS).optional("max_seq_length")
     return tokens

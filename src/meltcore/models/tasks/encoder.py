@@ -30,8 +30,8 @@ class _Batch(NamedTuple):
 
     Args:
         longest: the tokens of the longest row.
-        slots: [tokens] int64, each token's place in [num_rows * longest], or None if all rows are as long.
-        mask: [num_rows, 1, 1, longest] bool, which places hold tokens, or None if all do.
+        slots: [tokens] int64, each token's index in [num_rows * longest]. None means that all rows are equally long.
+        mask: [num_rows, 1, 1, longest] bool, True for a token and False for padding. None means no padding.
     """
 
     num_rows: int
@@ -67,7 +67,7 @@ class TextEncoderLayer(nn.Module):
     def _attention(self, qkv: torch.Tensor, batch: _Batch) -> torch.Tensor:
         """Return attended values [tokens, size] of queries, keys and values [tokens, 3 * size].
 
-        Only attention sees padding; the linear layers compute tokens alone.
+        Only attention computes padding. Linear layers compute tokens alone.
         """
         num_rows, longest = batch.num_rows, batch.longest
         if batch.slots is not None:
@@ -122,14 +122,14 @@ class TextEncoder(nn.Module):
         return self.norm.weight.device
 
     def prepare(self) -> None:
-        """Forbid gradients. The weights do not change after it."""
+        """Turn gradients off. Weights must not change afterwards."""
         self.requires_grad_(False).eval()
 
     def set_dtype(self, dtype: torch.dtype) -> TextEncoder:
         """Convert the weights to `dtype` and return the model.
 
-        Beside bfloat16, whose 8 bits would lose the fourth digit of an embedding, norms and hidden states between
-        layers are float32.
+        With bfloat16, norms and hidden states between layers stay float32, since 8 bits would lose the fourth digit of
+        an embedding.
         """
         self.to(dtype)
         if dtype == torch.bfloat16:
@@ -146,8 +146,8 @@ class TextEncoder(nn.Module):
         Args:
             token_ids: [tokens] int64, the tokens of all rows one after another.
             lengths: [rows] int64, the tokens of each row, at least 1.
-            second_starts: [rows] int64, the position from which on tokens have type 1, which is the second text of a
-                pair. A row of one text has its length or more.
+            second_starts: [rows] int64, the position at which the second text of a pair begins, whose tokens have type
+                1. A row of one text has a position at or after its end.
             longest: the largest of `lengths`.
         """
         config, num_tokens, num_rows = self.config, len(token_ids), len(lengths)
@@ -200,5 +200,5 @@ class TextEncoder(nn.Module):
         return f"{stem}.{_OLD_NAMES[last]}" if stem.endswith("LayerNorm") and last in _OLD_NAMES else name
 
     def ignored_tensor(self, name: str) -> bool:
-        """Return whether a tensor is a table of positions, or belongs to a head that is used in training only."""
+        """Return whether a tensor is a table of positions, or belongs to a head that only training uses."""
         return name == "embeddings.position_ids" or name.startswith(_HEADS_OF_TRAINING)
