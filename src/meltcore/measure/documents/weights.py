@@ -1,4 +1,4 @@
-"""Weights of the levels in the score and in the weighted throughput, from the hackathon's rules (2026)."""
+"""Defines the weights of the levels in the score and in the weighted throughput, by the hackathon's rules (2026)."""
 
 from collections.abc import Sequence
 from typing import Literal

@@ -143,7 +143,10 @@ def _to_ns(microseconds: float) -> int:
 
 
 def read_nsight(path: Path) -> Trace:
-    """Read an export. Raises ConfigError for another file, and for one that lacks a documented column."""
+    """Read an SQLite export of Nsight Systems.
+
+    Raises ConfigError for another file, and if a documented column is missing.
+    """
     try:
         with sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True) as database:
             export = _Export(database)

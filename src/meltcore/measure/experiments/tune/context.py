@@ -244,7 +244,10 @@ class _GaugeWatch:
         self._thread.start()
 
     def stop(self) -> tuple[int | None, int | None]:
-        """Return the peak of running requests, and the preemptions. Each is None if the server has no such metric."""
+        """Return the peak of running requests, and the number of preemptions.
+
+        Each is None if the server has no such metric.
+        """
         self._stopping.set()
         self._thread.join(15.0)
         last = self._read().get("num_preemptions_total")

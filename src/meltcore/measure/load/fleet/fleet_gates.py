@@ -200,7 +200,7 @@ def _has(model: ServedModel, part: str) -> bool:
 def experiment_gates(
     spec: ExperimentSpec, alone: Sequence[StreamLoad], together: Sequence[StreamLoad]
 ) -> list[CheckResult]:
-    """Return one gate per limit, with the measured ratio and the limit. Without enough samples a gate is NOT RUN."""
+    """Return one gate per limit, with the measured ratio and the limit. A gate with too few samples is NOT RUN."""
     gates = []
     for stream, before, after in zip(spec.streams, alone, together, strict=True):
         name = f"{stream.name} ({before.model})"

@@ -202,7 +202,7 @@ class JsonResponse(BaseResponse):
 
     @property
     def content(self) -> str:
-        """Return the text of the answer if `keep_text` was set."""
+        """Return the text of the answer, or "" if `keep_text` was not set."""
         return self._content
 
     def on_body(self, data: bytes) -> None:

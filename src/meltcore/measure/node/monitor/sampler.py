@@ -149,7 +149,7 @@ class Monitor:
 
 
 def main(connect: Callable[[], Nvml] = Nvml) -> None:
-    """Run the sampler process. `connect` returns the NVML to read."""
+    """Run the sampler process. `connect` opens the connection to NVML."""
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=SamplerSettings)
     stopping = threading.Event()
     threading.Thread(target=_stop_with_parent, args=(stopping,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Joins the newest documents of one machine to a report card with one verdict, and builds its page."""
+"""Builds a report card with one verdict from the newest documents of one machine, and the page of the card."""
 
 from __future__ import annotations
 

@@ -40,8 +40,9 @@ class Cell:
 class Column:
     """A column of a table.
 
-    `console` is the head on the console: empty for `head`, None to hide the column there. `group` is a second head that
-    spans all neighboring columns of the same group. `align` "text" means left-aligned and wrapped.
+    `console` is the head on the console. If it is empty, the console shows `head`. None hides the column on the
+    console. `group` is a second head that spans all neighboring columns of the same group. `align` "text" means
+    left-aligned and wrapped.
     """
 
     head: str
