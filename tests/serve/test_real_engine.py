@@ -1,13 +1,16 @@
 """A server with the real engine and the bundled model: behavior that the scripted engine cannot show."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import jsonschema
 import openai
 import pytest
 from server_harness import RunningServer, read_daemon_url, running
@@ -216,3 +219,54 @@ def test_failed_daemon_start_reports_the_reason(tmp_path: Path) -> None:
     )
     assert failed.returncode == 2
     assert "./nowhere: no such folder" in failed.stderr
+
+
+RECORD = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer"}, "unit": {"enum": ["coins", "tents"]}},
+    "required": ["answer", "unit"],
+    "additionalProperties": False,
+}
+
+
+def schema_format(schema: dict[str, object], *, strict: bool = False) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "record", "schema": schema, "strict": strict}}
+
+
+def test_structured_answer_follows_its_schema_streamed_and_unstreamed(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    for temperature in (0.0, 1.0):
+        settings = {"temperature": temperature, "seed": 1, "max_tokens": 100}
+        ask = partial(client.chat.completions.create, model=BUNDLED_MODEL, messages=QUESTION, **settings)
+        answer = ask(response_format=schema_format(RECORD, strict=True))
+        assert answer.choices[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(answer.choices[0].message.content or ""), RECORD)
+        chunks = list(ask(response_format=schema_format(RECORD, strict=True), stream=True))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == answer.choices[0].message.content
+    chosen = client.completions.create(
+        model=BUNDLED_MODEL, prompt="x", extra_body={"structured_outputs": {"choice": ["left", "right"]}}
+    )
+    assert chosen.choices[0].text in ("left", "right")
+    metrics = server.metrics()
+    assert metrics["grammars_compiled_total"] >= 2
+    assert metrics["grammar_masks_total"] > 10
+    assert metrics["grammar_compile_seconds_total"] > 0
+
+
+def test_weakened_schema_is_named_in_header_and_body(server: RunningServer) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3, "uniqueItems": True}
+    body = {"model": BUNDLED_MODEL, "messages": QUESTION, "response_format": schema_format(schema), "max_tokens": 40}
+    answer = server.post("/v1/chat/completions", body)
+    assert "uniqueItems" in answer.headers["x-weakened-schema"]
+    assert ["uniqueItems" in text for text in answer.json["weakened_schema"]] == [True]
+    streamed = server.post("/v1/chat/completions", body | {"stream": True})
+    assert "uniqueItems" in streamed.headers["x-weakened-schema"]
+    assert all("uniqueItems" in event["weakened_schema"][0] for event in streamed.events)
+    strict = server.post("/v1/chat/completions", body | {"response_format": schema_format(schema, strict=True)})
+    assert strict.status == 400
+    assert "uniqueItems" in strict.error["message"]
+    free = server.post("/v1/chat/completions", body | {"response_format": {"type": "text"}})
+    assert "x-weakened-schema" not in free.headers
+    assert "weakened_schema" not in free.json

@@ -17,13 +17,13 @@ pytest.importorskip("sentencepiece", reason="the extra `translate` is not instal
 from translation_texts import random_sentence, write_tokenizer
 
 from meltcore.common.errors import ConfigError, RequestError
+from meltcore.common.visible import is_visible
 from meltcore.measure.load.workloads.sentences import make_sentence
 from meltcore.text.languages import LANGUAGES
 from meltcore.text.translation.indic_scripts import transliterate
 from meltcore.text.translation.languages import TAGS, check_script, find_direction, find_language, needed_direction
 from meltcore.text.translation.sentences import join_sentences, split_sentences
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer
-from meltcore.text.visible import is_visible
 
 ENGLISH, HINDI, TAMIL, URDU, SINDHI, KASHMIRI = (
     find_language(name, "src_lang") for name in ("English", "Hindi", "Tamil", "Urdu", "snd_Arab", "kas_Arab")

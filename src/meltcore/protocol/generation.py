@@ -130,6 +130,9 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     recurrent_state_slots: int = 0
     recurrent_state_slots_used: int = 0
     recurrent_state_snapshots: int = 0
+    masks_total: int = 0
+    mask_s_total: float = 0.0
+    late_masks_total: int = 0
 
 
 class StepOutputs(EngineOutputs[SequenceOutput, EngineStats], tag="outputs", array_like=True, frozen=True):

@@ -97,10 +97,15 @@ class AnswerFormat:
 
     def starts_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends with the start token of reasoning, apart from whitespace."""
-        for token_id in reversed(prompt if self.reasoning_ids is not None else ()):
-            if not self.tokenizer.token_bytes(token_id).decode(errors="replace").isspace():
-                return self.reasoning_ids is not None and token_id == self.reasoning_ids[0]
-        return False
+        return self.reasoning_ids is not None and self._last_id(prompt) == self.reasoning_ids[0]
+
+    def has_ended_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends with the end token of reasoning, apart from whitespace."""
+        return self.reasoning_ids is not None and self._last_id(prompt) == self.reasoning_ids[1]
+
+    def _last_id(self, prompt: Sequence[int]) -> int | None:
+        texts = ((token_id, self.tokenizer.token_bytes(token_id)) for token_id in reversed(prompt))
+        return next((token_id for token_id, text in texts if not text.decode(errors="replace").isspace()), None)
 
 
 def answer_format(

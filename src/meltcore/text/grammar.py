@@ -39,11 +39,12 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, end_token_ids: Iterable[int]) -> None:
         """Read the vocabulary, which holds the GIL for about 10 us per token.
 
-        Raises ConfigError if llguidance cannot read the tokenizer.
+        Raises ConfigError if llguidance cannot read the tokenizer, or if the model has no end token.
         """
-        # A model without an end token gets one beyond its vocabulary, which it can never sample.
-        ends = sorted(end_token_ids) or [tokenizer.vocab_size]
-        self.num_ids = max(tokenizer.vocab_size, ends[-1] + 1)
+        self.num_ids = tokenizer.vocab_size
+        ends = sorted(token_id for token_id in end_token_ids if token_id < self.num_ids)
+        if not ends:
+            raise ConfigError("structured output is not possible: the model names no end token of its vocabulary")
         try:
             self._tokenizer = LLTokenizer(tokenizer.serialize(), n_vocab=self.num_ids, eos_token=ends)
         except (KeyboardInterrupt, SystemExit):

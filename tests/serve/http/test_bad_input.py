@@ -28,6 +28,10 @@ def server(shared_server: RunningServer) -> Iterator[RunningServer]:
     assert shared_server.process.poll() is None
 
 
+def schema_format(schema: object, **fields: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, **fields}}
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -114,7 +118,29 @@ def test_body_that_is_not_a_json_object_is_400(server: RunningServer, body: byte
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"reasoning_effort": "utmost"}, "reasoning_effort"),
         ({"functions": [{}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": schema_format([])}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({"type": "objet"})}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({"uniqueItems": True}, strict=True)}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({"enum": ["x" * 2**21]})}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({}, name="a b")}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 2, "max_tokens": 3}, "min_tokens"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_regex": "a"}, "guided_regex"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),

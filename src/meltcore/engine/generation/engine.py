@@ -335,6 +335,7 @@ class GenerationEngine:
             recurrent_state_slots=0 if self.states is None else self.states.total,
             recurrent_state_slots_used=0 if self.states is None else self.states.num_used,
             recurrent_state_snapshots=0 if self.states is None else len(self.states.snapshots),
+            **self._constraints.stats(),
         )
 
     def check(self) -> None:

@@ -7,13 +7,13 @@ from typing import Literal
 import msgspec
 
 from meltcore.common.errors import RequestError
+from meltcore.common.visible import is_visible
 from meltcore.serve.http.operation import DWANI, Operation
 from meltcore.serve.requests.asgi import while_connected
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.generation.chat import ask, check_mode
 from meltcore.serve.tasks.translation.translated_chat import answer_in
-from meltcore.text.visible import is_visible
 
 INDIC_CHAT, CHAT_DIRECT, CHAT = "/v1/indic_chat", "/v1/chat_direct", "/v1/chat"
 # dwani.ai's limits in characters.

@@ -27,6 +27,40 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None  # usage so far in every event
 
 
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """The response_format of an answer of any form."""
+
+
+class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """The response_format of an answer that is any JSON object."""
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """A named schema. With `strict` no keyword of it may be left unenforced."""
+
+    name: str
+    schema: dict[str, Any]
+    strict: bool | None = None
+    description: str | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """The response_format of an answer that follows a JSON Schema."""
+
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's structured_outputs, of which a request gives exactly one."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark
+    structural_tag: dict[str, Any] | str | None = None
+
+
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """A content part with text, the only type that a text model accepts."""
 
@@ -129,6 +163,8 @@ class _Sampling(JsonRequest, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: int | None = None  # lower runs earlier
     # Accepted and not used: they concern OpenAI's storage, abuse monitoring and cache, and change no answer.
     metadata: dict[str, str] | None = None
@@ -139,7 +175,6 @@ class _Sampling(JsonRequest, forbid_unknown_fields=True, kw_only=True):
     # Known, not supported.
     n: Any = None
     logit_bias: Any = None
-    response_format: Any = None
 
 
 class ChatRequest(_Sampling, kw_only=True):
@@ -205,7 +240,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "prediction": (),
     "refusal": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "verbosity": (),
@@ -325,8 +359,12 @@ def _validation_error(text: str) -> RequestError:
     param = ".".join(part for part in (path, field_match["name"] if field_match else "") if part)
     if reason.startswith("unknown field"):
         reason = "this field is not known here, so it is not supported"
+        if param.startswith("guided_"):  # of vLLM before 0.12, whose later versions ignore it
+            reason += "; give structured_outputs"
     elif reason.startswith("missing field"):
         reason = "this field is required"
+    elif path == "response_format.type":
+        reason += "; known are text, json_object, json_schema"
     elif reason.startswith("Invalid enum value") and path in _ENUMERATIONS:
         reason += f"; known are {', '.join(_ENUMERATIONS[path])}"
     elif reason.startswith("Invalid enum value") and path.endswith("type"):

@@ -60,6 +60,7 @@ _MODEL_COLUMNS = (
     "retried",
     *("success_stop", "success_length", "prompt_tokens", "generation_tokens"),
     *(f"rejected_{reason}" for reason in REJECTIONS),
+    *("grammars_compiled", "grammars_refused", "grammars_weakened", "grammar_compile_s"),
     *("queue_requests", "queue_virtual", "queue_alive_s"),  # the last two: see FairQueue
     # Of a model that sleeps: how deep, as vLLM counts (in the supervisor's row, as all but the last one), how often it
     # woke and for how long in all, the time before which it cannot wake, and the last request that could not wait.

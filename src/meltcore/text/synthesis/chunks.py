@@ -6,8 +6,8 @@ import re
 from typing import NamedTuple
 
 from meltcore.common.errors import RequestError
+from meltcore.common.visible import is_visible
 from meltcore.text.synthesis.vocabulary import Vocabulary
-from meltcore.text.visible import is_visible
 
 # A chunk and its reference together: what the model was trained on.
 MAX_SPEECH_S = 25.0

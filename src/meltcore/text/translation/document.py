@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from meltcore.common.errors import RequestError
+from meltcore.common.visible import is_visible
 from meltcore.text.languages import Language
 from meltcore.text.translation.indic_processor import postprocess, preprocess
 from meltcore.text.translation.indic_scripts import Normalizer
 from meltcore.text.translation.languages import check_script
 from meltcore.text.translation.sentences import join_sentences, split_sentences
 from meltcore.text.translation.tokenizer import TranslationTokenizer
-from meltcore.text.visible import is_visible
 
 _SHOWN_CHARS = 60
 

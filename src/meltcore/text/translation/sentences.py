@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import regex
 
+from meltcore.common.visible import is_visible
 from meltcore.text.languages import Language
 from meltcore.text.translation.abbreviations import (
     ARABIC_INITIALS_AND_WORDS,
@@ -13,7 +14,6 @@ from meltcore.text.translation.abbreviations import (
     plain_arabic,
 )
 from meltcore.text.translation.indic_sentences import indic_sentence_ends
-from meltcore.text.visible import is_visible
 
 _CLOSING_QUOTES = r"[\"'”’»)\]}]*"
 # The full stop and question mark of Arabic letters always end a sentence, as dandas do; a mark that other uses have too

@@ -335,6 +335,7 @@ class GenerationTicket(Ticket[Choice]):
         self.choices = self.children
         self.streaming = streaming
         self.every_token = every_token
+        self.weakened: tuple[str, ...] = ()  # what the grammar of the answer does not enforce of its schema
         self.has_sent = False  # output to its client
         self.unsent_chars = 0
         self.max_unsent_chars = MAX_UNSENT_CHARS

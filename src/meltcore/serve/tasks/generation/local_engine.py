@@ -21,6 +21,7 @@ from meltcore.serve.tasks.generation.generation_ticket import Choice, Echo, Gene
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, decode, encode_all, encode_prompts, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
+from meltcore.serve.tasks.generation.structured import MAX_MESSAGE_CHARS, grammar_of_answer, requested_grammar
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
 from meltcore.serve.tasks.generation.tools import requested_tools, template_variables
 from meltcore.settings.fleet_spec import ModelSection
@@ -87,6 +88,7 @@ class LocalEngine(EngineBackend):
             prompts = [await self._chat_prompt(request, limit, is_only_counted=False)]
         else:
             prompts = await encode_prompts(text.tokenizer, ready.vocab_size, request.prompt, context=limit)
+        grammar = await self._grammar(request, ticket, len(prompts))
         params = [
             sampling_params(
                 request,
@@ -94,6 +96,7 @@ class LocalEngine(EngineBackend):
                 max_model_len=limit,
                 vocab_size=ready.vocab_size,
                 defaults=text.sampling_defaults,
+                grammar=None if grammar is None else grammar_of_answer(grammar, answer_format, prompt),
             )
             for prompt in prompts
         ]
@@ -164,6 +167,26 @@ class LocalEngine(EngineBackend):
             special_tokens_in_messages=self.config.special_tokens_in_messages,
             is_only_counted=is_only_counted,
         )
+
+    async def _grammar(
+        self, request: ChatRequest | CompletionRequest, ticket: GenerationTicket, num_prompts: int
+    ) -> str | None:
+        """Return the grammar that the request asks for, or None. The answer says what the grammar does not enforce."""
+        requested = requested_grammar(request)
+        if requested is None:
+            return None
+        checked = await self._text.grammars.check(requested, self.stats)
+        if num_prompts * len(checked.text) > MAX_MESSAGE_CHARS:
+            raise RequestError(
+                f"{num_prompts} prompts with a grammar of {len(checked.text)} characters are too much for one request; "
+                f"the limit of both, multiplied, is {MAX_MESSAGE_CHARS}",
+                param=requested.param,
+            )
+        ticket.weakened = checked.weakened
+        if checked.weakened:
+            text = "; ".join(checked.weakened).encode("ascii", "replace")
+            ticket.exchange.headers.append((b"x-weakened-schema", text))
+        return checked.text
 
     async def _echoes(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo | None]:
         """Return one Echo per prompt, which repeats it in the answer.

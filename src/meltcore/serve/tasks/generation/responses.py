@@ -43,7 +43,14 @@ class ResponseWriter(ABC):
         self._model = model
         self._usage_in_events = bool(options.continuous_usage_stats)
         self._event_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
-        shared_fields = {"id": self._id, "object": self.stream_object, "created": self._created, "model": model}
+        self._notes = {"weakened_schema": ticket.weakened} if ticket.weakened else {}
+        shared_fields = {
+            "id": self._id,
+            "object": self.stream_object,
+            "created": self._created,
+            "model": model,
+            **self._notes,
+        }
         self._event_start = b"data: " + _json(shared_fields)[:-1] + b',"choices":['
 
     def event(self, choice: Choice) -> bytes:
@@ -66,6 +73,7 @@ class ResponseWriter(ABC):
                 "object": self.full_object,
                 "created": self._created,
                 "model": self._model,
+                **self._notes,
                 "choices": [self._full_choice(choice) for choice in ticket.choices],
                 "usage": msgspec.Raw(usage_json(ticket)),
             }

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.protocol.sampling_params import MAX_LOGPROBS, SamplingParams
+from meltcore.protocol.sampling_params import MAX_LOGPROBS, Grammar, SamplingParams
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest
 
 MAX_STOP_CHARS = 4096  # of one stop string: text of its length may be held back
@@ -64,7 +64,7 @@ def checkpoint_defaults(generation_config: dict[str, Any], source: str = "genera
 
 def sampling_params(
     request: ChatRequest | CompletionRequest, *, prompt_tokens: int, max_model_len: int, vocab_size: int,
-    defaults: dict[str, Any],
+    defaults: dict[str, Any], grammar: Grammar | None = None,
 ) -> SamplingParams:  # fmt: skip
     """Return the sampling settings for one prompt of `prompt_tokens` tokens.
 
@@ -88,7 +88,7 @@ def sampling_params(
             f"stop_token_ids holds {len(fields['stop_token_ids'])} ids; the limit is {MAX_STOP_TOKEN_IDS}",
             param="stop_token_ids",
         )
-    params = msgspec.convert(fields, SamplingParams)
+    params = msgspec.structs.replace(msgspec.convert(fields, SamplingParams), grammar=grammar)
     params.check(vocab_size)
     return params
 

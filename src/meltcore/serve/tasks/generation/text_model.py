@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meltcore.common.errors import UnservableModelError
+from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.common.tasks import DEFAULT, Task
 from meltcore.models.checkpoints import checkpoint as checkpoints
 from meltcore.models.checkpoints.checkpoint import (
@@ -15,20 +15,23 @@ from meltcore.models.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults
+from meltcore.serve.tasks.generation.structured import GrammarChecks
 from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.answer_format import AnswerFormat, answer_format, template_defaults
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate, tokenizer_config
+from meltcore.text.grammar import GrammarCompiler
 from meltcore.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """Holds the tokenizer, chat template, format of answers and sampling defaults of a checkpoint."""
+    """Holds the tokenizer, chat template, format of answers, sampling defaults and grammars of a checkpoint."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | MissingTemplate
     answer_format: AnswerFormat  # how the model writes reasoning and tool calls in a chat
     sampling_defaults: dict[str, Any]
+    grammars: GrammarChecks
 
     @property
     def is_synthetic(self) -> bool:
@@ -97,4 +100,13 @@ def load_text_model(config: ModelSection) -> TextModel:
             reasoning=config.reasoning_parser == "auto",
         ),
         sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config, str(generation_path)),
+        grammars=GrammarChecks(_grammar_compiler(tokenizer, checkpoint)),
     )
+
+
+def _grammar_compiler(tokenizer: Tokenizer, checkpoint: Checkpoint) -> GrammarCompiler | ConfigError:
+    """Return the compiler of grammars, or why there is none: requests without a grammar need none."""
+    try:
+        return GrammarCompiler(tokenizer, checkpoint.eos_token_ids)
+    except ConfigError as error:
+        return error

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Mapping
 
 from meltcore.common.errors import RequestError
+from meltcore.common.visible import is_visible
 from meltcore.serve.http.forms import MAX_BATCH, is_multipart, split_form
 from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
 from meltcore.serve.requests.asgi import finish_batch, while_connected
@@ -25,7 +26,6 @@ from meltcore.serve.tasks.synthesis.forms import (
     speak_whole,
     synthesizer,
 )
-from meltcore.text.visible import is_visible
 
 PATHS = ("/v1/audio/speech", "/audio/speech")
 CONTENT_TYPES: dict[str, bytes] = {

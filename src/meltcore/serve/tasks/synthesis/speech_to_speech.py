@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.common.errors import RequestError
+from meltcore.common.visible import is_visible
 from meltcore.serve.http.forms import split_audio_form
 from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
 from meltcore.serve.requests.asgi import while_connected
@@ -21,7 +22,6 @@ from meltcore.serve.tasks.synthesis.speech import send_speech
 from meltcore.serve.tasks.transcription.forms import transcriber
 from meltcore.serve.tasks.transcription.transcription_form import speech_request
 from meltcore.serve.tasks.translation.translated_chat import answer_in
-from meltcore.text.visible import is_visible
 
 _MAX_SESSION_BYTES = 128
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meltcore.common.errors import RequestError
+from meltcore.common.visible import is_visible
 from meltcore.serve.requests.asgi import finish_all
 from meltcore.serve.requests.backend import Backend
 from meltcore.serve.tasks.generation.chat import ChatAnswer, ask
 from meltcore.serve.tasks.translation.forms import TranslatedTexts, TranslateRequest
 from meltcore.text.languages import english_name
-from meltcore.text.visible import is_visible
 
 _NOTHING = ChatAnswer("", 0, 0)
 

@@ -1,0 +1,183 @@
+"""What a request says about the form of its answer, and the grammar that it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from threading import Event
+from typing import Any
+
+import msgspec
+import pytest
+
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.serve.requests.protocol import ChatRequest, decode_request
+from meltcore.serve.tasks.generation import structured
+from meltcore.serve.tasks.generation.structured import (
+    CheckedGrammar,
+    GrammarChecks,
+    RequestedGrammar,
+    requested_grammar,
+)
+from meltcore.text.grammar import GrammarCompiler
+from meltcore.text.tokenizer import Tokenizer
+
+
+class Counts(dict[str, float]):
+    """Stands for the statistics of a model."""
+
+    def add(self, name: str, value: float = 1) -> None:
+        self[name] = self.get(name, 0) + value
+
+
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(Tokenizer.synthetic_bytes(300), [1])
+
+
+def asked(**fields: Any) -> RequestedGrammar | None:
+    body = msgspec.json.encode({"messages": [{"role": "user", "content": "x"}], **fields})
+    return requested_grammar(decode_request(body, ChatRequest))
+
+
+def schema_format(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, **fields}}
+
+
+def check(requested: RequestedGrammar | None) -> CheckedGrammar:
+    assert requested is not None
+    return asyncio.run(GrammarChecks(compiler()).check(requested, Counts()))  # type: ignore[arg-type]
+
+
+def accepts(grammar: CheckedGrammar, text: str) -> bool:
+    """Whether a whole text follows a grammar. Tokens are bytes."""
+    matcher = compiler().matcher(grammar.text)
+    return matcher.try_consume_tokens([*text.encode()]) == len(text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("fields", "valid", "invalid"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": [1, null]}', "[1]"),
+        ({"response_format": schema_format({"type": "integer"}, strict=True)}, "-12", "1.5"),
+        ({"structured_outputs": {"json": {"type": "array", "items": {"enum": ["x"]}}}}, '["x", "x"]', '["y"]'),
+        ({"structured_outputs": {"json": '{"type": "boolean"}'}}, "true", "1"),
+        ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+        ({"structured_outputs": {"regex": r"[a-c]+/\d{2}"}}, "abc/12", "abc/1"),
+        ({"structured_outputs": {"choice": ['say "hi"\n', "no", "grün"]}}, 'say "hi"\n', "say"),
+        ({"structured_outputs": {"choice": ["yes", "no", "grün"]}}, "grün", "yesno"),
+        ({"structured_outputs": {"grammar": 'start: "a" start "b" | "ab"'}}, "aabb", "aab"),
+    ],
+)
+def test_answer_follows_what_the_request_says(fields: dict[str, Any], valid: str, invalid: str) -> None:
+    grammar = check(asked(**fields))
+    assert accepts(grammar, valid)
+    assert not accepts(grammar, invalid)
+    assert grammar.weakened == ()
+
+
+def test_structural_tags_constrain_what_follows_their_triggers() -> None:
+    structures = [{"begin": f"<f={name}>", "schema": {"type": "object"}, "end": "</f>"} for name in ("one", "two")]
+    tags = {"type": "structural_tag", "structures": structures, "triggers": ["<f="]}
+    grammar = check(asked(structured_outputs={"structural_tag": tags}))
+    assert accepts(grammar, "Free text < 3.")
+    assert accepts(grammar, 'First <f=one>{"a": 1}</f> then <f=two>{}</f>.')
+    assert not accepts(grammar, "First <f=three>{}</f>")
+    assert not accepts(grammar, "First <f=one>5</f>")
+
+
+def test_free_answer_has_no_grammar() -> None:
+    assert asked() is None
+    assert asked(response_format={"type": "text"}) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}, "oneOf"),
+        ({"type": "string", "format": "color"}, "color"),
+    ],
+)
+def test_schema_is_weakened_with_notice_unless_it_is_strict(schema: dict[str, Any], keyword: str) -> None:
+    counts = Counts()
+    checks = GrammarChecks(compiler())
+    for fields in ({"response_format": schema_format(schema)}, {"structured_outputs": {"json": schema}}):
+        grammar = asyncio.run(checks.check(asked(**fields), counts))  # type: ignore[arg-type]
+        assert keyword in "".join(grammar.weakened)
+    assert counts["grammars_weakened"] == 2
+    with pytest.raises(RequestError, match=keyword) as error:
+        asyncio.run(checks.check(asked(response_format=schema_format(schema, strict=True)), counts))  # type: ignore[arg-type]
+    assert error.value.status == 400
+    assert error.value.param == "response_format.json_schema.schema"
+    assert counts["grammars_refused"] == 1
+    # A client cannot turn a strict schema into a weak one.
+    hidden = schema | {"x-guidance": {"lenient": True, "coerce_one_of": True}}
+    with pytest.raises(RequestError, match=keyword):
+        asyncio.run(checks.check(asked(response_format=schema_format(hidden, strict=True)), counts))  # type: ignore[arg-type]
+
+
+def test_whitespace_is_bounded() -> None:
+    """A model that does not know how to go on would write blanks up to its limit of tokens."""
+    grammar = check(asked(response_format=schema_format({"type": "object"})))
+    assert accepts(grammar, '{\n    "a": 1\n}')
+    assert not accepts(grammar, '{  "a": 1}')
+    assert not accepts(grammar, '{"a":\n\n1}')
+
+
+def test_slow_grammars_hold_up_no_known_one_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads are busy: a known grammar is answered, the event loop runs, and too many are refused."""
+    started, release = Event(), Event()
+    check_grammar = GrammarCompiler.check
+
+    def slow(compiler: GrammarCompiler, grammar: str) -> list[str]:
+        if "slow" in grammar:
+            started.set()
+            assert release.wait(60)
+        return check_grammar(compiler, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "check", slow)
+    monkeypatch.setattr(structured, "MAX_COMPILING", 4)
+
+    async def scenario() -> None:
+        counts, checks = Counts(), GrammarChecks(compiler())
+        known = RequestedGrammar("known", ('start: "x"',))
+        await checks.check(known, counts)  # type: ignore[arg-type]
+        waiting = [
+            asyncio.create_task(checks.check(RequestedGrammar("slow", (f'start: "slow{index}"',)), counts))  # type: ignore[arg-type]
+            for index in range(4)
+        ]
+        assert await asyncio.to_thread(started.wait, 60)
+        await checks.check(known, counts)  # type: ignore[arg-type]
+        assert not any(task.done() for task in waiting)
+        with pytest.raises(RequestError, match="4 other grammars") as error:
+            await checks.check(RequestedGrammar("next", ('start: "y"',)), counts)  # type: ignore[arg-type]
+        assert error.value.status == 503
+        release.set()
+        assert [(await task).weakened for task in waiting] == [()] * 4
+        await checks.check(RequestedGrammar("next", ('start: "y"',)), counts)  # type: ignore[arg-type]
+        assert counts["grammars_compiled"] == 6
+
+    asyncio.run(scenario())
+
+
+def test_request_whose_grammar_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = Event()
+
+    def blocked(_compiler: GrammarCompiler, _grammar: str) -> list[str]:
+        assert release.wait(60)
+        return []
+
+    monkeypatch.setattr(GrammarCompiler, "check", blocked)
+    monkeypatch.setattr(structured, "COMPILE_LIMIT_S", 0.01)
+    try:
+        with pytest.raises(RequestError, match=r"not compiled within 0\.01 s") as error:
+            check(RequestedGrammar("slow", ('start: "x"',)))
+        assert error.value.status == 503
+    finally:
+        release.set()
+
+
+def test_tokenizer_that_llguidance_cannot_read_is_named() -> None:
+    checks = GrammarChecks(ConfigError("structured output is not possible with this tokenizer: no bytes"))
+    with pytest.raises(RequestError, match="no bytes"):
+        asyncio.run(checks.check(RequestedGrammar("regex", ('start: "x"',)), Counts()))  # type: ignore[arg-type]
