@@ -181,7 +181,10 @@ def start(
 
 
 def _check_port_free(port: int) -> None:
-    """Raise ConfigError if a recorded server has the port at any address, because its record and its logs would go."""
+    """Raise ConfigError if a recorded server has this port, at whatever address.
+
+    A second server on the port would replace the record and the logs of the first.
+    """
     for record in running():
         if record.port == port:
             log = record.log or "the terminal"
@@ -306,7 +309,7 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
     """Run a server, and keep its record while it runs. Return the exit status.
 
     Output goes to the file `log`, or to the terminal if `log` is "". `settings` are further arguments of
-    `supervisor.serve`. Raises ConfigError as that function does, and if a server with a record has the port at another
+    `supervisor.serve`. Raises ConfigError if the server cannot start, or if a recorded server has the port at another
     address.
     """
     with loading_modules():

@@ -149,7 +149,7 @@ class Supervisor:
         options: FleetOptions,
         record: Callable[[FleetSpec, int, Path], None],
     ) -> None:
-        """Create the parts of the server. `serve` explains `record`."""
+        """Create the parts of the server. `record` stores the models, the port and the folder of the sockets."""
         config = fleet.spec
         num_processes = 1 + worker_count(config)
         self.fleet = fleet

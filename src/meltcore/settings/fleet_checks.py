@@ -62,9 +62,9 @@ class FleetError(ConfigError):
 
 
 def check_fleet(spec: FleetSpec, *, is_planned: bool = True) -> None:
-    """Raise FleetError for the first fault of a fleet.yaml that a single field does not show.
+    """Raise FleetError for the first fault of a fleet that a single field does not show.
 
-    A fleet that is not planned, as of `serve`, must not have settings that only a plan reads.
+    If `is_planned` is false, as for `serve`, settings that only a plan reads are faults too.
     """
     if not spec.models:
         raise FleetError("models", "got {}; must be a mapping of at least one")

@@ -211,9 +211,10 @@ class FleetOperations:
             return result
 
     async def _replace(self, model: Model, *, is_kept: bool = False) -> Model:
-        """End a model and add its successor. The names of both always lead to one of the two.
+        """End a model, add the model that replaces it, and return the new model.
 
-        With `is_kept`, the caller forgets the model.
+        At any time, requests with the model's name find one of the two. If `is_kept` is true, the caller forgets the
+        old model.
         """
         await self._end(model, f"{model.name} is being replaced in the fleet")
         successor = await self._supervisor.add_fleet_model(model.name)

@@ -1,4 +1,4 @@
-"""Has the outcome of a plan, and the settings of engines that follow from it: threads, ranks of a node, mark files."""
+"""Has the outcome of a plan, and the settings of engines that follow from it: threads, ranks and GPU sharing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlacedFleet(msgspec.Struct, frozen=True):
     room_bytes: dict[str, int] = {}
 
     def on_nodes(self, name: str) -> tuple[Place, ...]:
-        """Return the places of a model's replicas on nodes of a cluster. On this machine there are none."""
+        """Return the places of a model's replicas on nodes of a cluster. The result is empty on a single machine."""
         return tuple(place for place in self.places.get(name, ()) if place.node)
 
 
@@ -125,9 +125,10 @@ def gpu_ranks(fleet: PlacedFleet, node: str) -> int:
 def shared_engine(
     engine: EngineConfig, gpus: Iterable[str], sharing: SharingSection, priority_class: PriorityClass, folder: Path
 ) -> EngineConfig:
-    """Return the settings of an engine with the mark files of its GPUs, which are named as in CUDA_VISIBLE_DEVICES.
+    """Return the settings of an engine, with the files by which it shares each of its GPUs with other engines.
 
-    The files are created in `folder`. All engines on the CPU of a machine share one file.
+    `gpus` are names as in CUDA_VISIBLE_DEVICES. The files are created in `folder`, one per GPU. All engines on the CPU
+    of a machine share one file.
     """
     if sharing.means == "none":
         return engine

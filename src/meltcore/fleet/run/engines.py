@@ -51,7 +51,7 @@ def place_replicas(fleet: PlacedFleet, name: str, log_folder: Path | None = None
     """Return the replicas of a model, each with its place. A single replica chooses its own GPUs.
 
     Replicas of a model share no GPU. They get neighboring GPUs in the order of CUDA_VISIBLE_DEVICES. A CPU is not
-    divided. Raises FleetError for too few GPUs, and ConfigError as `visible_gpus` does.
+    divided. Raises FleetError if there are too few GPUs, and ConfigError if CUDA_VISIBLE_DEVICES is invalid.
     """
     model = fleet.spec.models[name]
     engine, count, gpus_per_replica = engine_config(model), model.replicas, model.tensor_parallel_size

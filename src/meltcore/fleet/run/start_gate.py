@@ -40,7 +40,7 @@ class StartGate:
 
     @asynccontextmanager
     async def loading(self, gpus: frozenset[str], *, has_budget: bool, in_cluster: bool = False) -> AsyncIterator[None]:
-        """Wait until an engine may load on GPUs, which are named. The engine loads during the block."""
+        """Wait until an engine may load on these GPUs. The engine loads during the block."""
         start = _Start(gpus, not has_budget, in_cluster)
         self._starts.append(start)
         try:

@@ -75,7 +75,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
-    """One call of an earlier answer. `index` occurs where a client has joined a stream."""
+    """A tool call of an earlier answer. `index` is sent by clients that have joined the parts of a stream."""
 
     id: str
     function: CalledFunction
@@ -93,7 +93,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool of a chat."""
+    """A tool that the model may use. Only functions are supported."""
 
     type: Literal["function"]
     function: Function

@@ -1,1 +1,1 @@
-"""Embeddings, reranking and scores: their routes, and the backend of their engines."""
+"""Serves embeddings, reranking and scores: their routes, and the backend of their engines."""

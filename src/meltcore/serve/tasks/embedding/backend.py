@@ -24,27 +24,30 @@ _SLOT_TOKENS, _MIN_SLOTS = 32, 64
 
 
 class Embedded(NamedTuple):
-    """The float32 values of each input, and the number of tokens of all inputs."""
+    """The values of each input as bytes of float32, and the number of tokens of all inputs."""
 
     values: list[bytes]
     num_tokens: int
 
 
 class Scores(NamedTuple):
-    """One score per pair, from 0 to 1 of a reranker and from -1 to 1 of embeddings, and the number of tokens."""
+    """One score per pair of texts, and the number of tokens of all inputs.
+
+    A reranker scores from 0 to 1. Cosines of embeddings are from -1 to 1.
+    """
 
     values: list[float]
     num_tokens: int
 
 
 class EmbeddingBackend(BatchBackend):
-    """Tokenizes inputs and sends each to a replica. A reranker's inputs are pairs of texts."""
+    """Tokenizes inputs and sends each input to a replica. An input of a reranker is a pair of texts."""
 
     purpose = "computes embeddings or scores: POST /v1/embeddings, /v1/rerank and /v1/score"
     unit = TOKENS
 
     def load(self) -> Tokenizer:
-        """Return the tokenizer. Raises ConfigError."""
+        """Return the tokenizer. Raises ConfigError if its files are missing or invalid."""
         return Tokenizer.from_checkpoint(find_checkpoint(self.config), allow_missing=self.config.load_format == "dummy")
 
     def open(self, text: Tokenizer, engine: EmbeddingReady, created: int) -> None:
@@ -53,16 +56,16 @@ class EmbeddingBackend(BatchBackend):
         super().open(text, engine, created)
 
     def facts(self, ready: EmbeddingReady) -> Mapping[str, Any]:
-        """Return the limit of inputs, and the number of values of an embedding; a reranker has none."""
+        """Return the maximum number of tokens of an input, and the dimensions of an embedding (None for a reranker)."""
         return {"max_model_len": ready.max_tokens, "dimensions": None if ready.is_reranker else ready.size}
 
     async def embed(
         self, inputs: str | list[str | int | list[int]], dimensions: int | None, truncate: int | None
     ) -> Embedded:
-        """Return the embedding of each input, cut to `dimensions` values if that is given.
+        """Return the embedding of each input. Each has only its first `dimensions` values, if this is given.
 
-        `truncate` is the number of tokens to which longer inputs are cut, -1 for the model's limit; None refuses them.
-        Raises RequestError (400, 429, 500, 503, 504).
+        Inputs with more than `truncate` tokens are cut to this number, where -1 is the model's limit. None refuses
+        inputs that exceed the model's limit. Raises RequestError (400, 429, 500, 503, 504).
         """
         ready: EmbeddingReady = self._loaded()
         if ready.is_reranker:
@@ -78,10 +81,10 @@ class EmbeddingBackend(BatchBackend):
         return await self._results([(each, 0) for each in ids], "input", limit, dimensions or 0)
 
     async def score(self, pairs: Sequence[tuple[str, str]], param: str, truncate: int | None) -> Scores:
-        """Return a score for each pair of texts. `param` is the field of the second texts, for errors.
+        """Return a score for each pair of texts. `param` is the request's field with the second texts, for errors.
 
-        An embedding model has the cosine of both embeddings; each different text is embedded once. `embed` explains
-        `truncate`. Raises RequestError (400, 429, 500, 503, 504).
+        For an embedding model the score is the cosine of the two embeddings, and equal texts are embedded once. Texts
+        are cut to `truncate` tokens as in `embed`. Raises RequestError (400, 429, 500, 503, 504).
         """
         ready: EmbeddingReady = self._loaded()
         limit = _truncation(truncate, ready.max_tokens)
@@ -102,7 +105,11 @@ class EmbeddingBackend(BatchBackend):
     async def _results(
         self, encoded: Sequence[tuple[list[int], int]], param: str, limit: int | None, dimensions: int
     ) -> Embedded:
-        """Return the values of each input. An input is its token ids and the start of a pair's second text."""
+        """Return the values of each input (token ids, index of the second text's first token).
+
+        The index is 0 for a single text. Inputs are cut to `limit` tokens, if it is not None. Raises RequestError (400)
+        for an input that is too long.
+        """
         most = self._loaded().max_tokens
         messages, costs = [], []
         for index, (ids, second_start) in enumerate(encoded):
@@ -123,7 +130,10 @@ class EmbeddingBackend(BatchBackend):
 
 
 def _truncation(truncate: int | None, most: int) -> int | None:
-    """Return the tokens to which inputs are cut. Raises RequestError (400)."""
+    """Return the number of tokens to which inputs are cut, or None if they are not cut.
+
+    Raises RequestError (400) if `truncate` is neither -1 nor a number of tokens that the model accepts.
+    """
     if truncate is None:
         return None
     if truncate != -1 and not 2 <= truncate <= most:
@@ -134,7 +144,10 @@ def _truncation(truncate: int | None, most: int) -> int | None:
 
 
 async def _encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
-    """Return each pair's token ids with the start of its second text. Much text is tokenized on a thread."""
+    """Return (token ids, index of the second text's first token) for each pair.
+
+    Long texts are tokenized on a thread.
+    """
 
     def work() -> list[tuple[list[int], int]]:
         return [tokenizer.encode_pair(*pair) for pair in pairs]

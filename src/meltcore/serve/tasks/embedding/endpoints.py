@@ -1,4 +1,4 @@
-"""Serves POST /v1/embeddings as OpenAI's API has it, POST /v1/rerank as Cohere's, and POST /v1/score as vLLM's."""
+"""Serves POST /v1/embeddings (OpenAI's API), POST /v1/rerank (Cohere's API) and POST /v1/score (vLLM's API)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _TURN_VALUES = 32_768
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of all three routes. `truncate_prompt_tokens` cuts long inputs: -1 to the model's limit."""
+    """The fields of all three routes.
+
+    Long inputs are cut to `truncate_prompt_tokens`, where -1 is the model's limit.
+    """
 
     model: str | None = None
     user: str | None = None
@@ -29,7 +32,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class EmbeddingRequest(_Common, kw_only=True):
-    """The body of POST /v1/embeddings. The input is one text, several texts, token ids, or several lists of them."""
+    """The body of POST /v1/embeddings. The input is one text, several texts, or one or several lists of token ids."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
@@ -37,7 +40,10 @@ class EmbeddingRequest(_Common, kw_only=True):
 
 
 class RerankRequest(_Common, kw_only=True):
-    """The body of POST /v1/rerank. `top_n` keeps the best; `return_documents` repeats their texts."""
+    """The body of POST /v1/rerank.
+
+    The answer has the `top_n` best documents, with their texts if `return_documents` is true.
+    """
 
     query: str
     documents: list[str]
@@ -46,7 +52,7 @@ class RerankRequest(_Common, kw_only=True):
 
 
 class ScoreRequest(_Common, kw_only=True):
-    """The body of POST /v1/score: pairs of texts, or one first text with several second texts."""
+    """The body of POST /v1/score. It has pairs of texts, or one first text with several second texts."""
 
     text_1: str | list[str]
     text_2: str | list[str]
@@ -60,7 +66,7 @@ class EmbeddingsEndpoint(Endpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         form = await self.read(exchange, EmbeddingRequest)
         backend: EmbeddingBackend = self.find_model(exchange, form.model)
         async with exchange.timeout(self._config.timeouts.request_s):
@@ -94,7 +100,10 @@ class _ScoringEndpoint(Endpoint):
         param: str,
         truncate: int | None,
     ) -> Scores:
-        """Return the scores of 1 to MAX_INPUTS pairs within the time limit. Raises RequestError."""
+        """Return the scores of 1 to MAX_INPUTS pairs within the time limit.
+
+        Raises RequestError if the number of pairs is out of range, or if the model cannot score them.
+        """
         if not 1 <= len(pairs) <= MAX_INPUTS:
             raise RequestError(f"{param} must have 1 to {MAX_INPUTS} texts; got {len(pairs)}", param=param)
         async with exchange.timeout(self._config.timeouts.request_s):
@@ -115,7 +124,7 @@ class RerankEndpoint(_ScoringEndpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         form = await self.read(exchange, RerankRequest)
         if form.top_n is not None and form.top_n < 1:
             raise RequestError(f"top_n is {form.top_n}; it must be at least 1", param="top_n")
@@ -142,7 +151,7 @@ class ScoreEndpoint(_ScoringEndpoint):
     )
 
     async def respond(self, exchange: Exchange) -> None:
-        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        """Answer one request. Raises RequestError if it fails, and ClientDisconnectedError if its client is gone."""
         form = await self.read(exchange, ScoreRequest)
         firsts, seconds = ([each] if isinstance(each, str) else each for each in (form.text_1, form.text_2))
         if len(firsts) not in (1, len(seconds)):

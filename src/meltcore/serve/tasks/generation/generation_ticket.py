@@ -283,7 +283,10 @@ class Choice(Child):
         return calls
 
     def new_call_id(self) -> str:
-        """Return an id for a tool call. Templates of Mistral refuse ids of another length than nine."""
+        """Return an id for a tool call, in the form that the chat template accepts.
+
+        Templates of Mistral accept nine letters.
+        """
         form = None if self.answer_format is None else self.answer_format.calls
         if form is not None and form.id_letters is not None:
             return secrets.token_hex(form.id_letters)[: form.id_letters]

@@ -223,7 +223,7 @@ def _call_deltas(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]
 
 
 def _whole_calls(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]]:
-    """Return the complete calls of an answer. A broken one is text of the answer."""
+    """Return the complete calls of an answer in OpenAI's form. Incomplete calls are part of the answer's text."""
     complete = {delta.index for delta in deltas if delta.end == "complete"}
     calls = _call_deltas(choice, [delta for delta in deltas if delta.index in complete])
     return [{name: value for name, value in call.items() if name != "index"} for call in calls]

@@ -51,7 +51,7 @@ def requested_tools(
 
 
 def _check_tools(tools: list[Tool]) -> None:
-    """Raise RequestError for too many tools, too long ones, and the first one that is wrong in itself."""
+    """Raise RequestError (400) if there are too many tools, if they are too long, or for the first invalid tool."""
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools holds {len(tools)} tools; the limit is {MAX_TOOLS}", param="tools")
     size = len(msgspec.json.encode(tools))
@@ -77,8 +77,8 @@ def _check_tools(tools: list[Tool]) -> None:
 def template_variables(request: ChatRequest, template: ChatTemplate | MissingTemplate) -> dict[str, Any]:
     """Return the variables that a request gives to the chat template.
 
-    With tool_choice "none" the template gets no tools. Raises RequestError (400) if the template has nothing that
-    follows `reasoning_effort`.
+    With tool_choice "none" the template gets no tools. Raises RequestError (400) for a `reasoning_effort` if the
+    template has no variable for it.
     """
     variables: dict[str, Any] = {}
     if request.tools and request.tool_choice != "none":
