@@ -114,7 +114,7 @@ def main() -> None:
             )
         )
         print(name, f"{own:,.0f} {other:,.0f} {own / other:.2f} of limit {own / limit:.2f}", seconds, flush=True)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     write_result(rows, versions, subject="all-MiniLM-L6-v2")
 
 

@@ -45,7 +45,8 @@ def test_embeddings_are_those_of_transformers(dtype: str, values: float, cosine:
                 for i, (_, ids) in enumerate(kept)]  # fmt: skip
     for start in range(0, len(kept), 64):
         part, rows = kept[start : start + 64], requests[start : start + 64]
-        found = [torch.frombuffer(bytearray(result.values), dtype=torch.float32) for result in task.compute(rows, 0)]
+        task.start(rows, 0)
+        found = [torch.frombuffer(bytearray(result.values), dtype=torch.float32) for result in task.step()]
         batch = reference_tokenizer([text for text, _ in part], padding=True, return_tensors="pt")
         assert [row[mask.bool()].tolist() for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)] == [
             ids for _, ids in part

@@ -43,7 +43,7 @@ class EmbeddingReady(BatchReady, tag="embedding_ready", array_like=True, frozen=
     def describe_limits(self) -> str:
         """Return a text with the limits of requests."""
         kind = "scores of pairs" if self.is_reranker else f"embeddings of {self.size} values"
-        return f"{kind}, inputs of up to {self.max_tokens} tokens, {self.max_cost:,} tokens per batch"
+        return f"{kind}, inputs of up to {self.max_tokens} tokens, {self.max_cost:,} tokens together"
 
     def probe(self, request_id: str) -> Embed:
         """Return a request of one token."""

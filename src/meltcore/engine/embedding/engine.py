@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from meltcore.common.errors import RequestError
 from meltcore.common.tasks import task_of_part
 from meltcore.engine.embedding.memory import MAX_BATCH_TOKENS, plan_embedding
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.engine.host.sleep_memory import SleepableTask
-from meltcore.engine.tasks.batch_engine import BatchEngine, OneStepTask, check_options
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
 from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint, open_task_checkpoint
 from meltcore.models.configs.encoder_config import EncoderConfig
@@ -35,9 +35,21 @@ from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection
 
 _ID_BYTES = 4  # int32, as messages have token ids
+_TINY = 1e-12  # the smallest norm that a vector is divided by
 
 
-class EmbeddingTask(SleepableTask, OneStepTask[Embed, EmbeddingResult]):
+class _Launched(NamedTuple):
+    """A forward pass: its requests, None for those that were aborted, and its results.
+
+    `values` is [requests, values] float32 on the host. On a GPU it is valid after `event`.
+    """
+
+    requests: list[Embed | None]
+    values: torch.Tensor
+    event: torch.cuda.Event | None
+
+
+class EmbeddingTask(SleepableTask, BatchTask[Embed, EmbeddingResult]):
     """Computes embeddings, or scores of pairs, with a BERT-class encoder on one device."""
 
     result, message = EmbeddingResult, EmbeddingOutputs
@@ -54,6 +66,9 @@ class EmbeddingTask(SleepableTask, OneStepTask[Embed, EmbeddingResult]):
         check_options(config, task)
         checkpoint = open_task_checkpoint(config.model, task, is_dummy=is_dummy)
         self._device = choose_device(config.device)
+        self._is_gpu = self._device.type == "cuda"
+        self._launched: deque[_Launched] = deque()
+        self._has_waited = False
         super().__init__(config, self._device)
         self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
         dtype = task_dtype(config.dtype, self._device, on_gpu=torch.float16)
@@ -61,7 +76,7 @@ class EmbeddingTask(SleepableTask, OneStepTask[Embed, EmbeddingResult]):
         self.model = self._keep_model(partial(load_encoder, checkpoint, dtype, self._device, seed), progress)
         self._max_tokens = self.model.config.input_limit(config.max_model_len)
         weight_bytes = parameter_bytes(self.model)
-        self.max_cost, self.memory = plan_embedding(
+        self._batch_tokens, self.memory = plan_embedding(
             self.model.config,
             weight_bytes=weight_bytes,
             element_size=dtype.itemsize,
@@ -72,10 +87,12 @@ class EmbeddingTask(SleepableTask, OneStepTask[Embed, EmbeddingResult]):
         )
         self.memory += self._sleep_rows()
         progress("warming up", 0.0)
+        # On a GPU one forward pass is launched while the one before it runs; their activations share memory.
+        self.max_cost = self._batch_tokens * (2 if self._is_gpu else 1)
         # A batch with padding and one without: kernels are compiled and loaded before requests.
         texts = [Embed(request_id="warm up", token_ids=bytes(_ID_BYTES * length)) for length in (1, 2)]
         for batch in (texts, texts[:1]):
-            self.compute(batch, 0)
+            self._launch(batch)
         self._load_s = time.monotonic() - start_s
 
     def cost(self, request: Embed) -> int:
@@ -85,7 +102,7 @@ class EmbeddingTask(SleepableTask, OneStepTask[Embed, EmbeddingResult]):
             raise RequestError(
                 f"an input has {len(token_ids)} tokens; it must have 1 to {self._max_tokens}", param="input"
             )
-        if not 0 <= token_ids.min() <= token_ids.max() < sizes.vocab_size:
+        if token_ids.view(np.uint32).max() >= sizes.vocab_size:  # negative ones are large
             raise RequestError(
                 f"an input has token ids outside the model's, 0 to {sizes.vocab_size - 1}", param="input"
             )
@@ -93,32 +110,73 @@ class EmbeddingTask(SleepableTask, OneStepTask[Embed, EmbeddingResult]):
             raise RequestError(f"dimensions is {request.dimensions}; embeddings have {sizes.hidden_size} values")
         return len(token_ids)
 
-    @torch.inference_mode()
-    def compute(self, requests: Sequence[Embed], padded_cost: int) -> list[EmbeddingResult]:
-        """Return one result per request."""
-        del padded_cost  # no kernel here is captured for a padded length
-        lengths = [len(request.token_ids) // _ID_BYTES for request in requests]
-        second_starts = [request.second_start or len(request.token_ids) for request in requests]
-        token_ids = np.frombuffer(b"".join(request.token_ids for request in requests), np.int32)
-        packed = torch.from_numpy(np.concatenate([token_ids, np.array([lengths, second_starts], np.int32).ravel()]))
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        ids, rows = packed.long().split([len(token_ids), 2 * len(requests)])
-        values = self.model(ids, *rows.view(2, -1), max(lengths)).cpu()
+    def start(self, requests: Sequence[Embed], padded_cost: int) -> None:  # noqa: ARG002 - no kernel needs padding
+        """Launch the forward passes of requests, each of at most as many tokens as memory was planned for."""
+        first, tokens = 0, 0
+        for index, request in enumerate(requests):
+            length = len(request.token_ids) // _ID_BYTES
+            if tokens + length > self._batch_tokens:
+                self._launched.append(self._launch(requests[first:index]))
+                first, tokens = index, 0
+            tokens += length
+        self._launched.append(self._launch(requests[first:]))
+
+    def step(self) -> list[EmbeddingResult]:
+        """Return the results of the oldest forward pass.
+
+        If it is the only one, return none the first time, so that the engine can launch the next one before it waits.
+        """
+        if len(self._launched) == 1 and self._is_gpu and not self._has_waited:
+            self._has_waited = True
+            return []
+        self._has_waited = False
+        if not self._launched:  # all were aborted
+            return []
+        requests, values, event = self._launched.popleft()
+        if event is not None:
+            event.synchronize()
+        kept = [(request, row) for request, row in zip(requests, values.numpy(), strict=True) if request is not None]
         return [
             EmbeddingResult(
                 request_id=request.request_id, finish_reason="stop", values=self._cut(row, request.dimensions)
             )
-            for request, row in zip(requests, values, strict=True)
+            for request, row in kept
         ]
 
-    def _cut(self, values: torch.Tensor, dimensions: int) -> bytes:
-        """Return the first `dimensions` values as float32 bytes. A normalized embedding is normalized again."""
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop the results of requests."""
+        ids = frozenset(request_ids)
+        for requests, _, _ in self._launched:
+            requests[:] = [None if each is None or each.request_id in ids else each for each in requests]
+        while self._launched and not any(self._launched[-1].requests):
+            self._launched.pop()
+
+    @torch.inference_mode()
+    def _launch(self, requests: Sequence[Embed]) -> _Launched:
+        """Launch one forward pass. On a CPU it is complete when this returns."""
+        lengths = [len(request.token_ids) // _ID_BYTES for request in requests]
+        second_starts = [request.second_start or len(request.token_ids) for request in requests]
+        token_ids = np.frombuffer(b"".join([request.token_ids for request in requests]), np.int32)
+        packed = torch.from_numpy(np.concatenate([token_ids, np.array([lengths, second_starts], np.int32).ravel()]))
+        if self._is_gpu:
+            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        ids, rows = packed.long().split([len(token_ids), 2 * len(requests)])
+        values = self.model(ids, *rows.view(2, -1), max(lengths))
+        if not self._is_gpu:
+            return _Launched([*requests], values, None)
+        on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        on_host.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return _Launched([*requests], on_host, event)
+
+    def _cut(self, values: np.ndarray, dimensions: int) -> bytes:
+        """Return the float32 bytes of the first `dimensions` values, which are normalized again if the whole was."""
         if dimensions:
             values = values[:dimensions]
             if self.model.config.is_normalized:
-                values = functional.normalize(values, dim=0)
-        return values.numpy().tobytes()
+                values = values / max(float(np.linalg.norm(values)), _TINY)
+        return values.tobytes()
 
     def ready(self) -> EmbeddingReady:
         """Return the limits of requests."""
