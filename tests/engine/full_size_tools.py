@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import engine_tools as tools
@@ -60,6 +60,8 @@ class Subject:
     answer_tokens: int
     exact: PreTrainedModel
     rounded: PreTrainedModel
+    # Logits, and which experts are settled, by the tokens that most ways of the engine share.
+    _references: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path, device: str, answer_tokens: int) -> Subject:
@@ -88,14 +90,9 @@ class Subject:
     def compare(self, seen: tools.SeenEngine, prompts: dict[str, list[int]]) -> Comparison:
         """Run the added requests; then the same tokens through transformers, each answer in one pass."""
         tokens = seen.run()
-        exact, rounded, routed = [], [], []
-        # The plain form of attention: float32 inside in either precision, so the noise is no larger than it must be.
-        with sdpa_kernel(SDPBackend.MATH), route_gaps(self.exact) as gaps:
-            for request_id, prompt in prompts.items():
-                exact.append(tools.reference_logits(self.exact, prompt, tokens[request_id]))
-                settled = gaps.settled(len(prompt) + len(tokens[request_id]))
-                routed.append(settled[len(prompt) - 1 : -1])
-                rounded.append(tools.reference_logits(self.rounded, prompt, tokens[request_id]).float())
+        exact, rounded, routed = zip(
+            *(self._reference(prompt, tokens[request_id]) for request_id, prompt in prompts.items()), strict=True
+        )
         return Comparison(
             chosen=torch.tensor([token for request_id in prompts for token in tokens[request_id]], device=self.device),
             ours=torch.stack([row for request_id in prompts for row in seen.logits[request_id]]),
@@ -103,6 +100,19 @@ class Subject:
             rounded=torch.cat(rounded),
             routed=torch.cat(routed).to(self.device),
         )
+
+    def _reference(self, prompt: list[int], answer: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The logits of `exact` and of `rounded` that chose each token of an answer, and which experts are settled."""
+        if (known := (len(prompt), *prompt, *answer)) not in self._references:
+            # The plain form of attention: float32 inside in either precision, so the noise is no larger than needed.
+            with sdpa_kernel(SDPBackend.MATH), route_gaps(self.exact) as gaps:
+                exact = tools.reference_logits(self.exact, prompt, answer)
+                settled = gaps.settled(len(prompt) + len(answer))[len(prompt) - 1 : -1]
+                rounded = tools.reference_logits(self.rounded, prompt, answer).float()
+            if len(self._references) >= 3 * len(self.prompts()):  # which take 4 GB with Qwen3's vocabulary
+                self._references.clear()
+            self._references[known] = exact, rounded, settled
+        return self._references[known]
 
 
 class RouteGaps:

@@ -28,12 +28,23 @@ FORMATS_AND_DTYPES = pytest.mark.parametrize(
 )
 
 
+def check_compiles(block_type: BlockType, tokens: int, groups: int, dtype: torch.dtype) -> None:
+    macros = dict(WgmmaConfig.of(tokens, groups, block_type).macros(block_type, dtype))
+    assert compile_source(wgmma.KERNEL.source(), wgmma.KERNEL.name, macros, "90a")
+
+
 @pytest.mark.slow
 @FORMATS
 def test_compiles(block_type: BlockType) -> None:
-    for tokens, groups, dtype in ((256, 2, torch.bfloat16), (64, 3, torch.float16)):
-        macros = dict(WgmmaConfig.of(tokens, groups, block_type).macros(block_type, dtype))
-        assert compile_source(wgmma.KERNEL.source(), wgmma.KERNEL.name, macros, "90a")
+    """With small tiles: one of 256 tokens compiles ten times as long, and decodes weights as the others do."""
+    check_compiles(block_type, 16, 2, torch.bfloat16)
+    check_compiles(block_type, 64, 3, torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", wgmma.TOKEN_TILES)
+def test_every_tile_compiles(tokens: int) -> None:
+    check_compiles(GgmlType.Q4_K, tokens, 2, torch.bfloat16)
 
 
 @FORMATS

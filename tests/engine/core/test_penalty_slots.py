@@ -37,29 +37,36 @@ def running(seen: tools.SeenEngine) -> list[str]:
     return [request.id for request in seen.engine.scheduler.running]
 
 
+REQUESTS = {f"r{index}": (tools.random_prompt(60 + 7 * index, index), KINDS[index % len(KINDS)]) for index in range(12)}
+
+
+@pytest.fixture(scope="module")
+def answers_alone(checkpoint: Path) -> dict[str, list[int]]:
+    """What an engine with one slot answers to one request after the other."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        alone = opened(checkpoint, monkeypatch, 1)
+    expected: dict[str, list[int]] = {}
+    for request_id, (prompt, kind) in REQUESTS.items():
+        alone.add(request_id, prompt, max_tokens=90, **kind)
+        expected |= alone.run()
+    return expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_more_penalized_requests_than_slots_give_the_same_answers(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+    checkpoint: Path, answers_alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     """Slots are reused after ends and preemptions, and never keep the counts of an earlier sequence."""
-    requests = {
-        f"r{index}": (tools.random_prompt(60 + 7 * index, index), KINDS[index % len(KINDS)]) for index in range(12)
-    }
-    alone = opened(checkpoint, monkeypatch, 1)
-    expected: dict[str, list[int]] = {}
-    for request_id, (prompt, kind) in requests.items():
-        alone.add(request_id, prompt, max_tokens=90, **kind)
-        expected |= alone.run()
     seen = opened(checkpoint, monkeypatch, 3, overlap=overlap, pages=9, max_model_len=300)
-    for request_id, (prompt, kind) in requests.items():
+    for request_id, (prompt, kind) in REQUESTS.items():
         seen.add(request_id, prompt, max_tokens=90, **kind)
     answers: dict[str, list[int]] = {}
     most = 0
     for output in seen.outputs():
         answers.setdefault(output.request_id, []).extend(output.token_ids)
         most = max(most, sum(request.has_penalties for request in seen.engine.scheduler.running))
-    assert answers == expected
+    assert answers == answers_alone
     assert most == 3
     assert seen.engine.stats().preemptions_total > 0
 
