@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from compile_tools import CompilePool, Task
-from interpreter_tools import LanguagePatches, make_block_type, make_tensor
+from interpreter_tools import fix_interpreter
 from kernel_tools import kernel_modules
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from meltcore.kernels.launch import force_implementation
 
 _convert_float = interpreter._convert_float
-_get_np_dtype = interpreter._get_np_dtype
-_numpy_types: dict[str, np.dtype] = {}  # by the name of the Triton type
 
 
 def _convert_with_rounding(values: np.ndarray, source: tl.dtype, target: tl.dtype, mode: Any) -> np.ndarray:
@@ -64,13 +61,6 @@ def implementation(request: pytest.FixtureRequest, device: torch.device) -> Iter
     force_implementation(None)
 
 
-def _numpy_type(dtype: tl.dtype) -> np.dtype:
-    name = dtype.scalar.name
-    if name not in _numpy_types:
-        _numpy_types[name] = _get_np_dtype(dtype)
-    return _numpy_types[name]
-
-
 @pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[CompilePool]:
     """Compiles for all the tests that were selected while they wait for one after the other.
@@ -88,36 +78,4 @@ def pool(request: pytest.FixtureRequest) -> Iterator[CompilePool]:
 
 @pytest.fixture(autouse=True)
 def interpreter_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fixes faults in the interpreter of Triton 3.6.
-
-    It takes a loop's bounds by int() of a [1] array, which NumPy 2.4 no longer allows, and multiplies the bit patterns
-    of bfloat16 matrices. And it is slow: it replaces its language for every call, computes for every integer sum
-    whether it overflows, which nothing reads, makes its table of types for every tensor, and types of types.
-    """
-    patch_tensor, patches = interpreter._patch_lang_tensor, LanguagePatches()
-    create_dot = InterpreterBuilder.create_dot
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
-        return create_dot(self, _widened(left), _widened(right), *rest)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-    monkeypatch.setattr(interpreter, "_patch_lang", patches.patch)
-    monkeypatch.setattr(interpreter, "_patch_builtin", patches.patch_builtins)
-    if not torch.cuda.is_available():  # the compiler has these types too
-        monkeypatch.setattr(tl.core.block_type, "__init__", make_block_type)
-        monkeypatch.setattr(tl.core.tensor, "__init__", make_tensor)
-    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
-    monkeypatch.setattr(interpreter, "_get_np_dtype", _numpy_type)
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-
-
-def _widened(matrix: TensorHandle) -> TensorHandle:
-    if matrix.dtype.scalar != tl.bfloat16:
-        return matrix
-    wide = torch.from_numpy(matrix.data.view(np.int16)).view(torch.bfloat16).float()
-    return TensorHandle(wide.numpy(), tl.float32)
+    fix_interpreter(monkeypatch)

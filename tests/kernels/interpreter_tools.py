@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _make_tensor = tl.core.tensor.__init__
 _make_block_type = tl.core.block_type.__init__
+_get_np_dtype = interpreter._get_np_dtype
+_numpy_types: dict[str, np.dtype] = {}  # by the name of the Triton type
 
 
 class LanguagePatches:
@@ -99,3 +106,46 @@ def make_tensor(self: Any, handle: Any, type: Any) -> None:
         return
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = (kept.of_tensor, kept.numel_of_tensor) if kept else (_NO_SHAPE, _ONE)
+
+
+def fix_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fix faults in the interpreter of Triton 3.6.
+
+    It takes a loop's bounds by int() of a [1] array, which NumPy 2.4 no longer allows, and multiplies the bit patterns
+    of bfloat16 matrices. And it is slow: it replaces its language for every call, computes for every integer sum
+    whether it overflows, which nothing reads, makes its table of types for every tensor, and types of types.
+    """
+    patch_tensor, patches = interpreter._patch_lang_tensor, LanguagePatches()
+    create_dot = InterpreterBuilder.create_dot
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return create_dot(self, _widened(left), _widened(right), *rest)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(interpreter, "_patch_lang", patches.patch)
+    monkeypatch.setattr(interpreter, "_patch_builtin", patches.patch_builtins)
+    if not torch.cuda.is_available():  # the compiler has these types too
+        monkeypatch.setattr(tl.core.block_type, "__init__", make_block_type)
+        monkeypatch.setattr(tl.core.tensor, "__init__", make_tensor)
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", _numpy_type)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+def _numpy_type(dtype: tl.dtype) -> np.dtype:
+    name = dtype.scalar.name
+    if name not in _numpy_types:
+        _numpy_types[name] = _get_np_dtype(dtype)
+    return _numpy_types[name]
+
+
+def _widened(matrix: TensorHandle) -> TensorHandle:
+    if matrix.dtype.scalar != tl.bfloat16:
+        return matrix
+    wide = torch.from_numpy(matrix.data.view(np.int16)).view(torch.bfloat16).float()
+    return TensorHandle(wide.numpy(), tl.float32)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from waiting import WAIT_S
+from rank_processes import run_ranks
 
 from meltcore.kernels.comm import all_reduce as all_reduce_file
 from meltcore.kernels.comm import symmetric_memory
@@ -293,19 +290,4 @@ def test_rank_processes_wait_for_each_other(tmp_path: Path) -> None:
     launch. Five steps of each are one of every count."""
     for rank in range(2):
         (tmp_path / f"buffer-{rank}").write_bytes(bytes([symmetric_memory.EMPTY_BYTE]) * 4 * chunk_words(2))
-    command = [sys.executable, str(Path(__file__).parent / "all_reduce_rank.py"), str(tmp_path)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", "5"],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.communicate(timeout=WAIT_S)[0] for rank in ranks] == ["equal\n", "equal\n"]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    assert run_ranks("all_reduce_rank", tmp_path, 2, 5) == ("equal\n" * 2, "")

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from waiting import WAIT_S
+from rank_processes import run_ranks
 
 from meltcore.kernels.comm import staged_all_reduce as staged_file
 from meltcore.kernels.comm.buffer_sizes import MESSAGE_WORDS, buffer_bytes
@@ -45,48 +39,24 @@ def test_can_stage_checks_rows() -> None:
     assert not can_stage(torch.empty(16, 3).t())
 
 
-@contextmanager
-def rank_processes(folder: Path, ranks: int, steps: int, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that map the same buffers and interpret the kernels; every call takes several messages."""
+def staged_ranks(folder: Path, ranks: int, steps: int, *missing: int) -> tuple[str, str]:
+    """What rank processes write that map the same buffers; every call takes several messages."""
     for rank in range(ranks):
         (folder / f"buffer-{rank}").write_bytes(bytes([EMPTY_BYTE]) * buffer_bytes(ranks))
-    command = [sys.executable, str(Path(__file__).parent / "staged_all_reduce_rank.py"), str(folder)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(steps), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    return run_ranks("staged_all_reduce_rank", folder, ranks, steps, *missing)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 3), (4, 1)])
 def test_rank_processes_wait_for_each_other(ranks: int, steps: int, tmp_path: Path) -> None:
-    with rank_processes(tmp_path, ranks, steps) as processes:
-        ended = [process.communicate(timeout=WAIT_S) for process in processes]
-        assert [output for output, _ in ended] == ["equal\n"] * ranks, ended
+    assert staged_ranks(tmp_path, ranks, steps) == ("equal\n" * ranks, "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["0", "1"], ids=["rows", "sums"])
-def test_results_are_wrong_without_the_wait_of_a_stage(stage: str, tmp_path: Path) -> None:
-    """So the test above checks that each rank waits. The other rank may then wait for one that has ended."""
-    until = time.monotonic() + WAIT_S
-    with rank_processes(tmp_path, 2, 3, stage) as processes:
-        while not (ended := [process for process in processes if process.poll() is not None]):
-            assert time.monotonic() < until, "no rank has ended"
-            time.sleep(0.05)
-        assert "AssertionError" in ended[0].communicate()[1]
+@pytest.mark.parametrize("stage", [0, 1], ids=["rows", "sums"])
+def test_results_are_wrong_without_the_wait_of_a_stage(stage: int, tmp_path: Path) -> None:
+    """So the test above checks that each rank waits. The other rank may then wait for one that has failed."""
+    assert "AssertionError" in staged_ranks(tmp_path, 2, 3, stage)[1]
 
 
 def message(device: torch.device) -> tuple[torch.Tensor, Norm]:
