@@ -489,7 +489,7 @@ def test_mutation_of_sliding_groups_breaks_a_history(
 @pytest.mark.slow
 def test_long_histories_restore_and_evict_snapshots() -> None:
     preemptions = restored = lost_with_page = lost_to_room = 0
-    for world in histories(40_000, recurrent=True):
+    for world in histories(20_000, recurrent=True):
         preemptions += world.scheduler.preemptions
         restored += world.restored
         lost_with_page += world.lost_with_page
@@ -501,7 +501,7 @@ def test_long_histories_restore_and_evict_snapshots() -> None:
 def test_long_histories_with_few_penalty_slots_preempt_and_overtake() -> None:
     """`World.check_order` checks the order of requests, and `drive` that none starves."""
     preemptions = passed = 0
-    for world in histories(20_000, penalised=True):
+    for world in histories(12_000, penalised=True):
         preemptions += world.scheduler.preemptions
         passed += world.passed
     assert min(preemptions, passed) > 50

@@ -87,7 +87,7 @@ def place_plainly(engines: Sequence[PlannedEngine], gpus: Sequence[FilledGpu]) -
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_engines_are_placed_as_if_each_looked_at_every_card(data: st.DataObject) -> None:
     sizes = st.integers(1, 6)
@@ -266,7 +266,7 @@ def test_nearest_plan_of_the_written_fleet_keeps_no_less_on_a_larger_card(
     monkeypatch.setattr(needs, "named_needs", known_needs)  # the sizes of the grid need the same engines
     spec = parse_fleet((resources.files("meltcore.fleet") / "examples" / "fleet.yaml").read_text(encoding="utf-8"))
     before: list[float] = []
-    for size in range(20, 100, 2):
+    for size in range(20, 100, 4):
         plan, found = plan_fleet(spec, [size * GIB], contexts=context_table()[0], host_bytes=host_bytes)
         if plan is None and found is None:
             assert not before
