@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import string
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -137,6 +138,16 @@ def _check_kind(model: ModelSection, path: str, *, is_planned: bool) -> None:
         _check_task(model, changed, path, is_planned=is_planned)
         if upstream := sorted(changed & _UPSTREAM_ONLY):
             raise FleetError(f"{path}.{upstream[0]}", "is for a url or a command, and this model has neither")
+        if (
+            model.load_format == "dummy"
+            and model.format in ("q4_0", "q8_0")
+            and not Path(model.model).expanduser().exists()
+        ):
+            raise FleetError(
+                path,
+                f"random weights in {model.format} need a GGUF file for their layout, and {model.model} is not on this "
+                f"machine; name a file, or remove format for dense weights of {model.shapes}",
+            )
         return
     refused = [name for name in _ENGINE_ONLY if name in changed]
     if model.kind == "url":

@@ -79,12 +79,9 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
     from meltcore.common.gpus.machine import Machine, VisibleGpu
     from meltcore.common.sizes import GIB
     from meltcore.fleet.plan.context_memory import find_contexts
-    from meltcore.fleet.plan.placement import loaded_section
     from meltcore.fleet.plan.plan import empty_gpus, plan_fleet
     from meltcore.fleet.plan.planned import FoundPlan, check_devices
 
-    for name, model in spec.models.items():
-        loaded_section(name, model)
     if not spec.gpus:
         check_devices(spec, len(args.vram))
     sizes, contexts = [round(size * GIB) for size in args.vram], find_contexts(None)

@@ -277,7 +277,7 @@ def check_startable(spec: FleetSpec) -> FleetSpec:
     for name, model in spec.models.items():
         if model.kind != "engine":
             check_upstream(name, model)
-    models = {name: loaded_section(name, model) for name, model in spec.models.items()}
+    models = {name: loaded_section(model) for name, model in spec.models.items()}
     return resolve_tracing(resolve_keys(msgspec.structs.replace(spec, models=models)))
 
 

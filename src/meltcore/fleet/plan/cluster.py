@@ -212,7 +212,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
             for node in self.nodes:
                 if node.name in nodes:
                     _check_node(node, gpus)
-            model = loaded_section(name, model)
+            model = loaded_section(model)
             models[name] = msgspec.structs.replace(model, checkpoint=absolute_path(model.model) or model.model)
             places[name] = tuple(map(Place, nodes, gpus))
         return PlacedFleet(msgspec.structs.replace(spec, models=models), places)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import visible_gpus
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.protocol.step_marks import make_marks_file
@@ -38,11 +37,10 @@ class PlacedFleet(msgspec.Struct, frozen=True):
         return tuple(place for place in self.places.get(name, ()) if place.node)
 
 
-def loaded_section(name: str, model: ModelSection) -> ModelSection:
+def loaded_section(model: ModelSection) -> ModelSection:
     """Return the settings of a model without those that only a plan needs, as its engines load the model.
 
-    The `shapes` become the checkpoint if the model has random weights and no checkpoint. Raises ConfigError if the
-    shapes stand for a GGUF file, because no configuration describes the blocks of a GGUF file.
+    The `shapes` become the checkpoint if the model has random weights and its checkpoint is not on this machine.
     """
     if model.kind != "engine":
         return model
@@ -50,11 +48,6 @@ def loaded_section(name: str, model: ModelSection) -> ModelSection:
     max_num_seqs = model.max_num_seqs if model.has_context else None
     checkpoint = model.model
     if model.load_format == "dummy" and model.shapes is not None and not Path(checkpoint).expanduser().exists():
-        if model.format in ("q4_0", "q8_0"):
-            raise ConfigError(
-                f"models.{name}: random weights in {model.format} need a GGUF file for their layout, and {checkpoint} "
-                f"is not on this machine; name a file, or remove format for dense weights of {model.shapes}"
-            )
         checkpoint = model.shapes
     return msgspec.structs.replace(model, checkpoint=checkpoint, shapes=None, format="auto", max_num_seqs=max_num_seqs)
 

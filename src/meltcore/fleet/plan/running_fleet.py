@@ -40,7 +40,7 @@ def unchanged_models(
         name: before[name]
         for name, model in spec.engines.items()
         if name in before
-        and _without_place(loaded_section(name, model)) == _without_place(before[name])
+        and _without_place(loaded_section(model)) == _without_place(before[name])
         and all(
             not (pinned := model.replica_gpus[replica]) or set(place.gpus) <= set(pinned)
             for (of_model, replica), place in places.items()
