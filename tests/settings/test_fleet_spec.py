@@ -268,7 +268,7 @@ models:
         ),
         (
             "models: {a: {checkpoint: x, task: recognition}}",
-            "models.a.task: got 'recognition'; must be generation, translation, transcription or synthesis",
+            "models.a.task: got 'recognition'; must be generation, translation, transcription, synthesis or embedding",
         ),
         (
             MODELS + "languages: {transcription: {kannada: a}}",
@@ -342,12 +342,12 @@ def test_published_schema_and_reference_are_those_of_the_structs() -> None:
             )
             for task, name, value, tasks in (
                 ("synthesis", "generation_config", "auto", "generation"),
-                ("transcription", "max_queue_tokens", 9, "generation"),
+                ("transcription", "max_queue_tokens", 9, "generation or embedding"),
                 ("translation", "max_num_batched_tokens", 512, "generation"),
                 ("translation", "enable_prefix_caching", False, "generation"),
                 ("synthesis", "enforce_eager", True, "generation"),
                 ("transcription", "tensor_parallel_size", 2, "generation"),
-                ("transcription", "max_model_len", 512, "generation or translation"),
+                ("transcription", "max_model_len", 512, "generation or translation or embedding"),
                 ("generation", "max_queue_chars", 9, "translation or synthesis"),
                 ("synthesis", "max_queue_audio_s", 9.0, "transcription"),
             )
@@ -365,7 +365,7 @@ def test_published_schema_and_reference_are_those_of_the_structs() -> None:
         ),
         (
             {"limits": {"max_queue_tokens": 9}, "models": {"m": {"checkpoint": "c", "task": "transcription"}}},
-            "limits.max_queue_tokens: got 9; is for task generation, and no model is of it",
+            "limits.max_queue_tokens: got 9; is for task generation or embedding, and no model is of it",
         ),
         (
             {"models": {"m": {"url": "http://h", "task": "transcription", "max_queue_tokens": 9}}},
