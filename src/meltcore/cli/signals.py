@@ -31,8 +31,8 @@ def signals_as_ctrl_c() -> Iterator[None]:
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     """Interrupt with SIGINT, even if SIGINT is ignored.
 
-    A shell script starts its background programs with SIGINT ignored, and Python leaves it so. Such a program must
-    still end here.
+    A shell script starts its background programs with SIGINT ignored, and Python leaves it so. SIGTERM ends such a
+    program nevertheless.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.default_int_handler(signum, frame)

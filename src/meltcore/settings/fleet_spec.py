@@ -454,7 +454,7 @@ class TimeoutsSection(FleetSection, frozen=True, kw_only=True):
 
 
 class ResidencySection(FleetSection, frozen=True, kw_only=True):
-    """The rules by which sleepable models that share memory take turns. No effect if no model is sleepable."""
+    """The rules by which sleepable models that share memory take turns. They apply only if a model is sleepable."""
 
     minimum_s: Annotated[Seconds, Meta(description="Time that a woken model stays awake.")] = 5.0
     turn_s: Annotated[

@@ -56,7 +56,7 @@ class LanguagesSection(FleetSection, frozen=True, kw_only=True):
 
     @property
     def substitute_lists(self) -> dict[str, tuple[str, ...]]:
-        """The substitutes of each language in `substitute`, as a tuple."""
+        """The substitutes of each language, in the order of `substitute`. A single substitute is a tuple of one."""
         return {name: (each,) if isinstance(each, str) else each for name, each in self.substitute.items()}
 
 

@@ -53,7 +53,7 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 
 class ReloadResult(msgspec.Struct, frozen=True):
-    """The names of the models that a reload has changed."""
+    """The names of the models that a reload has added, removed, changed or left unchanged."""
 
     added: list[str]
     removed: list[str]

@@ -1,4 +1,4 @@
-"""Converts what a request says about the form of its answer to a grammar that is known to compile."""
+"""Converts the fields of a request about the form of its answer to a grammar, and checks that the grammar compiles."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class RequestedGrammar(NamedTuple):
 
 
 class CheckedGrammar(NamedTuple):
-    """A grammar that compiles, and what of its schema it does not enforce."""
+    """A grammar that compiles. `weakened` lists the parts of its schema that it does not enforce."""
 
     text: str
     weakened: tuple[str, ...]
 
 
 class GrammarChecks:
-    """Checks the grammars of requests for one model in a few threads. Known ones are answered immediately."""
+    """Checks the grammars of requests for one model in a few threads. The results of recent grammars are kept."""
 
     def __init__(self, compiler: GrammarCompiler | ConfigError) -> None:
         """Create the checks. A ConfigError says why the tokenizer allows no structured output."""
@@ -65,7 +65,10 @@ class GrammarChecks:
         self._num_compiling = 0
 
     async def check(self, requested: RequestedGrammar, stats: ModelStats) -> CheckedGrammar:
-        """Return the first grammar that compiles. Raises RequestError (400, 503), which counts as a refusal."""
+        """Return the first candidate of a requested grammar that compiles.
+
+        Raises RequestError (400, 503), which is counted as a refusal.
+        """
         kept = self._kept.get(requested)
         if kept is not None:
             self._kept.move_to_end(requested)
@@ -116,7 +119,10 @@ class GrammarChecks:
 
 
 def requested_grammar(request: ChatRequest | CompletionRequest) -> RequestedGrammar | None:
-    """Return what a request says about the form of its answer, or None if it may have any form. Raises RequestError."""
+    """Return the grammars that a request accepts, or None if its answer may have any form.
+
+    Raises RequestError (400) for an invalid format, and for fields that exclude each other.
+    """
     response_format, outputs = request.response_format, request.structured_outputs
     is_limited = isinstance(response_format, JsonObjectFormat | JsonSchemaFormat)
     if is_limited and outputs is not None:
@@ -215,7 +221,7 @@ def _from_structural_tag(value: dict[str, Any], param: str) -> str:
 
 
 def _as_object(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """Return a JSON object that may be given as its text."""
+    """Return a JSON object. The value may be the object, or a text that contains it."""
     if not isinstance(value, str):
         return value
     try:
