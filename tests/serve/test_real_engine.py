@@ -270,3 +270,34 @@ def test_weakened_schema_is_named_in_header_and_body(server: RunningServer) -> N
     free = server.post("/v1/chat/completions", body | {"response_format": {"type": "text"}})
     assert "x-weakened-schema" not in free.headers
     assert "weakened_schema" not in free.json
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "llama3_json", "mistral"])
+def test_forced_call_follows_the_schema_of_its_tool(tmp_path: Path, parser: str) -> None:
+    """The model knows no tools: only the grammar makes it call."""
+    template = tmp_path / "tools.jinja"
+    template.write_text("{# tools #}{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
+    command = [*SERVE, "--chat-template", str(template), "--tool-call-parser", parser]
+    answer_limits = {"type": "integer", "minimum": 0, "maximum": 999}  # a small model writes digits without an end
+    schema = RECORD | {"properties": RECORD["properties"] | {"answer": answer_limits}}  # type: ignore[operator]
+    record, other = ({"name": name, "parameters": schema, "strict": True} for name in ("record", "other"))
+    tools = [{"type": "function", "function": function} for function in (record, other)]
+    named = {"type": "function", "function": {"name": "other"}}
+    body = {"model": BUNDLED_MODEL, "messages": QUESTION, "tools": tools, "max_tokens": 400}
+    with running(command, tmp_path / "stderr") as server:
+        server.wait_healthy(WAIT_S)
+        for choice in ("required", named):
+            fields = body | {"tool_choice": choice, "parallel_tool_calls": False}
+            answer = server.post("/v1/chat/completions", fields)
+            [whole] = answer.json["choices"]
+            [call] = whole["message"]["tool_calls"]
+            assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", None)
+            assert call["function"]["name"] in ("record", "other")
+            assert choice == "required" or call["function"]["name"] == "other"
+            jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+            events = server.post("/v1/chat/completions", fields | {"stream": True}).events
+            parts = [part for event in events for part in event["choices"][0]["delta"].get("tool_calls", ())]
+            assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
+        if parser == "llama3_json":  # its calls have no mark, so text could pass for one
+            assert server.post("/v1/chat/completions", body).error["param"] == "tools"
+        server.check_no_leak()

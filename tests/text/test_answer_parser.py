@@ -55,10 +55,10 @@ def merged(calls: Sequence[CallDelta]) -> list[tuple[str, str, str | None]]:
     """The name, the arguments and the end of each call."""
     found: dict[int, tuple[str, str, str | None]] = {}
     for delta in calls:
-        name, arguments, end = found.get(delta.index, ("", "", None))
+        name, arguments, end = found.get(delta.call_index, ("", "", None))
         assert end is None, "nothing follows the end of a call"
-        assert (delta.name is None) == (delta.index in found), "the name comes first"
-        found[delta.index] = (delta.name or name, arguments + delta.arguments, delta.end)
+        assert (delta.name is None) == (delta.call_index in found), "the name comes first"
+        found[delta.call_index] = (delta.name or name, arguments + delta.arguments, delta.end)
     assert [*found] == sorted(found)
     return [*found.values()]
 

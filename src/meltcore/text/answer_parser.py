@@ -62,7 +62,7 @@ class ToolSet(NamedTuple):
 class CallDelta(NamedTuple):
     """A part of one call: its name, which comes first, or more of its arguments, or how it ended."""
 
-    index: int
+    call_index: int
     name: str | None = None
     arguments: str = ""
     end: Literal["complete", "broken"] | None = None
@@ -91,7 +91,7 @@ class AnswerParser(CharacterReader):
         self._reasoning: list[str] = []
         self._calls: list[CallDelta] = []
         self.mark_ids: Mapping[int, str] = {}
-        self._reasoning_ids = form.reasoning_ids or ()
+        self._reasoning_ids: tuple[int, ...] = form.reasoning_ids or ()
         self._tools = tools or ToolSet({})
         self._format = form.calls if tools is not None else None
         if self._tools.max_calls == 0 and self._format and not self._format.has_marks:

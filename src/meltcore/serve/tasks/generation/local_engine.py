@@ -23,7 +23,7 @@ from meltcore.serve.tasks.generation.prompts import chat_prompt, decode, encode_
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
 from meltcore.serve.tasks.generation.structured import MAX_MESSAGE_CHARS, grammar_of_answer, requested_grammar
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
-from meltcore.serve.tasks.generation.tools import requested_tools, template_variables
+from meltcore.serve.tasks.generation.tools import requested_tools, template_variables, tool_grammar
 from meltcore.settings.fleet_spec import ModelSection
 
 
@@ -173,6 +173,8 @@ class LocalEngine(EngineBackend):
     ) -> str | None:
         """Return the grammar that the request asks for, or None. The answer says what the grammar does not enforce."""
         requested = requested_grammar(request)
+        if isinstance(request, ChatRequest):
+            requested = tool_grammar(request, self._text.answer_format, requested)
         if requested is None:
             return None
         checked = await self._text.grammars.check(requested, self.stats)

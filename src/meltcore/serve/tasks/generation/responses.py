@@ -212,10 +212,10 @@ def _call_deltas(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
         if delta.name is not None:
-            head = {"index": delta.index, "id": choice.new_call_id(), "type": "function"}
-            found[delta.index] = head | {"function": {"name": delta.name}}
+            head = {"index": delta.call_index, "id": choice.new_call_id(), "type": "function"}
+            found[delta.call_index] = head | {"function": {"name": delta.name}}
         if delta.name is not None or delta.arguments:
-            arguments.setdefault(delta.index, []).append(delta.arguments)
+            arguments.setdefault(delta.call_index, []).append(delta.arguments)
     for index, parts in arguments.items():
         function = found.setdefault(index, {"index": index, "function": {}})["function"]
         function["arguments"] = "".join(parts)
@@ -224,8 +224,8 @@ def _call_deltas(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]
 
 def _whole_calls(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]]:
     """Return the complete calls of an answer in OpenAI's form. Incomplete calls are part of the answer's text."""
-    complete = {delta.index for delta in deltas if delta.end == "complete"}
-    calls = _call_deltas(choice, [delta for delta in deltas if delta.index in complete])
+    complete = {delta.call_index for delta in deltas if delta.end == "complete"}
+    calls = _call_deltas(choice, [delta for delta in deltas if delta.call_index in complete])
     return [{name: value for name, value in call.items() if name != "index"} for call in calls]
 
 

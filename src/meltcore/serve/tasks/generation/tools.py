@@ -9,6 +9,8 @@ import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import ChatRequest, NamedTool, Tool, ToolCall
+from meltcore.serve.tasks.generation.call_grammar import call_grammar
+from meltcore.serve.tasks.generation.structured import RequestedGrammar
 from meltcore.text.answer_format import AnswerFormat
 from meltcore.text.answer_parser import ToolSet
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
@@ -45,8 +47,6 @@ def requested_tools(
             f"this model takes no tools: {fault}; --chat-template FILE and --tool-call-parser NAME can say it",
             param="tools",
         )
-    if choice == "required" or isinstance(choice, NamedTool):
-        raise RequestError("tool_choice may be none or auto: a call cannot be forced yet", param="tool_choice")
     return ToolSet(schemas, max_calls=1 if request.parallel_tool_calls is False else None)
 
 
@@ -70,8 +70,35 @@ def _check_tools(tools: list[Tool]) -> None:
                 f"{where}.parameters must be the schema of an object; its type is {found!r}",
                 param=f"{where}.parameters",
             )
-        if function.strict:
-            raise RequestError(f"{where}.strict is not supported yet; leave it out", param=f"{where}.strict")
+
+
+def tool_grammar(request: ChatRequest, form: AnswerFormat, answer: RequestedGrammar | None) -> RequestedGrammar | None:
+    """Return the grammar of an answer with tools, or `answer`, what the request says of its form, if tools need none.
+
+    Calls are enforced if one must come, or if a function is strict. An answer that is no call follows `answer`. Raises
+    RequestError (400) if the format of the model's calls allows no grammar.
+    """
+    choice, functions = request.tool_choice, [tool.function for tool in request.tools or ()]
+    is_forced = choice == "required" or isinstance(choice, NamedTool)
+    is_strict = any(function.strict for function in functions)
+    if not functions or choice == "none" or not (is_forced or is_strict or answer is not None):
+        return answer
+    param = "tool_choice" if is_forced else "tools" if is_strict else "response_format"
+    if isinstance(choice, NamedTool):
+        functions = [function for function in functions if function.name == choice.function.name]
+    is_parallel = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+    others = (None,) if is_forced or answer is None else answer.candidates
+    found = [
+        call_grammar(form, functions, is_forced=is_forced, is_parallel=is_parallel, answer=other) for other in others
+    ]
+    candidates = tuple(each for each in found if each is not None)
+    if len(candidates) < len(found):
+        raise RequestError(
+            f"{param}: nothing can enforce how this model calls; leave out strict, response_format, and a tool_choice "
+            "that forces a call",
+            param=param,
+        )
+    return RequestedGrammar(param, candidates)
 
 
 def template_variables(request: ChatRequest, template: ChatTemplate | MissingTemplate) -> dict[str, Any]:

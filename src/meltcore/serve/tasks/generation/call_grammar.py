@@ -1,0 +1,134 @@
+"""Writes the grammar of a model's tool calls, in the Lark of llguidance, from its call format and the given tools.
+
+Marks that are tokens stand in a grammar by their ids, so that no text can pass for them. Arguments follow the JSON
+Schema of their tool.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from meltcore.serve.requests.protocol import Function
+from meltcore.text.answer_format import AnswerFormat
+from meltcore.text.call_scanners import schema_types
+
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LENIENT = {"coerce_one_of": True, "lenient": True}
+
+
+def call_grammar(
+    form: AnswerFormat, functions: list[Function], *, is_forced: bool, is_parallel: bool, answer: str | None = None
+) -> str | None:
+    """Return the grammar of an answer, or None if none can describe this format.
+
+    Args:
+        form: How the model writes calls.
+        functions: The functions that may be called. One that is `strict` must be enforced as a whole; what llguidance
+            does not know of the schemas of the others is left out.
+        is_forced: Whether the answer is a call. Otherwise text may precede and follow calls.
+        is_parallel: Whether there may be several calls.
+        answer: A grammar of llguidance, in Lark or JSON, that the answer follows if it is no call.
+    """
+    writer = _GrammarWriter(form)
+    calls = form.calls
+    # Beside free text or another object, only a mark tells a call.
+    if calls is None or (not is_forced and not writer.is_token(calls.opens[0])):
+        return None
+    begin, between, end = "", "", ""
+    if calls.body == "xml":
+        rules = [writer.tagged(function) for function in functions]
+    elif calls.body == "json":
+        rules = [writer.json_object(function) for function in functions]
+        between = '"; "' if not calls.has_marks else '"\\n"'
+    elif calls.body == "named" and calls.quote == '"' and not calls.prefix:
+        if writer.is_token("[ARGS]"):
+            rules = [writer.named(function) for function in functions]
+        else:  # of a tokenizer before v11: a list of objects
+            rules = [writer.json_object(function, has_marks=False) for function in functions]
+            begin, between, end = f'{writer.mark(calls.opens[0])} "["', '", "', '"]"'
+    else:
+        return None
+    between = '"\\n"' if calls.body == "xml" else between
+    block = f"{begin} call ({between} call)* {end}" if is_parallel else f"{begin} call {end}"
+    start = f"start: {block}" if is_forced else f"start: TEXT? ({block} TEXT?)?\nTEXT: /(.|\\n)+/"
+    text = "\n".join([start, f"call: {' | '.join(rules)}", *writer.rules]) + "\n"
+    if answer is None:
+        return text
+    first, *others = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
+    text = text.replace(start, f"start: {block} | @answer", 1)
+    return json.dumps({"grammars": [{"lark_grammar": text}, first | {"name": "answer"}, *others]})
+
+
+class _GrammarWriter:
+    """Collects the rules of one grammar."""
+
+    def __init__(self, form: AnswerFormat) -> None:
+        self.rules: list[str] = []
+        self._tokenizer = form.tokenizer
+        assert form.calls is not None
+        self._format = form.calls
+
+    def is_token(self, mark: str) -> bool:
+        return self._tokenizer.token_id(mark) is not None
+
+    def mark(self, text: str) -> str:
+        token_id = self._tokenizer.token_id(text)
+        return _literal(text) if token_id is None else f"<[{token_id}]>"
+
+    def json_object(self, function: Function, *, has_marks: bool | None = None) -> str:
+        """Return the rule of {"name": ..., "arguments": {...}}, in the format's marks."""
+        has_marks = self._format.has_marks if has_marks is None else has_marks
+        key = "arguments" if self._format.has_marks else "parameters"
+        head = _literal(f'{{"name": {json.dumps(function.name)}, "{key}": ')
+        body = f'{head} {self._schema(_parameters(function), function)} "}}"'
+        if not has_marks:
+            return self._rule(body)
+        return self._rule(f'{self.mark(self._format.opens[0])} "\\n" {body} "\\n" {self.mark(self._format.closes[0])}')
+
+    def named(self, function: Function) -> str:
+        """Return the rule of [TOOL_CALLS]name[ARGS]{...}."""
+        arguments = self._schema(_parameters(function), function)
+        head = f"{self.mark(self._format.opens[0])} {_literal(function.name)} {self.mark('[ARGS]')}"
+        return self._rule(f"{head} {arguments}")
+
+    def tagged(self, function: Function) -> str:
+        """Return the rule of <function=name> with a tag for each parameter, in the order of the schema."""
+        schema = _parameters(function)
+        properties = schema.get("properties")
+        parts = [f'{self.mark(self._format.opens[0])} "\\n" {_literal(f"<function={function.name}>")} "\\n"']
+        for name, value in (properties if isinstance(properties, dict) else {}).items():
+            is_required = name in (schema.get("required") or ())
+            parts.append(self._parameter(name, value, schema, function) + ("" if is_required else "?"))
+        return self._rule(f'{" ".join(parts)} "</function>\\n" {self.mark(self._format.closes[0])}')
+
+    def _parameter(self, name: str, value: Any, schema: Mapping[str, Any], function: Function) -> str:
+        head, end = _literal(f"<parameter={name}>\n"), "\n</parameter>\n"
+        texts = value.get("enum", [value["const"]] if "const" in value else None) if isinstance(value, dict) else None
+        if texts is not None and all(isinstance(each, str) for each in texts):
+            chosen = " | ".join(_literal(each + end) for each in texts)
+            return self._rule(f"{head} ({chosen})")
+        if schema_types(value) in ((), ("string",)):
+            text = self._rule("/(.|\\n)*/", f"[suffix={_literal(end)}]")
+            return self._rule(f"{head} {text}")
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return self._rule(f"{head} {self._schema(definitions | value, function)} {_literal(end)}")
+
+    def _schema(self, schema: Mapping[str, Any], function: Function) -> str:
+        options = _SPACING | ({} if function.strict else _LENIENT)
+        return self._rule(f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}")
+
+    def _rule(self, body: str, options: str = "") -> str:
+        name = f"rule_{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+
+def _parameters(function: Function) -> dict[str, Any]:
+    return {"type": "object", **function.parameters} if function.parameters else _NO_PARAMETERS
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
