@@ -173,15 +173,10 @@ def block_fp8_gemm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     merged, added, gated, _ = matmuls(model)
     cases: Cases = []
     for each, tokens, row_group in ((merged, 4, 32), (gated, 16, 128), (added, 64, 128), (gated, 2048, 128)):
-        hidden = (
-            meta(tokens, each.columns, dtype=kind)
-            if tokens <= 16
-            else block_fp8_tensor(tokens, each.columns, row_group=1)
-        )
         cases.append(
             partial(
                 block_fp8_gemm.block_fp8_gemm,
-                hidden,
+                block_fp8_tensor(tokens, each.columns, row_group=1),
                 block_fp8_tensor(each.rows, each.columns, row_group=row_group),
                 meta(tokens, each.rows // (2 if each.gated else 1), dtype=kind),
                 gated=each.gated,
@@ -201,7 +196,7 @@ def block_fp8_experts_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
             block_fp8_tensor(*of.gate_up.shape, per_channel=per_channel),
             block_fp8_tensor(*of.down.shape, per_channel=per_channel),
         )
-        for tokens, per_channel in ((2, False), (12, True), (16 * of.count // of.top_k, False))
+        for tokens, per_channel in ((2, False), (12, True), *((m * of.count // of.top_k, False) for m in (16, 20)))
     ]
 
 

@@ -81,7 +81,6 @@ def test_both_implementations_quantize_to_the_same_values(columns: int, device: 
     assert in_triton(quantize_blocks)(hidden[:0].to(device)).values.shape == (0, columns)
 
 
-@pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns", "row_group", "config"),
     [
@@ -98,14 +97,13 @@ def test_gemm_applies_the_scales_of_every_block(
     columns: int,
     row_group: int,
     config: GemmConfig,
-    is_quantized: bool,
     device: torch.device,
 ) -> None:
     """With splits, cut-off blocks, either side of a tile first, one group of rows per tile and several."""
     torch.manual_seed(tokens)
     weight, hidden = random_weight(rows, columns, row_group, num_blocks(columns)), torch.randn(tokens, columns).to(BF16)
     expected, on_device = exact(hidden, weight), there(weight, device)
-    given = there(quantize_blocks_reference(hidden), device) if is_quantized else hidden.to(device)
+    given = there(quantize_blocks_reference(hidden), device)
     kept = torch.full((tokens, rows + 9), 7.0, dtype=BF16, device=device)
     out = kept[:, 4 : rows + 4]
     assert block_fp8_gemm(given, on_device, out, config=config) is out
@@ -139,13 +137,6 @@ def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
     assert in_triton(block_fp8_linear)(hidden[:0].to(device), there(weight, device)).shape == (0, rows)
 
 
-def test_unquantized_tokens_need_blocks(device: torch.device) -> None:
-    weight = there(random_weight(64, 256, 1, 1), device)
-    hidden = torch.randn(2, 256, device=device)
-    with pytest.raises(ValueError, match="need a weight with a scale per block of columns"):
-        block_fp8_gemm(hidden, weight, torch.empty(2, 64, device=device))
-
-
 def exact_experts(inputs: torch.Tensor, ids: torch.Tensor, weight: BlockFp8Tensor, per_token: int) -> torch.Tensor:
     """The product of each pair with its expert's dequantized weight, in float64."""
     tokens = quantize_tokens(inputs, weight).dequantize().double().repeat_interleave(per_token, 0)
@@ -165,16 +156,15 @@ def test_grouped_gemm_multiplies_each_pair_by_its_expert(
     gate_up = random_weight(2 * width, size, 64 if is_blocked else 1, column_blocks, experts)
     down = random_weight(size, width, 128 if is_blocked else 1, column_blocks, experts)
     dispatch, config = Dispatch.of(ids.to(device), down.values, 16, mode), GemmConfig(16, 64, BLOCK, 2)
-    gemm, by_program = in_triton(block_fp8_grouped_gemm), is_blocked and mode != "grouped"
+    gemm = in_triton(block_fp8_grouped_gemm)
     activated = torch.empty(2 * tokens, width, dtype=BF16, device=device)
     outputs = torch.empty(2 * tokens, size, dtype=BF16, device=device)
-    inputs = hidden if by_program else quantize_tokens(hidden, gate_up)
-    moved_inputs = inputs.to(device) if isinstance(inputs, torch.Tensor) else there(inputs, device)
-    gemm(moved_inputs, there(gate_up, device), activated, dispatch, config, from_tokens=True)
+    inputs = there(quantize_tokens(hidden, gate_up), device)
+    gemm(inputs, there(gate_up, device), activated, dispatch, config, from_tokens=True)
     gate, up = exact_experts(hidden, ids, gate_up, 2).chunk(2, -1)
     assert_near(activated, torch.nn.functional.silu(gate) * up, BF16, 8)
     quantized = there(quantize_tokens(activated.cpu(), down), device)
-    gemm(activated if by_program else quantized, there(down, device), outputs, dispatch, config, from_tokens=False)
+    gemm(quantized, there(down, device), outputs, dispatch, config, from_tokens=False)
     assert_rounded_once(outputs, exact_experts(activated.cpu(), ids, down, 1), BF16)
 
 

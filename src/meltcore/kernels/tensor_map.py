@@ -14,12 +14,13 @@ _MAX_BOX_COLUMNS = 256
 
 
 def tensor_map(matrix: torch.Tensor, columns: int, rows: int, *, swizzled: bool = False) -> CUtensorMap:
-    """Return the map of a bfloat16 matrix, which is copied in boxes of `rows` by `columns`.
+    """Return the map of a matrix of bfloat16 or of bytes, which is copied in boxes of `rows` by `columns`.
 
     A column of the map is one number, or two numbers if a box would otherwise have more than 256 columns. A `swizzled`
     box has rows of 128 bytes, as matrix instructions read them.
     """
-    return _encode(matrix.data_ptr(), tuple(matrix.shape), matrix.stride(0), columns, rows, swizzled)
+    shape, size = tuple(matrix.shape), matrix.element_size()
+    return _encode(matrix.data_ptr(), shape, matrix.stride(0), columns, rows, swizzled, size)
 
 
 def row_group_map(matrix: torch.Tensor, columns: int, groups: int, *, gated: bool) -> CUtensorMap:
@@ -61,17 +62,20 @@ def _encode_groups(
 
 # A function of its arguments alone, so that one made for memory that has been freed is right for its next owner.
 @lru_cache(maxsize=4096)
-def _encode(address: int, shape: tuple[int, ...], stride: int, columns: int, rows: int, swizzled: bool) -> CUtensorMap:
+def _encode(
+    address: int, shape: tuple[int, ...], stride: int, columns: int, rows: int, swizzled: bool, element_bytes: int
+) -> CUtensorMap:
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
     per_column = 2 if columns > _MAX_BOX_COLUMNS else 1
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element_bytes == 1 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     error, encoded = driver.cuTensorMapEncodeTiled(
-        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32 if per_column == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32 if per_column == 2 else kind,
         2,
         address,
         [driver.cuuint64_t(shape[1] // per_column), driver.cuuint64_t(shape[0])],
-        [driver.cuuint64_t(2 * stride)],
+        [driver.cuuint64_t(element_bytes * stride)],
         [driver.cuuint32_t(columns // per_column), driver.cuuint32_t(rows)],
         [driver.cuuint32_t(1), driver.cuuint32_t(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -7,21 +7,20 @@ from itertools import pairwise
 import torch
 
 from meltcore.kernels.activation import swiglu
-from meltcore.kernels.capability import shared_memory_bytes
+from meltcore.kernels.fp8 import block_fp8_wgmma
 from meltcore.kernels.fp8.block_fp8 import BLOCK, BlockFp8Tensor, quantize_tokens
 from meltcore.kernels.fp8.block_fp8_gemm import scaled_tile_matmul
-from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX
+from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY
 from meltcore.kernels.gemm.split_k import GemmConfig, silu_and_mul
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 from meltcore.kernels.moe.combine import combine
-from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, default_config, pairs_of_program
+from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, pairs_of_program
 from meltcore.kernels.moe.routing import RouterLogits, Routing, sort_by_expert
 from meltcore.kernels.quant import ggml_expert_gemv
 from meltcore.kernels.quant.ggml_experts import add_ggml_experts
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
-_MAX_STAGES = 4
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -47,10 +46,7 @@ def _block_fp8_grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     MODE: tl.constexpr,
-    QUANTIZE: tl.constexpr,
     FROM_TOKENS: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program multiplies BLOCK_N of the ROWS rows of an expert's weight by up to BLOCK_M of the expert's pairs.
@@ -84,7 +80,7 @@ def _block_fp8_grouped_gemm_kernel(
         *(weight_ptr + (expert.to(tl.int64) * ROWS + weight_rows)[:, None] * K, row_scales_ptr),
         *(input_ptr + source[:, None] * K, input_scales_ptr + source * COLUMN_BLOCKS, valid[:, None]),
         *(0, (K + BLOCK_K - 1) // BLOCK_K, K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES),
-        *(COLUMN_BLOCKS > 1, QUANTIZE, FP8_MAX, MIN_AMAX),
+        COLUMN_BLOCKS > 1,
     )
     if BLOCK_N >= BLOCK_M:
         acc = tl.trans(acc)
@@ -97,19 +93,15 @@ def _block_fp8_grouped_gemm_kernel(
 def select_config(pairs: int, weight: BlockFp8Tensor) -> GemmConfig:
     """Select the configuration for `pairs` pairs of all experts together and a weight [experts, rows, K].
 
-    A tile has as many pairs as for unquantized weights (`default_config`), up to 64. One program of an SM then
-    multiplies while another applies scales. (Not measured yet: docs/decisions/quantized-weights.md.)
+    Smaller tiles leave shared memory for several programs of an SM: one multiplies while another applies scales. The
+    sizes won a sweep at 16, 64 and 256 tokens of Qwen3-30B-A3B on an H200 (docs/decisions/quantized-weights.md).
     """
-    shared_bytes = shared_memory_bytes(weight.values.device)
-    block_m = min(64, default_config(pairs, len(weight.values), 2, shared_bytes).block_m)
-    block_n = 64 if block_m == 16 else 128
-    stage_bytes = (2 * block_m + block_n) * BLOCK
-    stages = max(2, min(_MAX_STAGES, shared_bytes // 2 // stage_bytes))
-    return GemmConfig(block_m, block_n, BLOCK, stages)
+    mean = pairs / len(weight.values)
+    return GemmConfig(16 if mean <= 8 else 32 if mean <= 16 else 64, 128, BLOCK, 3)
 
 
 def block_fp8_grouped_gemm(
-    inputs: torch.Tensor | BlockFp8Tensor,
+    inputs: BlockFp8Tensor,
     weight: BlockFp8Tensor,
     output: torch.Tensor,
     dispatch: Dispatch,
@@ -120,7 +112,7 @@ def block_fp8_grouped_gemm(
     """Multiply each pair by its expert's weight, [experts, rows, K], and write the result to `output`.
 
     Args:
-        inputs: tokens [tokens, K] if `from_tokens`, otherwise pairs [pairs, K]; quantized or not.
+        inputs: tokens [tokens, K] if `from_tokens`, otherwise pairs [pairs, K].
         weight: [experts, rows, K].
         output: [pairs, rows], or [pairs, rows / 2] if `from_tokens`.
         dispatch: the pairs of the step, aligned to tiles of `config.block_m` pairs.
@@ -128,18 +120,14 @@ def block_fp8_grouped_gemm(
         from_tokens: whether the weight holds gate rows above up rows, and the result is silu(gate) * up. In the tile
             that a program loads, gate and up rows alternate.
     """
-    is_quantized = isinstance(inputs, BlockFp8Tensor)
-    values, input_scales = inputs if isinstance(inputs, BlockFp8Tensor) else (inputs, weight.scales)
     (rows, k), (tokens, top_k) = weight.values.shape[1:], dispatch.topk_ids.shape
     # One size serves all tokens of the mode unless a test forces it for more: each is compiled.
     max_tokens = (
         triton.next_power_of_2(max(tokens, INDIRECT_TOKENS)) if dispatch.mode == "indirect" else INDIRECT_TOKENS
     )
     _block_fp8_grouped_gemm_kernel[(triton.cdiv(rows, config.block_n), dispatch.tiles)](
-        values,
-        input_scales,
-        weight.values,
-        weight.scales,
+        *inputs,
+        *weight,
         output,
         dispatch.topk_ids,
         *(dispatch.alignment[1:4] if dispatch.alignment else (dispatch.topk_ids,) * 3),
@@ -155,10 +143,7 @@ def block_fp8_grouped_gemm(
         BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages,
         MODE=dispatch.mode,
-        QUANTIZE=not is_quantized,
         FROM_TOKENS=from_tokens,
-        FP8_MAX=FP8_MAX,
-        MIN_AMAX=MIN_AMAX,
         num_warps=config.num_warps,
         **pdl_options(output.device),
     )
@@ -206,25 +191,19 @@ def block_fp8_expert_outputs(
     outputs = hidden.new_empty(pairs, hidden.shape[1])
     if pairs == 0:
         return outputs
+    if (
+        pairs >= block_fp8_wgmma.MIN_PAIRS * len(down.values)
+        and block_fp8_wgmma.supports(hidden, gate_up, gated=True)
+        and block_fp8_wgmma.supports(hidden, down, gated=False)
+    ):
+        return block_fp8_wgmma.expert_outputs(hidden, topk_ids, gate_up, down)
     config = select_config(pairs, gate_up)
     dispatch = Dispatch.of(topk_ids, down.values, config.block_m)
     activated = hidden.new_empty(pairs, down.values.shape[2])
-    inputs = _quantize_if_many(hidden, gate_up, dispatch)
-    block_fp8_grouped_gemm(inputs, gate_up, activated, dispatch, config, from_tokens=True)
-    inputs = _quantize_if_many(activated, down, dispatch)
-    block_fp8_grouped_gemm(inputs, down, outputs, dispatch, config, from_tokens=False)
+    for inputs, weight, target in ((hidden, gate_up, activated), (activated, down, outputs)):
+        quantized = quantize_tokens(inputs, weight)
+        block_fp8_grouped_gemm(quantized, weight, target, dispatch, config, from_tokens=weight is gate_up)
     return outputs
-
-
-def _quantize_if_many(
-    hidden: torch.Tensor, weight: BlockFp8Tensor, dispatch: Dispatch
-) -> torch.Tensor | BlockFp8Tensor:
-    """Return `hidden` quantized, or as it is if every program of the GEMM quantizes its own inputs.
-
-    Programs quantize their inputs if there are few tokens and the weight has scales per block.
-    """
-    is_few = dispatch.mode != "grouped" and weight.scales.shape[2] > 1
-    return hidden if is_few else quantize_tokens(hidden, weight)
 
 
 def block_fp8_expert_outputs_reference(

@@ -1,8 +1,7 @@
 """GEMM of tokens with an FP8 weight that has a scale per block, for few tokens and for many.
 
 It uses the method of gemm/split_k.py. A step of the main loop multiplies 128 columns on the tensor cores. Both
-operands' scales of these columns are applied to the result before it is added to the sums in float32. Few tokens are
-quantized by the program itself, to the same values as by `quantize_tokens`, which saves a launch. Sums have a fixed
+operands' scales of these columns are applied to the result before it is added to the sums in float32. Sums have a fixed
 order: the order of the columns within a split, then the order of the splits.
 """
 
@@ -11,16 +10,14 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.capability import shared_memory_bytes, sm_count
-from meltcore.kernels.fp8.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks, quantize_tile
-from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX
+from meltcore.kernels.fp8.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks
+from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY
 from meltcore.kernels.gemm.split_k import GemmConfig, reduce_splits, silu_and_mul, split_workspace, weight_row
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
-# Up to how many tokens every program quantizes them itself: with more, they are read and quantized too often.
-MAX_UNQUANTIZED_TOKENS = 16
-_MAX_STAGES = 4
+_L2_VALUES = 2**24  # of a weight that stays in the L2 cache
 _PREFETCH_STEPS = 4
 
 
@@ -39,16 +36,12 @@ def scaled_tile_matmul(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     BLOCK_SCALES: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
 ):
     """Multiply weight rows [BLOCK_N, 1] by tokens [BLOCK_M, 1], both pointers, over some steps of BLOCK_K columns.
 
     Returns [BLOCK_N, BLOCK_M], or [BLOCK_M, BLOCK_N] if that is the longer side, in float32. weight_scales_ptr,
     token_scales_ptr: pointers to the rows' and the tokens' first scales, [BLOCK_N] or one for all rows, and [BLOCK_M].
     BLOCK_SCALES: there is a scale per step; otherwise one for all columns. valid: [BLOCK_M, 1], tokens to read.
-    QUANTIZE: tokens are unquantized, and are quantized per step.
     """
     # Tensor cores need the longer side first: at least 64 rows on Hopper.
     if BLOCK_N >= BLOCK_M:
@@ -63,15 +56,12 @@ def scaled_tile_matmul(
         else:
             weight = tl.load(weight_ptr + column, mask=column < K, other=0.0)
             hidden = tl.load(hidden_ptr + column, mask=valid & (column < K), other=0.0)
-        if QUANTIZE:
-            hidden, token_scales = quantize_tile(hidden.to(tl.float32), FP8_MAX, MIN_AMAX)
-        elif BLOCK_SCALES:
-            token_scales = tl.load(token_scales_ptr + step)
         if BLOCK_N >= BLOCK_M:
             left, right = weight, tl.trans(hidden)
         else:
             left, right = hidden, tl.trans(weight)
         if BLOCK_SCALES:
+            token_scales = tl.load(token_scales_ptr + step)
             scales = _scales_of(tl.load(weight_scales_ptr + step), token_scales, BLOCK_N >= BLOCK_M)
             acc += tl.dot(left, right) * scales
         else:
@@ -117,11 +107,8 @@ def _block_fp8_gemm_kernel(
     SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PREFETCH_STEPS: tl.constexpr,
-    QUANTIZE: tl.constexpr,
     GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program multiplies BLOCK_N rows of the weight by BLOCK_M tokens over one split of the columns.
@@ -155,7 +142,7 @@ def _block_fp8_gemm_kernel(
     acc = scaled_tile_matmul(
         *(rows_ptr, row_scales_ptr, hidden_ptr + source_token[:, None] * K),
         *(token_scales_ptr + source_token * COLUMN_BLOCKS, valid, first_step, end_step),
-        *(K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, COLUMN_BLOCKS > 1, QUANTIZE, FP8_MAX, MIN_AMAX),
+        *(K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, COLUMN_BLOCKS > 1),
     )
     if SPLIT_K > 1:
         tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
@@ -174,25 +161,27 @@ def _block_fp8_gemm_kernel(
 def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes: int) -> GemmConfig:
     """Select the configuration for a number of tokens and a weight [rows, k].
 
-    For few tokens, reading the weight takes most of the time. Two programs per SM overlap loads with computing, and
-    splits of k fill the SMs. For many tokens, one program of an SM applies scales while another one multiplies. (Not
-    measured yet: docs/decisions/quantized-weights.md.)
+    For few tokens, reading the weight takes most of the time, and splits of k fill the SMs. Large weights have two or
+    three programs per SM. Small ones have one, since adding up more splits takes longer, and a second tile of tokens
+    reads them from the L2 cache. Measured on an H200 (docs/decisions/quantized-weights.md).
     """
-    steps = num_blocks(k)
-    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    block_n = 64 if block_m <= 32 else 128
+    if rows * k <= _L2_VALUES and not 16 < tokens <= 32:
+        small = (16, 64, 5, 4) if tokens <= 16 else (32, 128, 5, 4) if tokens <= 64 else (128, 64, 3, 8)
+        block_m, block_n, stages, warps = small
+        programs = processors
+    else:
+        block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+        block_n, stages, warps = (64, 4, 4) if block_m <= 32 else (128, 3, 4)
+        programs = 2 * processors if tokens <= 128 else 0
     tiles = -(-tokens // block_m) * -(-rows // block_n)
-    programs = 2 * processors
     # Fewer columns are not worth the reduction.
-    split_k = 1 if tokens > 128 else max(1, min(programs // tiles, steps // 4))
-    programs_per_sm = 2 if block_m <= 32 else 3
-    stage_bytes = (block_m * (2 if tokens <= MAX_UNQUANTIZED_TOKENS else 1) + block_n) * BLOCK
-    stages = max(2, min(_MAX_STAGES, shared_bytes // programs_per_sm // stage_bytes))
-    return GemmConfig(block_m, block_n, BLOCK, stages, split_k=split_k)
+    split_k = max(1, min(programs // tiles, num_blocks(k) // 4))
+    stages = min(stages, shared_bytes // ((block_m + block_n) * BLOCK))
+    return GemmConfig(block_m, block_n, BLOCK, stages, warps, split_k)
 
 
 def block_fp8_gemm(
-    hidden: torch.Tensor | BlockFp8Tensor,
+    hidden: BlockFp8Tensor,
     weight: BlockFp8Tensor,
     output: torch.Tensor,
     *,
@@ -205,28 +194,19 @@ def block_fp8_gemm(
     The weight is read before the previous kernel has ended, so that kernel must not write it.
 
     Args:
-        hidden: quantized tokens, or unquantized tokens of any floating type, which are quantized in blocks.
+        hidden: quantized tokens.
         weight: [N, K].
         output: [tokens, N]. Rows may be strided.
         gated: whether the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
         has_residual: whether the result is added to `output`.
         config: the tile configuration. None selects one by size.
-
-    Raises ValueError for unquantized tokens and a weight without blocks.
     """
-    is_quantized = isinstance(hidden, BlockFp8Tensor)
-    values, token_scales = hidden if isinstance(hidden, BlockFp8Tensor) else (hidden, weight.scales)
-    (tokens, k), rows, column_blocks = values.shape, len(weight.values), weight.scales.shape[1]
-    if not is_quantized and column_blocks != num_blocks(k):
-        raise ValueError("unquantized tokens need a weight with a scale per block of columns")
-    device = output.device
+    (tokens, k), rows, device = hidden.values.shape, len(weight.values), output.device
     config = config or select_config(tokens, rows, k, sm_count(device), shared_memory_bytes(device))
     grid, partial, counters = split_workspace(config, rows, tokens, output)
     _block_fp8_gemm_kernel[grid](
-        values,
-        token_scales,
-        weight.values,
-        weight.scales,
+        *hidden,
+        *weight,
         output,
         partial,
         counters,
@@ -235,18 +215,15 @@ def block_fp8_gemm(
         N=rows // 2 if gated else rows,
         K=k,
         ROW_GROUP=weight.row_group,
-        COLUMN_BLOCKS=column_blocks,
+        COLUMN_BLOCKS=weight.scales.shape[1],
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
         NUM_STAGES=config.num_stages,
         PREFETCH_STEPS=min(_PREFETCH_STEPS, num_blocks(k) // config.split_k),
-        QUANTIZE=not is_quantized,
         GATED=gated,
         HAS_RESIDUAL=has_residual,
-        FP8_MAX=FP8_MAX,
-        MIN_AMAX=MIN_AMAX,
         num_warps=config.num_warps,
         **pdl_options(device),
     )

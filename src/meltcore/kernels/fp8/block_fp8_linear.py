@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.activation import swiglu
+from meltcore.kernels.fp8 import block_fp8_wgmma
 from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor, quantize_tokens
-from meltcore.kernels.fp8.block_fp8_gemm import MAX_UNQUANTIZED_TOKENS, block_fp8_gemm
+from meltcore.kernels.fp8.block_fp8_gemm import block_fp8_gemm
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant import ggml_skinny_gemm
@@ -45,10 +46,10 @@ def block_fp8_linear(
     if as_bytes is not None and ggml_skinny_gemm.stages(hidden, as_bytes, norm):
         out = output if residual is None else None
         return ggml_skinny_gemm.ggml_skinny_gemm(hidden, as_bytes, norm, gated=gated, residual=residual, out=out)
-    # A program cannot normalize tokens, of which it reads only a split of the columns.
-    is_unquantized = norm is None and tokens <= MAX_UNQUANTIZED_TOKENS and weight.scales.shape[1] > 1
-    inputs = hidden if is_unquantized else quantize_tokens(hidden, weight, norm)
-    return block_fp8_gemm(inputs, weight, output, gated=gated, has_residual=residual is not None)
+    inputs, has_residual = quantize_tokens(hidden, weight, norm), residual is not None
+    if block_fp8_wgmma.is_faster(hidden, weight, output, gated=gated):
+        return block_fp8_wgmma.block_fp8_wgmma(inputs, weight, output, gated=gated, has_residual=has_residual)
+    return block_fp8_gemm(inputs, weight, output, gated=gated, has_residual=has_residual)
 
 
 def block_fp8_linear_reference(hidden: torch.Tensor, weight: BlockFp8Tensor, norm: Norm | None = None) -> torch.Tensor:

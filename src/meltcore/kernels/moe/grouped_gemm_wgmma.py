@@ -23,10 +23,11 @@ KERNEL = CudaKernel(
 )
 SHARED_BYTES = 227 * 1024
 BLOCK_M = 128  # pairs of a tile
-_CAPABILITY = 90
-_THREADS = 3 * 128
-_BLOCK_N, _BLOCK_K, _GATE_ROWS = 256, 64, 128  # rows and columns of a weight's tile; its gate rows
-_COPY_PAIRS, _COPY_ROWS = 64, 128  # rows of one copy by TMA
+CAPABILITY = 90
+THREADS = 3 * 128
+BLOCK_N, GATE_ROWS = 256, 128  # rows of a weight's tile; its gate rows
+COPY_ROWS = 128  # of a weight, of one copy by TMA
+_BLOCK_K, _COPY_PAIRS = 64, 64  # columns of a tile; rows of pairs of one copy
 _NUM_STAGES = 4
 _MAX_TOKEN_BYTES = 2**32  # offsets of tokens have 32 bits
 # Per expert: with more pairs, grouped_gemm_tma.py is as fast or faster for experts wider than _MAX_NARROW (H200,
@@ -42,10 +43,10 @@ def supports(hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) ->
     size, width = down.shape[1:]
     return (
         hidden.is_cuda
-        and capability(hidden.device) == _CAPABILITY
+        and capability(hidden.device) == CAPABILITY
         and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in (hidden, gate_up, down))
-        and size % _BLOCK_N == 0
-        and width % _GATE_ROWS == 0
+        and size % BLOCK_N == 0
+        and width % GATE_ROWS == 0
         and hidden.nbytes <= _MAX_TOKEN_BYTES
     )
 
@@ -57,7 +58,16 @@ def is_faster(num_pairs: int, num_experts: int, width: int) -> bool:
 
 
 @cache
-def kernel_macros(columns: int, n_tiles: int, top_k: int, *, gated: bool) -> tuple[tuple[str, int], ...]:
+def kernel_macros(
+    columns: int,
+    n_tiles: int,
+    top_k: int,
+    *,
+    gated: bool,
+    is_fp8: bool = False,
+    is_dense: bool = False,
+    has_residual: bool = False,
+) -> tuple[tuple[str, int], ...]:
     """Return the constants that the kernel is compiled with."""
     return (
         ("K", columns),
@@ -66,6 +76,9 @@ def kernel_macros(columns: int, n_tiles: int, top_k: int, *, gated: bool) -> tup
         ("TOP_K", top_k),
         ("NUM_STAGES", _NUM_STAGES),
         ("SHARED_BYTES", SHARED_BYTES),
+        ("FP8", int(is_fp8)),
+        ("DENSE", int(is_dense)),
+        ("RESIDUAL", int(has_residual)),
     )
 
 
@@ -82,10 +95,10 @@ def expert_outputs_wgmma(
     outputs = hidden.new_empty(topk_ids.numel(), size)
     activated_map = tensor_map(activated, _BLOCK_K, _COPY_PAIRS, swizzled=True)
     for weight, target, macros in (
-        (gate_up, activated, kernel_macros(size, width // _GATE_ROWS, top_k, gated=True)),
-        (down, outputs, kernel_macros(width, size // _BLOCK_N, 1, gated=False)),
+        (gate_up, activated, kernel_macros(size, width // GATE_ROWS, top_k, gated=True)),
+        (down, outputs, kernel_macros(width, size // BLOCK_N, 1, gated=False)),
     ):
-        weight_map = tensor_map(weight.flatten(0, 1), _BLOCK_K, _COPY_ROWS, swizzled=True)
+        weight_map = tensor_map(weight.flatten(0, 1), _BLOCK_K, COPY_ROWS, swizzled=True)
         tensors = [weight_map, activated_map, hidden, target, *alignment[1:]]
-        KERNEL.launch((sm_count(device),), _THREADS, macros, tensors, device, shared_bytes=SHARED_BYTES, pdl=True)
+        KERNEL.launch((sm_count(device),), THREADS, macros, tensors, device, shared_bytes=SHARED_BYTES, pdl=True)
     return outputs
