@@ -95,11 +95,16 @@ def test_blocks_have_equal_runs(tiles: int, chunks: int, tokens: int, expected: 
     [
         ({}, True),
         ({"tokens": 16}, False),
-        ({"tokens": 256}, True),
-        ({"tokens": 257}, False),
+        ({"tokens": 192}, True),
+        ({"tokens": 193}, False),
+        ({"tokens": 256, "rows": 6144}, True),
+        ({"tokens": 257, "rows": 6144}, False),
         ({"tokens": 512, "rows": 8192}, True),
         ({"tokens": 513, "rows": 8192}, False),
-        ({"rows": 4080}, False),
+        ({"tokens": 64, "rows": 4080}, True),
+        ({"tokens": 65, "rows": 4080}, False),
+        ({"rows": 2048}, True),
+        ({"rows": 2032}, False),
         ({"tokens": 16, "block_type": GgmlType.Q6_K}, False),
         ({"tokens": 9, "rows": 16384, "block_type": GgmlType.Q6_K}, True),
         ({"tokens": 9, "rows": 16384}, False),
@@ -113,7 +118,7 @@ def test_blocks_have_equal_runs(tiles: int, chunks: int, tokens: int, expected: 
     ids=str,
 )
 def test_is_faster(changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 17 tokens on for 2^24 values, to 256 below 2^25; large K-quants from 9 on; rows in multiples of 16."""
+    """From 17 tokens on, large K-quants from 9 on, up to more tokens the more values a weight has, from 2^23 on."""
     given: dict[str, Any] = {
         "rows": 4096,
         "tokens": 17,

@@ -109,9 +109,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       Raw<FORMAT> raw[2];
 #pragma unroll
       for (int which = 0; which < 2; which++) raw[which].read(base + warp * WARP_BYTES, 8 * which + g, t, step);
-      constexpr int HALF_TILES = (TOKEN_TILES + 1) / 2;
+      constexpr int HALF_TILES = (TOKEN_TILES + 1) / 2, MOST_TILES = TOKEN_TILES > 2 ? TOKEN_TILES - 1 : 1;
       if (valid <= 8 * HALF_TILES)
         multiply<FORMAT, HALF_TILES>(acc, raw, tokens, k - step * CHUNK, t);
+      else if (TOKEN_TILES > 2 && valid <= 8 * MOST_TILES)
+        multiply<FORMAT, MOST_TILES>(acc, raw, tokens, k - step * CHUNK, t);
       else
         multiply<FORMAT, TOKEN_TILES>(acc, raw, tokens, k - step * CHUNK, t);
     }

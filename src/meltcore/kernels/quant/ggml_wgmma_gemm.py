@@ -31,12 +31,12 @@ KERNEL = CudaKernel(
 )
 SHARED_BYTES = 227 * 1024
 TOKEN_TILES = (16, 32, 64, 96, 128, 192, 256)
-# Values of a weight, at least, and tokens from which it is faster than the skinny GEMM, also for larger weights of
-# formats that take long to decode, and up to which it is faster than dequantizing the weight for the library, also for
-# smaller weights. A launch takes about 8 us beside what grows with its work (docs/decisions/quantized-weights.md).
-_MIN_VALUES = 2**24
+# Tokens from which it is faster than the skinny GEMM, also for larger weights of formats that take long to decode, and
+# by the values of a weight, at least, the tokens up to which it is faster than dequantizing the weight for the library.
+# A launch takes about 8 us beside what grows with its work (docs/decisions/quantized-weights.md).
 _MIN_TOKENS, _MIN_K_QUANT_TOKENS, _MANY_K_QUANT_VALUES = 17, 9, 2**26
-MAX_TOKENS, _MAX_TOKENS_FEW_VALUES, _FEW_VALUES = 512, 256, 2**25
+MAX_TOKENS = 512
+_MOST_TOKENS = {2**25: MAX_TOKENS, 3 * 2**23: 256, 2**24: 192, 2**23: 64}
 # Values of a weight in a tile of three warp groups, at least, and tokens of such a tile, at most: its threads have
 # fewer registers for sums.
 _MIN_WIDE_VALUES, _MAX_WIDE_TOKENS = 2**27, 128
@@ -113,8 +113,8 @@ def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
     """Return whether the kernel supports these tensors and is the fastest."""
     num_values = len(weight.values) * weight.columns
     min_tokens = _MIN_K_QUANT_TOKENS if _has_much_to_decode(num_values, weight.type) else _MIN_TOKENS
-    max_tokens = MAX_TOKENS if num_values >= _FEW_VALUES else _MAX_TOKENS_FEW_VALUES
-    return num_values >= _MIN_VALUES and min_tokens <= hidden.shape[0] <= max_tokens and supports(hidden, weight)
+    max_tokens = next((most for values, most in _MOST_TOKENS.items() if num_values >= values), 0)
+    return min_tokens <= hidden.shape[0] <= max_tokens and supports(hidden, weight)
 
 
 def _has_much_to_decode(num_values: int, block_type: BlockType) -> bool:
