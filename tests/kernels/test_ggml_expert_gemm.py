@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from test_ggml import random_weight, stacked, there
-from test_ggml_skinny_gemm import FORMATS, TYPES, expected
+from test_ggml_skinny_gemm import DTYPES, FORMATS, TYPES, expected
 
 from meltcore.engine.worker.compile_workers import CompileWorkers
 from meltcore.engine.worker.warm_up import EXPERT_TOKENS, PROMPT_TOKENS, compile_ahead
@@ -157,8 +157,10 @@ def test_supports_no_tensors_of_a_cpu() -> None:
 
 @pytest.mark.gpu
 @FORMATS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("config", CONFIGS)
+@DTYPES
+@pytest.mark.parametrize(
+    "config", [*CONFIGS[::2], *(pytest.param(each, marks=pytest.mark.slow) for each in CONFIGS[1::2])]
+)
 def test_multiplies_each_pair_as_in_float64(block_type: BlockType, dtype: torch.dtype, config: ExpertConfig) -> None:
     """Rows and columns that are no multiple of a tile or a chunk; experts with no pair, one, and several tiles."""
     experts, top_k = 5, 2

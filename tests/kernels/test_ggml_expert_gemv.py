@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_ggml import random_weight, stacked, there
-from test_ggml_skinny_gemm import FORMATS, TYPES, expected
+from test_ggml_skinny_gemm import COMMON_TYPES, DTYPES, FORMATS, TYPES, expected
 
 from meltcore.kernels.activation import swiglu
 from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
@@ -32,7 +32,7 @@ from meltcore.kernels.quant.ggml_skinny_gemm import MIN_CAPABILITY, SkinnyConfig
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.int4 import Int4Type
 
-CONFIGS = [None, *(SkinnyConfig(2, warps, depth, 1, shared_tokens=False) for warps, depth in ((1, 2), (4, 3), (8, 4)))]
+CONFIGS = [SkinnyConfig(2, warps, depth, 1, shared_tokens=False) for warps, depth in ((1, 2), (4, 3), (8, 4))]
 
 
 @pytest.mark.parametrize("architecture", [each for each in ARCHITECTURES if each >= MIN_CAPABILITY])
@@ -87,8 +87,8 @@ def test_supports_no_tensors_of_a_cpu() -> None:
 
 @pytest.mark.gpu
 @FORMATS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("config", CONFIGS)
+@DTYPES
+@pytest.mark.parametrize("config", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in CONFIGS)])
 def test_multiplies_each_pair_as_in_float64(
     block_type: BlockType, dtype: torch.dtype, config: SkinnyConfig | None
 ) -> None:
@@ -127,7 +127,7 @@ def test_multiplies_each_pair_as_in_float64(
 
 @pytest.mark.gpu
 @FORMATS
-@pytest.mark.parametrize("top_k", [3, 8, 9])
+@pytest.mark.parametrize("top_k", [8, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 9))])
 def test_sums_over_the_experts_of_a_token_as_in_float64(block_type: BlockType, top_k: int) -> None:
     experts, device = 12, torch.device("cuda")
     for rows, k in ((96, 512), (200, 1280), (2500, 768)):
@@ -154,7 +154,10 @@ def test_sums_over_the_experts_of_a_token_as_in_float64(block_type: BlockType, t
 @pytest.mark.parametrize(
     ("block_type", "dtype", "experts", "top_k", "shared_expert"),
     [
-        *((each, torch.bfloat16, 40, 9, True) for each in TYPES),
+        *(
+            pytest.param(each, torch.bfloat16, 40, 9, True, marks=() if each in COMMON_TYPES else pytest.mark.slow)
+            for each in TYPES
+        ),
         (GgmlType.Q8_0, torch.float16, 3, 3, False),
         (GgmlType.Q8_0, torch.bfloat16, 128, 8, False),
         (GgmlType.Q8_0, torch.float16, 512, 31, True),

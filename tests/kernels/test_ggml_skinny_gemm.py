@@ -24,7 +24,15 @@ from meltcore.kernels.quant.ggml_skinny_gemm import (
 from meltcore.kernels.quant.ggml_types import GgmlType
 
 TYPES = [*DECODED_TYPES, *INT4_TYPES]
-FORMATS = pytest.mark.parametrize("block_type", TYPES, ids=lambda each: each.name)
+# Each case compiles kernels for some seconds, so all but four formats, float16, and what no engine selects are slow.
+COMMON_TYPES = GgmlType.Q8_0, GgmlType.Q4_0, GgmlType.Q6_K, INT4_TYPES[0]
+GPU_TYPES = [each if each in COMMON_TYPES else pytest.param(each, marks=pytest.mark.slow) for each in TYPES]
+FORMATS = pytest.mark.parametrize("block_type", GPU_TYPES, ids=lambda each: each.name)
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=lambda dtype: str(dtype)[6:],
+)
 SHAPES = [(43008, 5376), (5376, 21504), (6144, 4096), (100, 512)]
 # Rows and columns, some of which are no multiple of a tile or a chunk.
 GPU_SHAPES = [(96, 512), (160, 1280), (48, 5376), (80, 640)]
@@ -75,8 +83,8 @@ def expected(hidden: torch.Tensor, weight: GgmlTensor, gated: bool, residual: to
 
 @pytest.mark.gpu
 @FORMATS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("config", [None, *CONFIGS])
+@DTYPES
+@pytest.mark.parametrize("config", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in CONFIGS)])
 def test_multiplies_as_in_float64(block_type: BlockType, dtype: torch.dtype, config: SkinnyConfig | None) -> None:
     """Weights are exact and sums float32, so that only the output is rounded."""
     for rows, k in GPU_SHAPES:

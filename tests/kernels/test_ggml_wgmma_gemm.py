@@ -7,23 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from test_ggml import INT4_TYPES, random_weight
+from test_ggml import random_weight
+from test_ggml_skinny_gemm import COMMON_TYPES, TYPES
+from test_ggml_skinny_gemm import FORMATS as GPU_FORMATS
 
 from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.quant import ggml_wgmma_gemm as wgmma
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, dequantize_reference, empty
 from meltcore.kernels.quant.ggml_linear import ggml_linear
-from meltcore.kernels.quant.ggml_skinny_gemm import DECODED_TYPES
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.ggml_wgmma_gemm import WgmmaConfig, ggml_wgmma_gemm, grid_size, select_config
 
-TYPES = [*DECODED_TYPES, *INT4_TYPES]
 FORMATS = pytest.mark.parametrize("block_type", TYPES, ids=lambda each: each.name)
 # How a pair is rounded to float16 has nothing to do with how it was decoded, so a few formats show it.
 FORMATS_AND_DTYPES = pytest.mark.parametrize(
     ("block_type", "dtype"),
-    [(each, torch.bfloat16) for each in TYPES]
-    + [(each, torch.float16) for each in (GgmlType.Q4_0, GgmlType.Q6_K, INT4_TYPES[0])],
+    [
+        *((each, torch.bfloat16) for each in COMMON_TYPES),
+        *(pytest.param(each, torch.bfloat16, marks=pytest.mark.slow) for each in TYPES if each not in COMMON_TYPES),
+        *(pytest.param(each, torch.float16, marks=pytest.mark.slow) for each in COMMON_TYPES[1:]),
+    ],
     ids=lambda each: str(each)[6:] if isinstance(each, torch.dtype) else each.name,
 )
 
@@ -199,7 +202,7 @@ def test_multiplies_as_in_float64(block_type: BlockType, dtype: torch.dtype, gro
 
 
 @pytest.mark.gpu
-@FORMATS
+@GPU_FORMATS
 @pytest.mark.parametrize("tokens", [33, 100, 200, 500])
 def test_selects_tiles_that_multiply_as_in_float64(block_type: BlockType, tokens: int) -> None:
     """At sizes whose tiles are cut between many blocks."""
