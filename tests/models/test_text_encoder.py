@@ -175,3 +175,17 @@ def test_limits_come_from_the_files(folder: Path, tmp_path: Path) -> None:
     for limit in (1, 67):
         with pytest.raises(ConfigError, match=f"from 2 to the model's 66; got {limit}"):
             config.input_limit(limit)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.05)])
+def test_a_gpu_computes_what_a_cpu_computes(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
+    write_encoder(tmp_path, "BertModel")
+    on_gpu = load_encoder(open_checkpoint(str(tmp_path), files="all"), dtype, torch.device("cuda"))
+    for same in (False, True):
+        rows = random_rows(9, same=same)
+        lengths = torch.tensor([len(ids) for ids, _ in rows])
+        flat, starts = torch.tensor([token for ids, _ in rows for token in ids]), torch.tensor([at for _, at in rows])
+        with torch.inference_mode():
+            found = on_gpu(*(each.cuda() for each in (flat, lengths, starts)), int(lengths.max()))
+        torch.testing.assert_close(found.cpu(), computed(load(tmp_path), rows), atol=tolerance, rtol=0.0)

@@ -157,10 +157,10 @@ class EmbeddingTask(SleepableTask, BatchTask[Embed, EmbeddingResult]):
         lengths = [len(request.token_ids) // _ID_BYTES for request in requests]
         second_starts = [request.second_start or len(request.token_ids) for request in requests]
         token_ids = np.frombuffer(b"".join([request.token_ids for request in requests]), np.int32)
-        packed = torch.from_numpy(np.concatenate([token_ids, np.array([lengths, second_starts], np.int32).ravel()]))
-        if self._is_gpu:
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        ids, rows = packed.long().split([len(token_ids), 2 * len(requests)])
+        table = np.array([lengths, second_starts], np.int32).ravel()
+        packed = torch.empty(len(token_ids) + len(table), dtype=torch.int32, pin_memory=self._is_gpu)
+        np.concatenate([token_ids, table], out=packed.numpy())
+        ids, rows = packed.to(self._device, non_blocking=True).long().split([len(token_ids), 2 * len(requests)])
         values = self.model(ids, *rows.view(2, -1), max(lengths))
         if not self._is_gpu:
             return _Launched([*requests], values, None)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from meltcore.kernels.layer_norm import add_layer_norm
 from meltcore.layers.embedding import make_embedding
@@ -33,14 +34,16 @@ class _Batch(NamedTuple):
 
     Args:
         longest: the tokens of the longest row.
+        boundaries: [num_rows + 1] int32, where rows begin and end. None means that attention needs padded rows.
         slots: [tokens] int64, each token's index in [num_rows * longest]. None means that all rows are equally long.
         mask: [num_rows, 1, 1, longest] bool, True for a token and False for padding. None means no padding.
     """
 
     num_rows: int
     longest: int
-    slots: torch.Tensor | None
-    mask: torch.Tensor | None
+    boundaries: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
 
 class TextEncoderLayer(nn.Module):
@@ -72,7 +75,12 @@ class TextEncoderLayer(nn.Module):
 
         Only attention computes padding. Linear layers compute tokens alone.
         """
-        num_rows, longest = batch.num_rows, batch.longest
+        num_rows, longest, ends = batch.num_rows, batch.longest, batch.boundaries
+        if ends is not None:
+            query, key, value = qkv.view(len(qkv), 3, self.num_heads, -1).unbind(1)
+            of_rows = varlen_attn(query, key, value, ends, ends, longest, longest)
+            assert isinstance(of_rows, torch.Tensor)
+            return of_rows.flatten(1)
         if batch.slots is not None:
             qkv = qkv.new_zeros(num_rows * longest, qkv.shape[1]).index_copy_(0, batch.slots, qkv)
         split = qkv.view(num_rows, longest, 3, self.num_heads, -1)
@@ -125,6 +133,12 @@ class TextEncoder(nn.Module):
         """The device of the weights."""
         return self.norm.weight.device
 
+    @property
+    def _has_varlen_attention(self) -> bool:
+        """Whether FlashAttention computes rows of different lengths without padding."""
+        head_dim = self.config.hidden_size // self.config.num_heads
+        return self.device.type == "cuda" and self.dtype.itemsize == 2 and head_dim % 8 == 0
+
     def prepare(self) -> None:
         """Turn gradients off. Weights must not change afterwards."""
         self.requires_grad_(False).eval()
@@ -158,10 +172,12 @@ class TextEncoder(nn.Module):
         starts = lengths.cumsum(0) - lengths
         rows = torch.repeat_interleave(lengths, output_size=num_tokens)
         positions = torch.arange(num_tokens, device=self.device) - starts[rows]
-        batch = _Batch(num_rows, longest, None, None)
-        if num_tokens < num_rows * longest:
+        batch = _Batch(num_rows, longest)
+        if self._has_varlen_attention:
+            batch = batch._replace(boundaries=functional.pad(lengths.cumsum(0), (1, 0)).int())
+        elif num_tokens < num_rows * longest:
             mask = torch.arange(longest, device=self.device) < lengths[:, None]
-            batch = _Batch(num_rows, longest, rows * longest + positions, mask[:, None, None])
+            batch = batch._replace(slots=rows * longest + positions, mask=mask[:, None, None])
         types = (positions >= second_starts[rows]).long().clamp(max=config.num_types - 1)
         hidden = self.tokens(token_ids) + self.positions(positions + config.first_position) + self.types(types)
         hidden = self.norm(hidden.to(self.norm.weight.dtype))
