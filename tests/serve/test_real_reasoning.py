@@ -74,3 +74,28 @@ def test_completion_includes_reasoning_text(server: RunningServer) -> None:
     body = {"model": BUNDLED_HYBRID, "prompt": prompt, "temperature": 0, "max_tokens": 100}
     text = server.post("/v1/completions", body).json["choices"][0]["text"]
     assert text.endswith("</think>\n\nThe answer is 36.")
+
+
+@pytest.mark.parametrize("budget", [0, 1, 8, 1000])
+def test_reasoning_ends_within_its_budget(server: RunningServer, budget: int) -> None:
+    """The answer follows, also where the budget cuts the reasoning off."""
+    free = ask(server, **THINKING).json["choices"][0]["message"]
+    choice = ask(server, thinking_token_budget=budget, **THINKING).json["choices"][0]
+    reasoning = choice["message"].get("reasoning_content", "")
+    count = server.post("/tokenize", {"prompt": reasoning, "add_special_tokens": False}).json["count"]
+    assert count <= budget
+    assert choice["finish_reason"] == "stop"
+    assert "The answer is" in choice["message"]["content"]
+    if budget == 1000:
+        assert choice["message"] == free
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": 99, "minimum": 0}},
+    }
+    shaped = ask(server, thinking_token_budget=budget, response_format=schema, **THINKING).json["choices"][0]["message"]
+    assert 0 <= int(shaped["content"]) <= 99
+
+
+def test_budget_without_reasoning_changes_nothing_and_must_be_in_range(server: RunningServer) -> None:
+    assert ask(server, thinking_token_budget=5).json["choices"] == ask(server).json["choices"]
+    assert ask(server, thinking_token_budget=-1).error["param"] == "thinking_token_budget"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from server_harness import MODEL, RunningServer, chat_body, scripted_server
 from waiting import WAIT_S
@@ -224,3 +225,22 @@ def test_model_whose_template_has_no_tools_refuses_them(tmp_path: Path) -> None:
         assert (error["param"], "--tool-call-parser" in error["message"]) == ("tools", True)
         assert server.chat("ab", tools=TOOLS, tool_choice="none", max_tokens=2).status == 200
         assert server.chat("ab", reasoning_effort="high").error["param"] == "reasoning_effort"
+
+
+def test_parse_helper_reads_typed_arguments(client: openai.OpenAI) -> None:
+    """The helper of the client sends strict tools, which a grammar enforces."""
+
+    class GetWeather(pydantic.BaseModel):
+        place: str
+
+    tool = openai.pydantic_function_tool(GetWeather)
+    messages: Any = [{"role": "user", "content": CALL.replace("get_weather", "GetWeather") + END}]
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=messages,
+        tools=[tool],
+        tool_choice="required",
+        extra_body={"stop_token_ids": [ord(END)]},
+    )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == GetWeather(place="Bonn")

@@ -1,6 +1,7 @@
 """`meltcore serve MODEL`: serve one model through the OpenAI API."""
 
 import argparse
+import sys
 
 HELP = "serve a model through the OpenAI API"
 EXAMPLES = """\
@@ -96,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         model = msgspec.structs.replace(model, device=tuple(gpus))
     task = check_servable(model)  # before a process starts, and before anything is printed
     model = msgspec.structs.replace(model, task=task.name)
+    if args.enable_auto_tool_choice:
+        print("meltcore: --enable-auto-tool-choice is not needed: tools are always taken", file=sys.stderr)
     spec = FleetSpec(
         models={name: model},
         server=from_options(ServerSection, args),

@@ -189,6 +189,7 @@ class ChatRequest(_Sampling, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    thinking_token_budget: int | None = None  # as vLLM calls it: the tokens of reasoning at most
     # Known, not supported.
     audio: Any = None
     function_call: Any = None

@@ -1,4 +1,4 @@
-"""Writes the grammar of a model's tool calls, in the Lark of llguidance, from its call format and the given tools.
+"""Writes the grammars of tool calls and of limited reasoning, in the Lark of llguidance.
 
 Marks that are tokens stand in a grammar by their ids, so that no text can pass for them. Arguments follow the JSON
 Schema of their tool.
@@ -7,13 +7,16 @@ Schema of their tool.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meltcore.serve.requests.protocol import Function
+from meltcore.common.errors import RequestError
+from meltcore.serve.requests.protocol import ChatRequest, Function
+from meltcore.serve.tasks.generation.structured import RequestedGrammar
 from meltcore.text.answer_format import AnswerFormat
 from meltcore.text.call_scanners import schema_types
 
+MAX_THINKING_TOKENS = 2**20
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LENIENT = {"coerce_one_of": True, "lenient": True}
@@ -57,9 +60,44 @@ def call_grammar(
     text = "\n".join([start, f"call: {' | '.join(rules)}", *writer.rules]) + "\n"
     if answer is None:
         return text
-    first, *others = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
     text = text.replace(start, f"start: {block} | @answer", 1)
-    return json.dumps({"grammars": [{"lark_grammar": text}, first | {"name": "answer"}, *others]})
+    return json.dumps({"grammars": [{"lark_grammar": text}, *_named_answer(answer)]})
+
+
+def limit_reasoning(
+    request: ChatRequest, form: AnswerFormat, answer: RequestedGrammar | None, prompt: Sequence[int]
+) -> RequestedGrammar | None:
+    """Return the grammar of reasoning of at most `thinking_token_budget` tokens with the answer after it.
+
+    Returns None if the request has no such limit, or if its prompt has ended the reasoning. Raises RequestError (400)
+    for a limit out of range, and for a model that does not reason.
+    """
+    limit, param = request.thinking_token_budget, "thinking_token_budget"
+    if limit is None:
+        return None
+    if not 0 <= limit <= MAX_THINKING_TOKENS:
+        raise RequestError(f"{param} must be at least 0 and at most {MAX_THINKING_TOKENS}; got {limit}", param=param)
+    if form.reasoning_ids is None:
+        raise RequestError(f"{param}: this model does not reason", param=param)
+    if form.has_ended_reasoning(prompt):
+        return None
+    start_id, end_id = form.reasoning_ids
+    reasoning = f"thinking <[{end_id}]>" if limit else f"<[{end_id}]>"
+    begin = reasoning if form.starts_in_reasoning(prompt) else f"(<[{start_id}]> {reasoning})?"
+    rules = [f"start: {begin} @answer", *([f"thinking[max_tokens={limit}]: /(.|\\n)*/"] if limit else [])]
+    head = {"lark_grammar": "\n".join(rules)}
+    calls = None
+    if answer is None and request.tools and request.tool_choice != "none":
+        functions = [tool.function for tool in request.tools]
+        calls = call_grammar(form, functions, is_forced=False, is_parallel=request.parallel_tool_calls is not False)
+    candidates = (calls or "start: /(.|\\n)*/",) if answer is None else answer.candidates
+    return RequestedGrammar(param, tuple(json.dumps({"grammars": [head, *_named_answer(each)]}) for each in candidates))
+
+
+def _named_answer(grammar: str) -> list[dict[str, Any]]:
+    """Return the parts of a grammar in Lark or JSON, the first with the name "answer"."""
+    first, *others = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    return [first | {"name": "answer"}, *others]
 
 
 class _GrammarWriter:

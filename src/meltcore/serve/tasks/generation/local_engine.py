@@ -6,6 +6,7 @@ from typing import Any
 
 from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_token_ids
+from meltcore.protocol.sampling_params import Grammar
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import TOKENS
 from meltcore.serve.requests.backend import Backend, other_task
@@ -17,6 +18,7 @@ from meltcore.serve.requests.protocol import (
     TokenizeRequest,
 )
 from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.tasks.generation.call_grammar import limit_reasoning
 from meltcore.serve.tasks.generation.generation_ticket import Choice, Echo, GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, decode, encode_all, encode_prompts, prompt_texts
@@ -88,7 +90,7 @@ class LocalEngine(EngineBackend):
             prompts = [await self._chat_prompt(request, limit, is_only_counted=False)]
         else:
             prompts = await encode_prompts(text.tokenizer, ready.vocab_size, request.prompt, context=limit)
-        grammar = await self._grammar(request, ticket, len(prompts))
+        grammars = await self._grammars(request, ticket, prompts)
         params = [
             sampling_params(
                 request,
@@ -96,9 +98,9 @@ class LocalEngine(EngineBackend):
                 max_model_len=limit,
                 vocab_size=ready.vocab_size,
                 defaults=text.sampling_defaults,
-                grammar=None if grammar is None else grammar_of_answer(grammar, answer_format, prompt),
+                grammar=grammar,
             )
-            for prompt in prompts
+            for prompt, grammar in zip(prompts, grammars, strict=True)
         ]
         echoes = await self._echoes(request, prompts)
         for prompt, settings, echo in zip(prompts, params, echoes, strict=True):
@@ -168,15 +170,23 @@ class LocalEngine(EngineBackend):
             is_only_counted=is_only_counted,
         )
 
-    async def _grammar(
-        self, request: ChatRequest | CompletionRequest, ticket: GenerationTicket, num_prompts: int
-    ) -> str | None:
-        """Return the grammar that the request asks for, or None. The answer says what the grammar does not enforce."""
-        requested = requested_grammar(request)
+    async def _grammars(
+        self, request: ChatRequest | CompletionRequest, ticket: GenerationTicket, prompts: list[list[int]]
+    ) -> list[Grammar | None]:
+        """Return the grammar that the request asks for, or None, per prompt.
+
+        The response says what the grammar does not enforce.
+        """
+        requested, num_prompts = requested_grammar(request), len(prompts)
+        answer_format = None
         if isinstance(request, ChatRequest):
-            requested = tool_grammar(request, self._text.answer_format, requested)
+            answer_format = self._text.answer_format
+            requested = tool_grammar(request, answer_format, requested)
+            limited = limit_reasoning(request, answer_format, requested, prompts[0])
+            if limited is not None:  # it has the reasoning, too
+                requested, answer_format = limited, None
         if requested is None:
-            return None
+            return [None] * num_prompts
         checked = await self._text.grammars.check(requested, self.stats)
         if num_prompts * len(checked.text) > MAX_MESSAGE_CHARS:
             raise RequestError(
@@ -188,7 +198,7 @@ class LocalEngine(EngineBackend):
         if checked.weakened:
             text = "; ".join(checked.weakened).encode("ascii", "replace")
             ticket.exchange.headers.append((b"x-weakened-schema", text))
-        return checked.text
+        return [grammar_of_answer(checked.text, answer_format, prompt) for prompt in prompts]
 
     async def _echoes(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo | None]:
         """Return one Echo per prompt, which repeats it in the answer.
