@@ -34,6 +34,8 @@ NEED_A_GPU = [
     "staggered",
     "step_profile",
     "strategies",
+    "structured",
+    "structured_validity",
     "synthesis",
     "translation",
 ]

@@ -82,7 +82,7 @@ class Sampler:
         The scheduler enforces that at most `penalty_slots` sequences with penalties run.
         """
         self.device = device
-        self._seed = seed
+        self._seed, self._vocab_size = seed, vocab_size
         self._penalties = PenaltyTable(penalty_slots, vocab_size, device)
         self._masks: torch.Tensor | None = None  # of grammars, [rows of the runner, words] int32 in pinned memory
 
@@ -95,6 +95,11 @@ class Sampler:
         self._masks = torch.zeros(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         masks: np.ndarray = self._masks.numpy()
         return masks
+
+    def warm_up_masks(self) -> None:
+        """Launch the kernel of masks, as no request of the warm-up has a grammar."""
+        masks = torch.zeros(2, 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        mask_logits(torch.zeros(1, self._vocab_size, device=self.device), masks, self._tensor([1]))
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
         """Sample one token per row, one row per request.

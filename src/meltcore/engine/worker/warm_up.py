@@ -343,6 +343,7 @@ def _launch_prompts(runner: ModelRunner, limits: StepLimits) -> None:
 
 def _launch_sampling(runner: ModelRunner, params: Sequence[SamplingParams]) -> None:
     runner.launch([_make_prompt(index, 1, sampling) for index, sampling in enumerate(params)]).read()
+    runner.sampler.warm_up_masks()
 
 
 def _max_tile_prompts(limits: StepLimits) -> list[Chunk]:

@@ -18,7 +18,8 @@ def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tens
 
     Args:
         logits: [rows, vocab] of any floating type, rows may be strided.
-        masks: [mask rows, words] int32. Bit b of word w allows the token 32 * w + b. Tokens without a bit are excluded.
+        masks: [mask rows, words] int32, contiguous. Bit b of word w allows the token 32 * w + b. A token without a bit
+            is excluded.
         mask_rows: [rows] int64, the row of `masks` for each row of logits. A row of 0 excludes nothing.
     """
     rows, vocab = logits.shape
@@ -27,7 +28,7 @@ def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tens
         return
     if rows:
         _mask_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
-            *(logits, masks, mask_rows, vocab, masks.shape[1], logits.stride(0), masks.stride(0)),
+            *(logits, masks, mask_rows, vocab, masks.shape[1], logits.stride(0)),
             BLOCK=_BLOCK,
             num_warps=_WARPS,
         )
@@ -41,13 +42,14 @@ def _mask_reference(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.
     logits.masked_fill_(~is_allowed & (mask_rows > 0)[:, None], float("-inf"))
 
 
-@triton.jit(do_not_specialize=["mask_rows_ptr"])
-def _mask_kernel(logits_ptr, masks_ptr, mask_rows_ptr, vocab, words, row_stride, mask_stride, BLOCK: tl.constexpr):
+# The tokenizer says how many words there are, which the warm-up does not know.
+@triton.jit(do_not_specialize=["mask_rows_ptr", "words"])
+def _mask_kernel(logits_ptr, masks_ptr, mask_rows_ptr, vocab, words, row_stride, BLOCK: tl.constexpr):
     """Each program handles BLOCK tokens of one row. Programs of a row without a mask do nothing."""
     row = tl.program_id(0).to(tl.int64)
     mask_row = tl.load(mask_rows_ptr + row)
     if mask_row > 0:
         token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        word = tl.load(masks_ptr + mask_row * mask_stride + token // 32, mask=token // 32 < words, other=0)
+        word = tl.load(masks_ptr + mask_row * words + token // 32, mask=token // 32 < words, other=0)
         is_excluded = ((word >> (token % 32)) & 1) == 0
         tl.store(logits_ptr + row * row_stride + token, float("-inf"), mask=is_excluded & (token < vocab))

@@ -101,7 +101,7 @@ class GrammarChecks:
                 param=param, retry_after_s=1.0,
             )  # fmt: skip
         self._num_compiling += 1
-        task = asyncio.get_running_loop().run_in_executor(_THREADS, _first_valid, compiler, requested)
+        task = asyncio.get_running_loop().run_in_executor(_THREADS, first_valid, compiler, requested)
         task.add_done_callback(self._end_compiling)
         try:
             async with asyncio.timeout(COMPILE_LIMIT_S):
@@ -138,9 +138,9 @@ def requested_grammar(request: ChatRequest | CompletionRequest) -> RequestedGram
                 f"response_format.json_schema.name must be 1 to 64 letters, digits, _ and -; got {given.name[:80]!r}",
                 param="response_format.json_schema.name",
             )
-        return _from_schema(given.schema, "response_format.json_schema.schema", is_strict=bool(given.strict))
+        return grammar_of_schema(given.schema, "response_format.json_schema.schema", is_strict=bool(given.strict))
     if isinstance(response_format, JsonObjectFormat):
-        return _from_schema({"type": "object"}, "response_format", is_strict=True)
+        return grammar_of_schema({"type": "object"}, "response_format", is_strict=True)
     return None
 
 
@@ -167,9 +167,9 @@ def _from_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
     [(name, value)] = given.items()
     param = f"structured_outputs.{name}"
     if name == "json":
-        return _from_schema(_as_object(value, param), param, is_strict=False)
+        return grammar_of_schema(_as_object(value, param), param, is_strict=False)
     if name == "json_object":
-        return _from_schema({"type": "object"}, param, is_strict=True)
+        return grammar_of_schema({"type": "object"}, param, is_strict=True)
     if name == "choice":
         if not 1 <= len(value) <= MAX_CHOICES:
             raise RequestError(f"{param} must have 1 to {MAX_CHOICES} texts; got {len(value)}", param=param)
@@ -181,7 +181,8 @@ def _from_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
     return RequestedGrammar(param, (_from_structural_tag(_as_object(value, param), param),))
 
 
-def _from_schema(schema: dict[str, Any], param: str, *, is_strict: bool) -> RequestedGrammar:
+def grammar_of_schema(schema: dict[str, Any], param: str, *, is_strict: bool) -> RequestedGrammar:
+    """Return the grammars of a JSON Schema, of which one that is strict has only one. Raises RequestError."""
     levels = (_STRICT,) if is_strict else (_STRICT, *_WEAKER)
     try:
         text = msgspec.json.encode(schema).decode()
@@ -234,7 +235,8 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _first_valid(compiler: GrammarCompiler, requested: RequestedGrammar) -> CheckedGrammar:
+def first_valid(compiler: GrammarCompiler, requested: RequestedGrammar) -> CheckedGrammar:
+    """Return the first grammar that compiles. Raises RequestError."""
     reason = ""
     for text in requested.candidates:
         try:
