@@ -217,6 +217,30 @@ def test_reasoning_effort_needs_a_template_that_follows_it(server: RunningServer
     assert server.chat("ab", max_tokens=2, reasoning_effort="none").status == 200
 
 
+def test_template_gets_tools_and_the_names_of_results(tmp_path: Path) -> None:
+    """Ids have nine letters for Mistral, whose templates refuse others."""
+    template = tmp_path / "tools.jinja"
+    template.write_text(
+        "{% if tools %}{{ tools | map(attribute='function.name') | join(' ') }}{% else %}none{% endif %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}|{{ m.name }}={{ m.content }}{% endif %}{% endfor %}"
+        "{% if messages[-1].role == 'user' %}{{ messages[-1].content }}{% endif %}"
+    )
+    settings = {"chat_template": str(template), "tool_call_parser": "mistral"}
+    with scripted_server(engine=settings) as server:
+        written = '[TOOL_CALLS][{"name": "ping", "arguments": {}}]'
+        stop = {"stop_token_ids": [ord(END)], "tools": TOOLS}
+        message = server.chat(written + END, **stop).json["choices"][0]["message"]
+        assert message["content"] == "get_weather ping"
+        [call] = message["tool_calls"]
+        assert len(call["id"]) == 9
+        assert call["id"].isalnum()
+        result = {"role": "tool", "tool_call_id": call["id"], "content": f"12{END}"}
+        messages = [{"role": "user", "content": "x"}, message, result]
+        for choice, expected in (("auto", "get_weather ping|ping=12"), ("none", "none|ping=12")):
+            body = {"model": MODEL, "messages": messages, "tool_choice": choice, **stop}
+            assert server.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"] == expected
+
+
 def test_model_whose_template_has_no_tools_refuses_them(tmp_path: Path) -> None:
     template = tmp_path / "plain.jinja"
     template.write_text("{{ messages[-1].content }}{# tools #}")

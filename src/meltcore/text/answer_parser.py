@@ -93,6 +93,7 @@ class AnswerParser(CharacterReader):
         self.mark_ids: Mapping[int, str] = {}
         self._reasoning_ids: tuple[int, ...] = form.reasoning_ids or ()
         self._tools = tools or ToolSet({})
+        self._types: dict[tuple[str, str], tuple[str, ...]] = {}  # of parameters: a schema may be large
         self._format = form.calls if tools is not None else None
         if self._tools.max_calls == 0 and self._format and not self._format.has_marks:
             self._format = None  # nothing tells a call from text
@@ -417,7 +418,9 @@ class AnswerParser(CharacterReader):
 
         Text is passed on as it comes. Of a parameter that is repeated the first value counts.
         """
-        types = self._tools.types(tool, key)
+        types = self._types.get((tool, key))
+        if types is None:
+            types = self._types[tool, key] = self._tools.types(tool, key)
         is_text = types in ((), ("string",))
         is_kept, head = key not in earlier, len(self._raw)
         begin = f"{', ' if earlier else '{'}{to_json(key)}: "

@@ -49,7 +49,8 @@ async def chat_prompt(
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
-    template_messages = [_template_message(index, message, template) for index, message in enumerate(messages)]
+    names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    template_messages = [_template_message(index, each, template, names) for index, each in enumerate(messages)]
 
     def check(prompt: ChatPrompt) -> None:
         _check_length(tokenizer, prompt, "messages", context, is_only_counted=is_only_counted)
@@ -222,9 +223,12 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
     return ids
 
 
-def _template_message(index: int, message: ChatMessage, template: ChatTemplate | MissingTemplate) -> dict[str, Any]:
+def _template_message(
+    index: int, message: ChatMessage, template: ChatTemplate | MissingTemplate, names: dict[str, str]
+) -> dict[str, Any]:
     """Return a message in the form that templates expect: the role "developer" becomes "system", its older name.
 
+    The result of a call gets the function's name from `names`, by the id of the call, since some templates write it.
     Raises RequestError (400) if the message lacks what its role needs.
     """
     content, where = message.content, f"messages[{index}]"
@@ -247,4 +251,5 @@ def _template_message(index: int, message: ChatMessage, template: ChatTemplate |
         found["tool_calls"] = template_calls(message.tool_calls, f"{where}.tool_calls", template)
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
+        found |= {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
     return found
