@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import unicodedata
 from typing import Any
@@ -11,11 +12,14 @@ from places import SHARED
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from call_examples import CALLS, VALUES, write
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.answer_format import answer_format
+from meltcore.text.answer_parser import ToolSet
+from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer
 from meltcore.text.tokenizer import Tokenizer
 
@@ -117,3 +121,44 @@ def test_chat_prompts_are_those_of_transformers(
     assert text == theirs.apply_chat_template(messages, tokenize=False, **settings)
     expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **settings)
     assert ours.encode(text, add_special_tokens=False) == expected
+
+
+# As a checkpoint publishes it for transformers.
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_by_ids_are_those_of_transformers(ours: Tokenizer, size: int) -> None:
+    from transformers.utils.chat_parsing import parse_response
+
+    form = answer_format(ours, {"model_type": "qwen3"}, MissingTemplate(), RESPONSE_TEMPLATE)
+    compared = 0
+    values = [value for value in VALUES if value != "<|im_end|>"]  # which is encoded as the end of the answer
+    for before, calls, _ in [("", [("get", {"place": value})], "") for value in values] + CALLS:
+        written = f"<think>\nHm.\n</think>\n\n{before}\n{write('hermes', calls)}".replace("\n\n\n", "\n\n")
+        token_ids = ours.encode(written, add_special_tokens=False)
+        detokenizer = Detokenizer(ours, SamplingParams(), form, tools=ToolSet({}))
+        text = "".join(detokenizer.add(token_ids[at : at + size])[0] for at in range(0, len(token_ids), size))
+        assert text + detokenizer.flush() == before
+        assert detokenizer.parser is not None
+        reasoning, deltas = detokenizer.parser.take()
+        assert "".join(reasoning) == "\nHm.\n"
+        found = ["".join(each.arguments for each in deltas if each.call_index == at) for at in range(len(calls))]
+        assert [json.loads(arguments) for arguments in found] == [arguments for _, arguments in calls]
+        if "tool_call>" not in str(calls):  # which transformers takes for a mark, within a text, too
+            theirs = parse_response(written, RESPONSE_TEMPLATE, prefix="")
+            assert [json.loads(arguments) for arguments in found] == [
+                call["function"]["arguments"] for call in theirs["tool_calls"]
+            ]
+            compared += 1
+    assert compared > 50
