@@ -358,7 +358,7 @@ def fleet_options(planner: FleetPlanner) -> FleetOptions:
     server, local = planner.spec.server, cast(MakeLauncher, LocalLauncher)
     return FleetOptions(
         log_folder=state_dir(),
-        planner=planner,
+        planner=lambda: planner,
         launcher=planner.site.launched_by(local, lambda address: partial(RayLauncher, address, planner)),
         admin_port=server.admin_port,
         log_limit_bytes=int(server.log_limit or LOG_LIMIT_BYTES),

@@ -30,7 +30,7 @@ from meltcore.fleet.admin.admin import AdminServer
 from meltcore.fleet.admin.operations import FleetOperations, check_startable
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import PlacedFleet, cpu_environment, gpu_ranks
-from meltcore.fleet.plan.planned import FleetPlanner, NoFile
+from meltcore.fleet.plan.planned import FleetPlanner, no_planner
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.fleet.processes.stuck_watch import StuckWatch
@@ -73,7 +73,7 @@ class FleetOptions:
     command: str = "up"  # as which it prints lines
     policy: RestartPolicy = field(default_factory=RestartAfterPause)
     log_folder: Path | None = None  # with a folder of logs per port and a file per engine; None: our standard error
-    planner: FleetPlanner = NoFile()  # noqa: RUF009 - plans the changed fleet.yaml of a reload
+    planner: Callable[[], FleetPlanner] = no_planner  # of the changed fleet.yaml of a reload
     admin_port: int | None = None  # on 127.0.0.1; None: the admin socket alone
     server_log: Path | None = None  # the file that has our output, where we may empty it
     log_limit_bytes: int = LOG_LIMIT_BYTES  # of each of these files; one that has more begins anew

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from meltcore.common.process import LoggedProcess, start_ticks
 from meltcore.fleet import daemon
 from meltcore.fleet.admin.operations import FleetOperations
 from meltcore.fleet.plan.placement import PlacedFleet
-from meltcore.fleet.plan.planned import NoFile
+from meltcore.fleet.plan.planned import no_planner
 from meltcore.fleet.run.logs import find_logs, log_folder, log_path
 from meltcore.fleet.supervisor import FleetOptions
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection, ServerSection
@@ -40,8 +41,7 @@ def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: p
         return SimpleNamespace(loading=loading, status="draining", reason="")
 
     async def restart() -> None:
-        planner: Any = SimpleNamespace(check_changeable=lambda: None)
-        operations = FleetOperations(supervisor, planner)
+        operations = FleetOperations(supervisor, Mock())
         monkeypatch.setattr(operations, "_replace", replace)
         await asyncio.wait_for(operations.restart("a"), WAIT_S)
 
@@ -72,17 +72,15 @@ def test_reload_for_files_that_are_missing_is_refused_before_an_engine_ends(
 
     model = SimpleNamespace(name="m", names=("m",), config=running.models["m"])  # has no method that ends it
     supervisor: Any = SimpleNamespace(models={0: model}, fleet=PlacedFleet(running), read_running=read_running)
-    planner: Any = SimpleNamespace(
-        check_changeable=lambda: None, checkpoints=list, config=lambda running: PlacedFleet(new)
-    )
+    planner: Any = SimpleNamespace(checkpoints=list, config=lambda running: PlacedFleet(new))
     reason = "missing: model-00002-of-00002.safetensors" if fault == "shard" else "tokenizer.json"
     with pytest.raises(ConfigError, match=f"models.m: .*{reason}"):
-        asyncio.run(FleetOperations(supervisor, planner).reload())
+        asyncio.run(FleetOperations(supervisor, lambda: planner).reload())
 
 
 def test_server_without_a_fleet_yaml_is_not_changed() -> None:
     """Its engine would not be started again."""
-    operations = FleetOperations(SimpleNamespace(read_running=None), NoFile())  # type: ignore[arg-type]
+    operations = FleetOperations(SimpleNamespace(read_running=None), no_planner)  # type: ignore[arg-type]
     changes = (operations.reload, lambda: operations.restart(None), lambda: operations.sleep("a"))
     for change in (*changes, lambda: operations.wake("a")):
         with pytest.raises(ConfigError, match=r"started without a fleet\.yaml: end it, and start it with other option"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -92,8 +92,11 @@ class FleetModels(Protocol):
 class FleetOperations:
     """Changes a running fleet. Operations run one after another."""
 
-    def __init__(self, supervisor: FleetModels, planner: FleetPlanner) -> None:
-        """Create the operations. `planner` plans the fleet.yaml of the fleet."""
+    def __init__(self, supervisor: FleetModels, planner: Callable[[], FleetPlanner]) -> None:
+        """Create the operations.
+
+        `planner` returns the planner of the fleet.yaml. It raises ConfigError if the server cannot be changed.
+        """
         self._supervisor = supervisor
         self._planner = planner
         self._lock = asyncio.Lock()
@@ -109,7 +112,7 @@ class FleetOperations:
         Raises ConfigError if the name is unknown, or if an engine does not come back. The remaining engines are then
         not replaced.
         """
-        self._planner.check_changeable()
+        self._planner()  # raises if the server cannot be changed
         async with self._lock:
             models = list(self._supervisor.models.values()) if name is None else [self._find(name)]
             for model in models:
@@ -121,7 +124,7 @@ class FleetOperations:
 
         Raises ConfigError if the name is unknown, or if the model cannot sleep.
         """
-        self._planner.check_changeable()
+        self._planner()  # raises if the server cannot be changed
         model = self._find(name)
         await self._supervisor.turns.sleep(model)
         return model.name
@@ -131,7 +134,7 @@ class FleetOperations:
 
         Raises ConfigError if the name is unknown, or if the model does not wake.
         """
-        self._planner.check_changeable()
+        self._planner()  # raises if the server cannot be changed
         model = self._find(name)
         await self._supervisor.turns.wake(model)
         return model.name
@@ -167,8 +170,7 @@ class FleetOperations:
         Other models continue. If the file is invalid, or changes settings that cannot change while the server runs,
         raise ConfigError and change nothing.
         """
-        planner = self._planner
-        planner.check_changeable()
+        planner = self._planner()
         async with self._lock:
             supervisor = self._supervisor
             running = await supervisor.read_running(await asyncio.to_thread(planner.checkpoints))

@@ -109,9 +109,6 @@ class FleetPlanner:
             raise ConfigError(does_not_fit(found, site.machine))
         return msgspec.structs.replace(found.placed, room_bytes=_room(found.spec, found.plan, site.gpu_names))
 
-    def check_changeable(self) -> None:
-        """Raise ConfigError if models of the server cannot be replaced or put to sleep."""
-
     def accept(self) -> None:
         """Note that the fleet now runs by the plan that `config` has returned last."""
         self._running_spec = self.spec
@@ -193,15 +190,9 @@ class FleetPlanner:
         return f"device: GPU {', '.join(map(str, pinned))} has not {size}"
 
 
-class NoFile(FleetPlanner):
-    """Stands in for the planner of a server that has no fleet.yaml."""
-
-    def __init__(self) -> None:
-        """Create a planner that plans nothing."""
-
-    def check_changeable(self) -> None:
-        """Raise ConfigError, because the server has no file to read again, and ends with its engine."""
-        raise ConfigError("this server was started without a fleet.yaml: end it, and start it with other options")
+def no_planner() -> FleetPlanner:
+    """Raise ConfigError, because a server without a fleet.yaml has no file to read again, and ends with its engine."""
+    raise ConfigError("this server was started without a fleet.yaml: end it, and start it with other options")
 
 
 def print_unplanned(line: str) -> None:
