@@ -77,6 +77,7 @@ def test_streamed_calls_equal_those_of_a_whole_answer(client: openai.OpenAI, wri
         delta = event.choices[0].delta
         text += delta.content or ""
         reasons.append(event.choices[0].finish_reason)
+        assert delta.tool_calls != []
         for part in delta.tool_calls or ():
             call = calls.setdefault(part.index, {"id": part.id, "name": part.function.name, "arguments": ""})
             assert (part.id is None) == (part.function.name is None)

@@ -108,9 +108,8 @@ class ChatResponseWriter(ResponseWriter):
         # The role comes with the first text: an event of its own would look like a first token.
         role = b"" if choice.role_sent else b'"role":"assistant",'
         choice.role_sent = True
-        calls = b""
-        if choice.calls:
-            calls = b',"tool_calls":' + _json(_call_deltas(choice, choice.take_calls()))
+        parts = _call_deltas(choice, choice.take_calls()) if choice.calls else []
+        calls = b',"tool_calls":' + _json(parts) if parts else b""
         reasoning = b""
         if choice.reasoning:
             text = _json(choice.take_reasoning())
