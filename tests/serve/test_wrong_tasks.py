@@ -45,6 +45,7 @@ UPSTREAM = [f"far-{task}" for task in ENGINES]
 URL = "http://127.0.0.1:1"
 CHAT = {"prompt": "a", "src_lang": "en", "tgt_lang": "kn"}
 TRANSLATE = {"sentences": ["a"], "src_lang": "en", "tgt_lang": "kn"}
+MESSAGES = {"messages": [{"role": "user", "content": "a"}]}
 UPLOAD = {"file": "RIFF"}
 # A request for each route whose requests name a model, and the models that may answer it.
 ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -73,6 +74,8 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "/v1/rerank": ({"query": "a", "documents": ["b"]}, ("embedding", "far-embedding")),
     "/v1/score": ({"text_1": "a", "text_2": "b"}, ("embedding", "far-embedding")),
     **dict.fromkeys(UPSTREAM_PATHS, ({"input": "a"}, ())),
+    "/v1/messages": (MESSAGES | {"max_tokens": 1}, ("generation",)),
+    "/v1/messages/count_tokens": (MESSAGES, ("generation", "far-generation")),
 }
 OWN_ROUTE = {
     "generation": "/v1/chat/completions",
@@ -158,7 +161,7 @@ def test_model_of_another_task_is_refused_in_words(model: str) -> None:
         return {path: await ask(app, path, fields | {"model": model}) for path, fields in wrong.items()}
 
     found = asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
-    assert len(found) >= len(ROUTES) - 9
+    assert len(found) >= len(ROUTES) - 10
     for path, (status, answer) in found.items():
         error = answer["error"]
         assert set(error) == {"message", "type", "param", "code"}, path

@@ -1,16 +1,18 @@
 """Lists the endpoints whose requests are answered by models.
 
-Each task names its own endpoints. The chat routes of dwani.ai belong to no task.
+Each task names its own endpoints. The chat routes of Anthropic and dwani.ai belong to no task.
 """
 
 from __future__ import annotations
 
 from meltcore.common.tasks import load, tasks
 from meltcore.serve.dialects.dwani_chat import DwaniChatEndpoint
+from meltcore.serve.dialects.messages import CountTokensEndpoint, MessagesEndpoint
 from meltcore.serve.dialects.vision import VisionEndpoint
 from meltcore.serve.tasks.endpoint import Endpoint
 
 
 def endpoint_types() -> list[type[Endpoint]]:
     """Return the endpoints in the order in which /openapi.json has their operations."""
-    return [*(load(route) for task in tasks().values() for route in task.routes), DwaniChatEndpoint, VisionEndpoint]
+    dialects = [MessagesEndpoint, CountTokensEndpoint, DwaniChatEndpoint, VisionEndpoint]
+    return [*(load(route) for task in tasks().values() for route in task.routes), *dialects]

@@ -7,7 +7,7 @@ import math
 import random
 import re
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -16,6 +16,7 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.requests.request_fields import header, shorten
 
 Headers = list[tuple[bytes, bytes]]
+ErrorForm = Literal["openai", "dwani", "anthropic"]  # the API whose form an error has
 _Result = TypeVar("_Result")
 
 _ERROR_TYPES = {
@@ -168,13 +169,13 @@ async def finish_batch(field: str, work: Iterable[Coroutine[Any, Any, _Result]])
     return await finish_all(finish(f"{field}[{index}]", each) for index, each in enumerate(work))
 
 
-def error_json(error: RequestError, *, has_detail: bool = False) -> bytes:
-    """Return an error in OpenAI's format. With `has_detail` the error also has the field of dwani.ai's format."""
+def error_json(error: RequestError, form: ErrorForm = "openai") -> bytes:
+    """Return an error in OpenAI's form, with the additional fields of another API's form."""
     error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     message, param = error.message[:_MAX_MESSAGE_CHARS], shorten(error.param)
     error_fields = {"message": message, "type": error_type, "param": param, "code": error.code}
-    detail = {"detail": message} if has_detail else {}
-    return msgspec.json.encode({**detail, "error": error_fields})
+    additional = {"dwani": {"detail": message}, "anthropic": {"type": "error"}}.get(form, {})
+    return msgspec.json.encode({**additional, "error": error_fields})
 
 
 async def send_bytes(
@@ -191,7 +192,7 @@ async def send_bytes(
 
 
 async def send_error(
-    send: Send, error: RequestError, *, headers: Headers | None = None, has_detail: bool = False
+    send: Send, error: RequestError, *, headers: Headers | None = None, form: ErrorForm = "openai"
 ) -> None:
     """Respond with `error`. Statuses 429 and 503 say when to retry. After a 413 the rest of the body is not read."""
     extra: Headers = list(headers or ())
@@ -201,5 +202,5 @@ async def send_error(
         extra.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:
         extra.append((b"connection", b"close"))
-    body = error_json(error, has_detail=has_detail)
+    body = error_json(error, form)
     await send_bytes(send, body, b"application/json", status=error.status, headers=extra)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.admission import asleep_error
-from meltcore.serve.requests.asgi import Headers, error_json, read_body, request_id, send_bytes, send_error
+from meltcore.serve.requests.asgi import ErrorForm, Headers, error_json, read_body, request_id, send_bytes, send_error
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.requests.tracing import describe_span
@@ -52,7 +52,7 @@ class Exchange:
         self.buffered_body: bytes | None = None  # that was read to find its model, until its endpoint reads it
         self.headers: Headers = [(b"x-request-id", self.identity.encode())]  # of the answer
         self.content_type: bytes | None = None  # of an answer that has begun
-        self.has_detail = False  # errors also have the field of dwani.ai's form
+        self.error_form: ErrorForm = "openai"
         self.fields: dict[str, Any] = {}
         self.admissions: list[tuple[str, PriorityClass]] = []  # task and class, at each model
         self.queued_models: list[ModelStats] = []  # models in whose queues it waits, or has waited until it ended
@@ -148,9 +148,9 @@ class Exchange:
         """Report an error: as the answer, as an event of a stream, or by breaking off an answer that has begun."""
         self.fields |= {"status": error.status, "error": error.code or error.param}
         if self.content_type is None:
-            await send_error(self.send, error, headers=self.headers, has_detail=self.has_detail)
+            await send_error(self.send, error, headers=self.headers, form=self.error_form)
         elif self.content_type is EVENTS:
-            await self.stream(b"data: " + error_json(error) + b"\n\n", EVENTS)
+            await self.stream(b"data: " + error_json(error, self.error_form) + b"\n\n", EVENTS)
             await self.end()
         else:  # without its last chunk the answer is incomplete, which HTTP clients report
             self.scope["meltcore.connection"].transport.abort()

@@ -28,7 +28,7 @@ from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.settings.fleet_spec import FleetSpec
 
-# Paths of OpenAI's and vLLM's APIs that no model of ours serves, and upstream servers may.
+# Paths of OpenAI's and Anthropic's APIs that belong to no task, and that upstream servers may serve.
 UPSTREAM_PATHS = ("/v1/responses", "/v1/messages", "/v1/audio/translations")
 
 

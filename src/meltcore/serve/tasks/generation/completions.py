@@ -12,7 +12,7 @@ from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, Str
 from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.generation.generation_ticket import GenerationTicket
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
-from meltcore.serve.tasks.generation.responses import DONE, ChatResponseWriter, CompletionResponseWriter, ResponseWriter
+from meltcore.serve.tasks.generation.responses import ChatResponseWriter, CompletionResponseWriter, ResponseWriter
 
 # Log-probabilities of one response. More are encoded on a thread: this many take about 10 ms, the longest that one
 # request may delay the streams of others.
@@ -25,18 +25,22 @@ _STREAM_HEADERS: Headers = [
 ]
 
 
-class _GenerationEndpoint(Endpoint):
-    """Serves one of the two routes as a raw ASGI application. No object of Starlette is used per token."""
+class GenerationEndpoint(Endpoint):
+    """Serves a route as a raw ASGI application. No object of Starlette is used per token."""
 
     form: type[ChatRequest | CompletionRequest]
     writer_type: type[ResponseWriter]
+
+    async def read_chat(self, exchange: Exchange) -> ChatRequest | CompletionRequest:
+        """Read the request. Raises RequestError (400, 413), ClientDisconnectedError."""
+        return await self.read(exchange, self.form)
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects first, the engine stops working on the request.
 
         Raises RequestError for a request that was refused before it started, and ClientDisconnectedError.
         """
-        request = await self.read(exchange, self.form)
+        request = await self.read_chat(exchange)
         exchange.fields["user"] = request.user
         backend: LocalEngine = self.find_model(exchange, request.model)
         if request.stream_options is not None and not request.stream:
@@ -60,7 +64,7 @@ class _GenerationEndpoint(Endpoint):
         connection.set_disconnect_callback(lambda: backend.release(ticket))
         try:
             if ticket.streaming:
-                await _stream(exchange, ticket, writer, has_usage=bool(options.include_usage))
+                await _stream(exchange, ticket, writer)
             else:
                 await _send_whole(exchange, ticket, writer)
         finally:
@@ -71,7 +75,7 @@ class _GenerationEndpoint(Endpoint):
             ticket.choices.clear()  # they refer to it: a cycle would keep the response until the next collection
 
 
-class ChatEndpoint(_GenerationEndpoint):
+class ChatEndpoint(GenerationEndpoint):
     """Serves POST /v1/chat/completions."""
 
     form, writer_type = ChatRequest, ChatResponseWriter
@@ -87,7 +91,7 @@ class ChatEndpoint(_GenerationEndpoint):
     )
 
 
-class CompletionsEndpoint(_GenerationEndpoint):
+class CompletionsEndpoint(GenerationEndpoint):
     """Serves POST /v1/completions."""
 
     form, writer_type = CompletionRequest, CompletionResponseWriter
@@ -99,7 +103,7 @@ class CompletionsEndpoint(_GenerationEndpoint):
     )
 
 
-async def _stream(exchange: Exchange, ticket: GenerationTicket, writer: ResponseWriter, *, has_usage: bool) -> None:
+async def _stream(exchange: Exchange, ticket: GenerationTicket, writer: ResponseWriter) -> None:
     """Stream events until the end of the answer.
 
     The head is sent with the first token, so that an error before it is a plain HTTP error.
@@ -119,9 +123,7 @@ async def _stream(exchange: Exchange, ticket: GenerationTicket, writer: Response
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         last = not ticket.open_children
         if last:
-            if has_usage:
-                events.append(writer.usage_event(ticket))
-            events.append(DONE)
+            events += writer.end_events(ticket)
         body = events[0] if len(events) == 1 else b"".join(events)
         ticket.is_sending = True
         await send({"type": "http.response.body", "body": body, "more_body": not last})
@@ -154,7 +156,7 @@ async def _send_failure(exchange: Exchange, error: RequestError) -> None:
     elif exchange.content_type is None:
         await exchange.fail(error)
     else:
-        event = b"event: error\ndata: " + error_json(error) + b"\n\n"
+        event = b"event: error\ndata: " + error_json(error, exchange.error_form) + b"\n\n"
         await exchange.send({"type": "http.response.body", "body": event, "more_body": False})
 
 

@@ -133,6 +133,12 @@ class LocalEngine(EngineBackend):
             )
         return {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
 
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a chat's prompt, its tools included. Raises RequestError (400, 503)."""
+        limit = self._loaded().max_model_len
+        requested_tools(request, self._text.answer_format, self._text.template)
+        return len(await self._chat_prompt(request, limit, is_only_counted=True))
+
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of token ids."""
         vocab_size = self._loaded().vocab_size

@@ -41,6 +41,7 @@ class ResponseWriter(ABC):
         self._id = self.id_prefix + ticket.exchange.identity
         self._created = int(time.time())
         self._model = model
+        self._has_usage_event = bool(options.include_usage)
         self._usage_in_events = bool(options.continuous_usage_stats)
         self._event_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._notes = {"weakened_schema": ticket.weakened} if ticket.weakened else {}
@@ -61,9 +62,10 @@ class ResponseWriter(ABC):
         usage = _usage(choice.prompt_tokens, choice.output_tokens, choice.cached_tokens)
         return b'%s%s],"usage":%s}\n\n' % (event_start, body, usage)
 
-    def usage_event(self, ticket: GenerationTicket) -> bytes:
-        """Return the last event of a stream, which has the usage of the whole request and no choices."""
-        return b'%s],"usage":%s}\n\n' % (self._event_start, usage_json(ticket))
+    def end_events(self, ticket: GenerationTicket) -> list[bytes]:
+        """Return the last events of a stream: the usage of the whole request if it was asked for, and [DONE]."""
+        usage = b'%s],"usage":%s}\n\n' % (self._event_start, usage_json(ticket))
+        return [usage, DONE] if self._has_usage_event else [DONE]
 
     def body(self, ticket: GenerationTicket) -> bytes:
         """Return the whole response body as JSON."""

@@ -1,0 +1,381 @@
+"""Serves Anthropic's POST /v1/messages and /v1/messages/count_tokens: the same requests and answers as chats.
+
+Messages are translated to a chat before anything else sees them, and events of the answer are written in Anthropic's
+form. https://docs.anthropic.com/en/api/messages describes both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.http.operation import Operation
+from meltcore.serve.requests.exchange import Exchange
+from meltcore.serve.requests.protocol import (
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    Function,
+    FunctionName,
+    JsonSchema,
+    JsonSchemaFormat,
+    NamedTool,
+    StreamOptions,
+    Tool,
+    ToolCall,
+)
+from meltcore.serve.tasks.endpoint import Endpoint
+from meltcore.serve.tasks.generation.completions import GenerationEndpoint
+from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
+from meltcore.serve.tasks.generation.local_engine import LocalEngine
+from meltcore.serve.tasks.generation.responses import ChatResponseWriter
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+_json = msgspec.json.Encoder().encode
+
+
+class _Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    """A part of a message. `cache_control` is accepted and not used: prefixes are cached without it."""
+
+    cache_control: Any = None
+
+
+class TextBlock(_Block, tag="text", kw_only=True):
+    """A text. `citations` of an earlier answer are not shown to the model."""
+
+    text: str
+    citations: Any = None
+
+
+class ThinkingBlock(_Block, tag="thinking", kw_only=True):
+    """The reasoning of an earlier answer. The signature is not checked."""
+
+    thinking: str
+    signature: str = ""
+
+
+class RedactedBlock(_Block, tag="redacted_thinking", kw_only=True):
+    """Encrypted reasoning of another server, which the model cannot see."""
+
+    data: str
+
+
+class ToolUseBlock(_Block, tag="tool_use", kw_only=True):
+    """A tool call of an earlier answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Any = None  # in Anthropic's answers, which clients send back
+
+
+class ToolResultBlock(_Block, tag="tool_result", kw_only=True):
+    """The result of a tool call. With `is_error` the text says what failed."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock
+
+
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool of the client. `input_schema` is the JSON Schema of an object. Tools that a server runs are refused."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Whether the model may, must or must not call tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Whether the model reasons before it answers, and in how many tokens at most."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Any = None
+
+
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The JSON Schema that the answer must follow."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How the model answers. A chat template may read `effort` as `reasoning_effort`."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/messages/count_tokens."""
+
+    messages: list[InputMessage]
+    model: str | None = None
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """The body of POST /v1/messages. The fields after `metadata` are accepted; they change no answer."""
+
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+def chat_of(request: CountRequest) -> ChatRequest:
+    """Return a request as a chat. Raises RequestError (400) for a tool that a server would run."""
+    system = _text(request.system)
+    messages = [ChatMessage("system", system)] if system else []
+    for index, message in enumerate(request.messages):
+        messages += _messages(message, f"messages[{index}]")
+    choice, thinking, output = request.tool_choice, request.thinking, request.output_config
+    chat = ChatRequest(messages=messages, model=request.model)
+    if request.tools:
+        chat.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
+    if choice is not None:
+        chat.parallel_tool_calls = False if choice.disable_parallel_tool_use else None
+        if choice.type == "tool":
+            chat.tool_choice = NamedTool("function", FunctionName(choice.name or ""))
+        else:
+            chat.tool_choice = "required" if choice.type == "any" else choice.type
+    variables: dict[str, Any] = {}
+    if thinking is not None:
+        variables["enable_thinking"] = thinking.type != "disabled"
+        chat.thinking_token_budget = thinking.budget_tokens
+    if output is not None and output.effort is not None:
+        variables["reasoning_effort"] = output.effort
+    if output is not None and output.format is not None:
+        chat.response_format = JsonSchemaFormat(JsonSchema("answer", output.format.schema, strict=True))
+    chat.chat_template_kwargs = variables or None
+    if isinstance(request, MessagesRequest):
+        chat.max_tokens, chat.stream, chat.stop = request.max_tokens, request.stream, request.stop_sequences
+        chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
+        user = (request.metadata or {}).get("user_id")
+        chat.user = user if isinstance(user, str) else None
+    return chat
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
+
+
+def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
+    """Return the messages of a chat that one message stands for: results of tools, then the text."""
+    blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    text = "\n".join(texts)
+    if message.role == "assistant":
+        if any(isinstance(block, ToolResultBlock) for block in blocks):
+            raise RequestError(f"{param}: tool_result belongs into a message of the user", param=param)
+        calls = [
+            ToolCall(block.id, CalledFunction(block.name, _json(block.input).decode()))
+            for block in blocks
+            if isinstance(block, ToolUseBlock)
+        ]
+        reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        content = text if texts or not calls else None
+        return [ChatMessage("assistant", content, reasoning_content=reasoning or None, tool_calls=calls or None)]
+    results = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            results.append(ChatMessage("tool", _text(block.content), tool_call_id=block.tool_use_id))
+        elif not isinstance(block, TextBlock):
+            raise RequestError(f"{param}: only text and tool_result belong into a message of the user", param=param)
+    return [*results, *([ChatMessage("user", text)] if texts or not results else [])]
+
+
+def _tool(tool: ToolDefinition, param: str) -> Tool:
+    if tool.type not in (None, "custom") or tool.input_schema is None:
+        raise RequestError(
+            f"{param}: only tools of the client, with an input_schema, are supported; got type {str(tool.type)[:80]!r}",
+            param=f"{param}.type",
+        )
+    return Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
+
+
+class MessageWriter(ChatResponseWriter):
+    """Writes answers of /v1/messages: blocks of reasoning, text and tool calls."""
+
+    id_prefix = "msg_"
+    stream_object = full_object = "message"
+
+    def __init__(self, ticket: GenerationTicket, model: str, options: StreamOptions) -> None:
+        super().__init__(ticket, model, options)
+        self._ticket = ticket
+        self._num_blocks = 0
+        self._open: str | None = None  # the type of the block that is being sent
+
+    def event(self, choice: Choice) -> bytes:
+        """Return the events of the unsent output of a choice. The last ones end the message."""
+        events = [] if choice.role_sent else [self._event("message_start", message=self._message([], None))]
+        choice.role_sent = True
+        for kind, name, text in (
+            ("thinking", "thinking", choice.take_reasoning()),
+            ("text", "text", choice.take_text()),
+        ):
+            if text:
+                events += self._begin(kind, {name: ""} | ({"signature": ""} if kind == "thinking" else {}))
+                events.append(self._delta({"type": f"{kind}_delta", name: text}))
+        for call in choice.take_calls():
+            if call.name is not None:
+                events += self._end()
+                events += self._begin("tool_use", {"id": choice.new_call_id(), "name": call.name, "input": {}})
+            if call.arguments:
+                events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+            if call.end is not None:
+                events += self._end()
+        if choice.finish_reason is not None:
+            events += self._end()
+            usage = {"output_tokens": self._ticket.output_tokens}
+            events.append(self._event("message_delta", delta=_stop(choice), usage=usage))
+            events.append(self._event("message_stop"))
+        return b"".join(events)
+
+    def end_events(self, ticket: GenerationTicket) -> list[bytes]:  # noqa: ARG002 - the events have the usage
+        """Return no events: those of the last output end the message."""
+        return []
+
+    def body(self, ticket: GenerationTicket) -> bytes:
+        """Return the whole answer as JSON."""
+        [choice] = ticket.choices
+        content: list[dict[str, Any]] = []
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": choice.take_reasoning(), "signature": ""})
+        calls = choice.take_calls()
+        if (text := choice.take_text()) or not calls:
+            content.append({"type": "text", "text": text})
+        for index in dict.fromkeys(call.call_index for call in calls if call.end == "complete"):
+            parts = [call for call in calls if call.call_index == index]
+            name = next(part.name for part in parts if part.name is not None)
+            arguments = msgspec.json.decode("".join(part.arguments for part in parts) or "{}")
+            content.append({"type": "tool_use", "id": choice.new_call_id(), "name": name, "input": arguments})
+        return _json(self._message(content, choice))
+
+    def _message(self, content: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
+        ticket = self._ticket
+        cached = ticket.cached_tokens
+        usage = {
+            "input_tokens": ticket.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": ticket.output_tokens,
+        }
+        stop = {"stop_reason": None, "stop_sequence": None} if choice is None else _stop(choice)
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, **self._notes}
+        return {**head, "content": content, **stop, "usage": usage}
+
+    def _begin(self, kind: str, fields: dict[str, Any]) -> list[bytes]:
+        """Return the events that begin a block, or none if a block of this type is open."""
+        if self._open == kind:
+            return []
+        ended = self._end()
+        self._open = kind
+        block = {"type": kind, **fields}
+        return [*ended, self._event("content_block_start", index=self._num_blocks, content_block=block)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return self._event("content_block_delta", index=self._num_blocks, delta=delta)
+
+    def _end(self) -> list[bytes]:
+        """Return the event that ends the open block, or none."""
+        if self._open is None:
+            return []
+        self._open = None
+        self._num_blocks += 1
+        return [self._event("content_block_stop", index=self._num_blocks - 1)]
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), _json({"type": kind, **fields}))
+
+
+def _stop(choice: Choice) -> dict[str, str | None]:
+    """Return why an answer has ended, and the stop sequence that has ended it."""
+    stop_string = choice.detokenizer.matched_stop
+    if stop_string is not None and choice.shown_finish_reason != "tool_calls":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
+    return {"stop_reason": _STOP_REASONS.get(choice.shown_finish_reason or ""), "stop_sequence": None}
+
+
+class MessagesEndpoint(GenerationEndpoint):
+    """Serves POST /v1/messages."""
+
+    form, writer_type, error_form = ChatRequest, MessageWriter, "anthropic"
+    operations = (
+        Operation(
+            *("post", "/v1/messages", "Answer messages in Anthropic's form", MessagesRequest),
+            example={"model": "NAME", "max_tokens": 64, "messages": [{"role": "user", "content": "What is 7 * 8?"}]},
+            tag="server",
+        ),
+    )
+
+    def find_model(self, exchange: Exchange, name: str | None) -> LocalEngine:
+        """Return the language model that answers. Raises RequestError (400, 404, 503)."""
+        return _language_model(self, exchange, name)
+
+    async def read_chat(self, exchange: Exchange) -> ChatRequest:
+        """Read the request as a chat. Raises RequestError (400, 413), ClientDisconnectedError."""
+        return chat_of(await self.read(exchange, MessagesRequest))
+
+
+class CountTokensEndpoint(Endpoint):
+    """Serves POST /v1/messages/count_tokens."""
+
+    error_form = "anthropic"
+    operations = (
+        Operation(
+            *("post", "/v1/messages/count_tokens", "Count the tokens of messages", CountRequest),
+            example={"model": "NAME", "messages": [{"role": "user", "content": "What is 7 * 8?"}]},
+            tag="server",
+        ),
+    )
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        chat = chat_of(await self.read(exchange, CountRequest))
+        backend = _language_model(self, exchange, chat.model)
+        await exchange.answer_json({"input_tokens": await backend.count_tokens(chat)})
+
+
+def _language_model(endpoint: Endpoint, exchange: Exchange, name: str | None) -> LocalEngine:
+    """Return a model of ours that answers chats. Raises RequestError (400, 404, 503)."""
+    backend = endpoint.choices.chat_model(name)
+    exchange.fields["model"] = backend.names[0]
+    if not isinstance(backend, LocalEngine):
+        raise RequestError(
+            f"the model {backend.names[0]} of an upstream server does not serve {exchange.scope['path']}", param="model"
+        )
+    return backend

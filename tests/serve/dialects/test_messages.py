@@ -1,0 +1,201 @@
+"""Anthropic's /v1/messages through its client and over plain HTTP. The scripted engine repeats the prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import anthropic
+import pytest
+from server_harness import MODEL, RunningServer, scripted_server
+from waiting import WAIT_S
+
+from meltcore.serve.dialects.messages import MessageWriter
+from meltcore.serve.requests.protocol import StreamOptions
+from meltcore.text.answer_parser import CallDelta
+
+END = "~"  # ends the scripted answer
+# It writes roles and texts, calls and results, and last the last message alone, which the engine repeats first.
+TEMPLATE = "{# tools <tool_call> #}{{ messages[-1].content }}"
+TOOLS: list[Any] = [
+    {
+        "name": "get_weather",
+        "description": "Weather of a place",
+        "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        "cache_control": {"type": "ephemeral"},
+    },
+    {"name": "ping", "type": "custom", "input_schema": {"type": "object"}},
+]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Bonn"}}\n</tool_call>'
+EMPTY = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(TEMPLATE)
+    settings = {"chat_template": str(template), "max_model_len": 2000}
+    with scripted_server("--tokens-per-step", "3", engine=settings, api_key="key") as running:
+        yield running
+        running.check_no_leak()
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="key", timeout=WAIT_S, max_retries=0) as made:
+        yield made
+
+
+def fields(written: str, **others: Any) -> dict[str, Any]:
+    asked = {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": written + END}]}
+    return asked | {"stop_sequences": [END]} | others
+
+
+def test_a_whole_answer(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**fields("hello"))
+    assert (message.type, message.role, message.model, message.stop_reason) == (
+        *("message", "assistant", MODEL),
+        "stop_sequence",
+    )
+    assert message.stop_sequence == END
+    assert [block.model_dump(exclude_none=True) for block in message.content] == [{"type": "text", "text": "hello"}]
+    assert (message.usage.input_tokens, message.usage.output_tokens) == (6, 6)
+    cut = client.messages.create(
+        **fields("hello", max_tokens=2, system="s", extra_body={"temperature": 0.5, "top_k": 3, "top_p": 0.9})
+    )
+    assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "he")
+
+
+def test_calls_of_an_answer_and_their_results(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**fields(f"Look.{CALL}{EMPTY}", tools=TOOLS))
+    text, weather, ping = message.content
+    assert (text.type, text.text, message.stop_reason) == ("text", "Look.", "tool_use")
+    assert (weather.name, weather.input, ping.name, ping.input) == ("get_weather", {"place": "Bonn"}, "ping", {})
+    assert weather.id != ping.id
+    results: Any = [
+        {"type": "tool_result", "tool_use_id": weather.id, "content": [{"type": "text", "text": "12"}]},
+        {"type": "tool_result", "tool_use_id": ping.id, "is_error": True},
+        {"type": "text", "text": "and now?" + END, "cache_control": {"type": "ephemeral"}},
+    ]
+    history = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": results},
+    ]
+    assert client.messages.create(**fields("", messages=history, tools=TOOLS)).content[0].text == "and now?"
+
+
+@pytest.mark.parametrize("written", ["hello", CALL, f"Look.{CALL}{EMPTY}", "a <tool_call> that is none"])
+def test_a_stream_joins_to_the_whole_answer(client: anthropic.Anthropic, written: str) -> None:
+    whole = client.messages.create(**fields(written, tools=TOOLS))
+    with client.messages.stream(**fields(written, tools=TOOLS)) as stream:
+        kinds = [event.type for event in stream]
+        joined = stream.get_final_message()
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(whole.content)
+
+    def shown(message: Any) -> list[Any]:
+        blocks = [block.model_dump(exclude={"id", "citations"}, exclude_none=True) for block in message.content]
+        return [blocks, message.stop_reason, message.stop_sequence, message.usage.output_tokens]
+
+    assert shown(joined) == shown(whole)
+
+
+def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "hello"}])
+    assert counted.input_tokens == 5
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+    ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "only text"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, "tool_result"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+    ({"tools": [*TOOLS, TOOLS[0]]}, "get_weather"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "other"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "a b"),
+    ({"container": "x"}, "container"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), BAD, ids=[str(change)[:40] for change, _ in BAD])
+def test_bad_requests_are_named_in_the_form_of_the_api(
+    server: RunningServer, change: dict[str, Any], named: str
+) -> None:
+    body = {name: value for name, value in (fields("x") | change).items() if value is not None}
+    answer = server.post("/v1/messages", body, {"x-api-key": "key"})
+    assert (answer.status, answer.json["type"], answer.json["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert named in answer.error["message"]
+
+
+def test_wrong_keys_and_models_are_errors_of_the_client(server: RunningServer, client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="there is no model 'other' here"):
+        client.messages.create(**fields("x", model="other"))
+    stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(**fields("x"))
+
+
+class FakeChoice:
+    """A choice with reasoning, which the scripted model has not."""
+
+    def __init__(self, *parts: tuple[str, str, list[CallDelta]]) -> None:
+        self._parts = list(parts)
+        self.role_sent, self.finish_reason, self.shown_finish_reason = False, None, None
+        self.detokenizer = SimpleNamespace(matched_stop=None)
+        self.prompt_tokens, self.output_tokens, self.cached_tokens = 7, 3, 2
+
+    @property
+    def reasoning(self) -> str:
+        return self._parts[0][0]
+
+    def take_reasoning(self) -> str:
+        return self._parts[0][0]
+
+    def take_text(self) -> str:
+        return self._parts[0][1]
+
+    def take_calls(self) -> list[CallDelta]:
+        return self._parts.pop(0)[2]
+
+    def new_call_id(self) -> str:
+        return "call_1"
+
+
+def test_reasoning_is_a_block_before_the_text() -> None:
+    choice: Any = FakeChoice(
+        ("I ", "", []), ("think", "So", []), ("", "", [CallDelta(0, "ping"), CallDelta(0, end="complete")])
+    )
+    exchange = SimpleNamespace(identity="1")
+    ticket: Any = SimpleNamespace(
+        exchange=exchange, weakened=(), prompt_tokens=7, cached_tokens=2, output_tokens=3, choices=[choice]
+    )
+    writer = MessageWriter(ticket, "m", StreamOptions())
+    data = writer.event(choice) + writer.event(choice)
+    choice.finish_reason, choice.shown_finish_reason = "stop", "tool_calls"
+    data += writer.event(choice)
+    events = [json.loads(part.split(b"data: ")[1]) for part in data.strip().split(b"\n\n")]
+    assert [event["type"] for event in events] == [
+        "message_start",
+        *("content_block_start", "content_block_delta", "content_block_delta", "content_block_stop"),
+        *("content_block_start", "content_block_delta", "content_block_stop"),
+        *("content_block_start", "content_block_stop"),
+        *("message_delta", "message_stop"),
+    ]
+    assert [event["content_block"]["type"] for event in events if "content_block" in event] == [
+        *("thinking", "text", "tool_use"),
+    ]
+    assert events[0]["message"]["usage"] == {
+        "input_tokens": 5,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 2,
+        "output_tokens": 3,
+    }
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert [event["index"] for event in events if "index" in event] == [0, 0, 0, 0, 1, 1, 1, 2, 2]
