@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -149,4 +150,24 @@ def test_names_and_schemas_cannot_leave_their_place() -> None:
         grammar = call_grammar(form, [odd], is_forced=True, is_parallel=False)
         assert grammar is not None
         assert sum(line.startswith("start:") for line in grammar.splitlines()) == 1
+        GrammarCompiler(form.tokenizer, [END]).check(grammar)
+
+
+ODD_SCHEMAS: list[dict[str, Any]] = [
+    {"properties": {"a": {}}, "required": 5},
+    {"properties": {"a": {"enum": 5}}},
+    {"properties": {"a": {"enum": []}}},
+    {"properties": {"a": True, "b": {"const": "x"}}, "required": "a"},
+    {"properties": 5},
+    {"properties": {"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/c"}}}}, "$defs": {"c": {}}},
+]
+
+
+@pytest.mark.parametrize("schema", ODD_SCHEMAS, ids=str)
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_odd_schemas_compile_or_are_refused_by_the_compiler(name: str, schema: dict[str, Any]) -> None:
+    form = make_format(name)
+    grammar = call_grammar(form, [Function("f", parameters=schema)], is_forced=True, is_parallel=True)
+    assert grammar is not None
+    with suppress(ValueError):
         GrammarCompiler(form.tokenizer, [END]).check(grammar)

@@ -161,6 +161,13 @@ def named(name: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"properties": schema}
+    return schema
+
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [named("a"), named("b"), named("a")]}, "tools", "'a'"),
     ({"tools": [named("")]}, "tools[0].function.name", "1 to 128"),
@@ -173,6 +180,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [named("a", parameters="x")]}, "tools[0].function.parameters", "object"),
     ({"tools": [named("a", parameters=[1])]}, "tools[0].function.parameters", "object"),
     ({"tools": [named("a", parameters={"type": "string"})]}, "tools[0].function.parameters", "'string'"),
+    ({"tools": [named("a", parameters=nested(129))]}, "tools[0].function.parameters", "128"),
+    ({"tools": [named("a", parameters=nested(400))]}, "tools[0].function.parameters", "128"),
     ({"tools": [named(f"f{at}") for at in range(10_000)]}, "tools", f"10000 tools; the limit is {MAX_TOOLS}"),
     ({"tools": [named("a", description="x" * 1_048_600)]}, "tools", f"the limit is {MAX_TOOLS_BYTES}"),
     ({"tools": TOOLS, "tool_choice": named("other")}, "tool_choice.function.name", "'other'"),
@@ -195,7 +204,9 @@ def test_bad_tools_are_a_400_that_names_value_and_limit(
     assert len(answer.body) < 1000
 
 
-@pytest.mark.parametrize("arguments", ["", "{}", "no", "[1]", '{"a": 1', "5", '{"a": NaN}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "arguments", ["", "{}", "no", "[1]", '{"a": 1', "5", '{"a": NaN}', "[" * 100_000, '{"a":' * 400 + "5" + "}" * 400]
+)
 def test_arguments_of_earlier_calls_must_be_objects(server: RunningServer, arguments: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "ping", "arguments": arguments}}
     history = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "user", "content": "ab"}]

@@ -10,7 +10,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -342,11 +342,11 @@ def schema_types(schema: Any, depth: int = 0) -> tuple[str, ...]:
     """Return the JSON types that a schema allows, in the order in which it names them. An empty tuple means any."""
     if not isinstance(schema, dict) or depth > 8:
         return ()
-    declared = [schema.get("type"), *_items(schema, "type")]
+    declared = [schema.get("type"), *listed(schema, "type")]
     types = [each for each in declared if isinstance(each, str)]
-    for each in (*_items(schema, "anyOf"), *_items(schema, "oneOf"), *_items(schema, "allOf")):
+    for each in (*listed(schema, "anyOf"), *listed(schema, "oneOf"), *listed(schema, "allOf")):
         types += schema_types(each, depth + 1)
-    constants = [*_items(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
+    constants = [*listed(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
     if not types:
         types = [name for name in _PYTHON_TYPES if any(_has_type(each, name) for each in constants)]
     if schema.get("nullable") is True:
@@ -354,7 +354,8 @@ def schema_types(schema: Any, depth: int = 0) -> tuple[str, ...]:
     return tuple(dict.fromkeys(types))
 
 
-def _items(schema: dict[str, Any], key: str) -> list[Any]:
+def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the list in a field of a schema, or an empty one if the field is absent or no list."""
     value = schema.get(key)
     return value if isinstance(value, list) else []
 

@@ -14,7 +14,7 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import ChatRequest, Function
 from meltcore.serve.tasks.generation.structured import RequestedGrammar
 from meltcore.text.answer_format import AnswerFormat
-from meltcore.text.call_scanners import schema_types
+from meltcore.text.call_scanners import listed, schema_types
 
 MAX_THINKING_TOKENS = 2**20
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -138,14 +138,15 @@ class _GrammarWriter:
         properties = schema.get("properties")
         parts = [f'{self.mark(self._format.opens[0])} "\\n" {_literal(f"<function={function.name}>")} "\\n"']
         for name, value in (properties if isinstance(properties, dict) else {}).items():
-            is_required = name in (schema.get("required") or ())
+            is_required = name in listed(schema, "required")
             parts.append(self._parameter(name, value, schema, function) + ("" if is_required else "?"))
         return self._rule(f'{" ".join(parts)} "</function>\\n" {self.mark(self._format.closes[0])}')
 
     def _parameter(self, name: str, value: Any, schema: Mapping[str, Any], function: Function) -> str:
         head, end = _literal(f"<parameter={name}>\n"), "\n</parameter>\n"
-        texts = value.get("enum", [value["const"]] if "const" in value else None) if isinstance(value, dict) else None
-        if texts is not None and all(isinstance(each, str) for each in texts):
+        fields = value if isinstance(value, dict) else {}
+        texts = listed(fields, "enum") or ([fields["const"]] if "const" in fields else [])
+        if texts and all(isinstance(each, str) for each in texts):
             chosen = " | ".join(_literal(each + end) for each in texts)
             return self._rule(f"{head} ({chosen})")
         if schema_types(value) in ((), ("string",)):

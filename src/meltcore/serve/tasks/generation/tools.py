@@ -16,6 +16,7 @@ from meltcore.text.answer_parser import ToolSet
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 
 MAX_TOOLS = 1024
+MAX_DEPTH = 128  # of objects and lists within each other, which templates and llguidance read by recursion
 MAX_TOOLS_BYTES = 2**20  # of all tools as JSON; a template writes them into the prompt
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -64,6 +65,7 @@ def _check_tools(tools: list[Tool]) -> None:
                 f"{where}.name must be 1 to 128 letters, digits, _, -, . and :; got {function.name[:200]!r}",
                 param=f"{where}.name",
             )
+        _check_depth(function.parameters, f"{where}.parameters")
         if (function.parameters or {}).get("type", "object") != "object":
             found = str(function.parameters and function.parameters["type"])[:80]
             raise RequestError(
@@ -144,6 +146,19 @@ def template_calls(calls: list[ToolCall], param: str, template: ChatTemplate | M
 
 def _decode_arguments(arguments: str, param: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+        found = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise RequestError(f"{param} is no JSON object: {error}", param=param) from error
+    _check_depth(found, param)
+    return found
+
+
+def _check_depth(value: Any, param: str) -> None:
+    """Raise RequestError for a value with more than MAX_DEPTH objects and lists within each other."""
+    if _is_deeper(value, MAX_DEPTH):
+        raise RequestError(f"{param} is nested too deeply; the limit is {MAX_DEPTH} objects and lists", param=param)
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return limit == 0 or any(_is_deeper(each, limit - 1) for each in inner)
