@@ -1,10 +1,10 @@
 """Whether answers under schemas are valid, by an independent validator, and how many schemas are enforced.
 
-The schemas are those of tests/doubles/schemas.py. Those that are accepted without weakening are answered by a model, at
-a temperature of 1, beside free greedy answers. The package jsonschema judges each answer that is finished, and a new
+The schemas are those of tests/doubles/schemas.py. Those that are accepted without weakening are answered by a model
+beside free greedy answers. The package jsonschema judges each answer that is finished, and a new
 matcher reads each answer that was cut. The free answers are compared with those of a run without grammars.
 
-    python benchmarks/structured_validity.py --model meltcore/sums --device cpu
+    python benchmarks/structured_validity.py --model meltcore/sums --device cpu --temperature 1.5
     python benchmarks/structured_validity.py --model FILE.gguf --schemas 200 --device cpu
 """
 
@@ -73,7 +73,7 @@ def fault(schema: Schema, grammar: CheckedGrammar, answer: Completion, compiler:
     return next((error.message for error in errors), None)
 
 
-def validate(llm: LLM, count: int, tokens: int) -> list[Row]:
+def validate(llm: LLM, count: int, tokens: int, temperature: float) -> list[Row]:
     """Answer the schemas, and return the rows of the result. Prints each answer that is not valid."""
     compiler = GrammarCompiler.from_checkpoint(llm.engine.checkpoint, allow_missing=False)
     found = check(compiler, count)
@@ -82,7 +82,7 @@ def validate(llm: LLM, count: int, tokens: int) -> list[Row]:
     alone = llm.generate(free_prompts, free)
     prompts = [f"{QUESTIONS[number % len(QUESTIONS)]} " for number in range(len(found.accepted))]
     sampling = [
-        SamplingParams(max_tokens=tokens, temperature=1.0, seed=number, grammar=Grammar(grammar.text))
+        SamplingParams(max_tokens=tokens, temperature=temperature, seed=number, grammar=Grammar(grammar.text))
         for number, (_, grammar) in enumerate(found.accepted)
     ]
     # The free answers begin with the first constrained ones.
@@ -118,11 +118,12 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--schemas", type=int, default=700)
     parser.add_argument("--tokens", type=int, default=512, help="Of each answer at most.")
+    parser.add_argument("--temperature", type=float, default=1.0, help="Tiny models repeat themselves at a low one.")
     parser.add_argument("--sequences", type=int, default=64)
     args = parser.parse_args()
     need_gpu(model=args.model)
     llm = LLM(args.model, device=args.device, max_num_seqs=args.sequences, max_model_len=args.tokens + 64)
-    rows = validate(llm, args.schemas, args.tokens)
+    rows = validate(llm, args.schemas, args.tokens, args.temperature)
     llm.close()
     versions = {name: metadata.version(name) for name in ("torch", "llguidance", "jsonschema")}
     write_result(rows, versions, subject=Path(args.model).name if Path(args.model).exists() else args.model)

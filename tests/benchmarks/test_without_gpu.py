@@ -35,7 +35,6 @@ NEED_A_GPU = [
     "step_profile",
     "strategies",
     "structured",
-    "structured_validity",
     "synthesis",
     "translation",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, group_lay
 from meltcore.protocol.generation import AddRequest, SequenceOutput
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.settings.config import EngineConfig
+from meltcore.text.tokenizer import Tokenizer
 
 VOCAB = 320
 
@@ -239,6 +241,13 @@ def open_engine(
     }
     config = EngineConfig(model=str(folder), debug=debug, **(defaults | settings))  # type: ignore[arg-type]
     return SeenEngine(GenerationEngine(config, pages=pages, recurrent_slots=recurrent_slots))
+
+
+def with_tokenizer(folder: Path, target: Path) -> Path:
+    """A copy of a checkpoint with a token for each byte, and " t300" for the token 300."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    (target / "tokenizer.json").write_text(Tokenizer.synthetic_bytes(VOCAB).serialize())
+    return target
 
 
 def random_prompt(length: int, seed: int, vocab: int = VOCAB) -> list[int]:

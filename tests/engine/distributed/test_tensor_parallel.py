@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from meltcore.engine.worker.warm_up import StepLimits, rehearse
 from meltcore.layers import tensor_parallel
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.protocol.generation import AddRequest
-from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.protocol.sampling_params import Grammar, SamplingParams
 
 LOGITS_TOLERANCE = 1e-5  # relative to the largest; sums of float32 in another order
 GPU_LOGITS_TOLERANCE = 1e-4  # kernels add up in the order that suits a size, and a share has another
@@ -212,6 +213,22 @@ def test_ranks_apply_a_token_mask_and_continue_after_a_faulty_one_until_one_dies
                     seen.engine.check()
     assert tokens[0] == tokens[1]
     assert set(tokens[0][0]) <= set(ALLOWED)
+
+
+@pytest.mark.slow
+def test_ranks_follow_grammars_beside_free_answers(checkpoint: Path, tmp_path: Path) -> None:
+    folder, tokens = tools.with_tokenizer(checkpoint, tmp_path / "constrained"), []
+    for ranks in (1, 2):
+        with opened(folder, ranks, overlap=True) as seen:
+            seen.add("free", tools.random_prompt(30, 1), max_tokens=12)
+            seen.add("warm", tools.random_prompt(30, 2), max_tokens=12, temperature=1.0, seed=1)
+            for seed, temperature in ((1, 0.0), (2, 1.0)):
+                grammar = Grammar("start: /[0-9]{4}x[a-f]{5}/")
+                prompt = tools.random_prompt(30, 2 + seed)
+                seen.add(f"{seed}", prompt, max_tokens=20, temperature=temperature, seed=seed, grammar=grammar)
+            tokens.append(seen.run())
+    assert tokens[0] == tokens[1]
+    assert all(re.fullmatch(rb"\d{4}x[a-f]{5}", bytes(tokens[0][name])) for name in ("1", "2"))
 
 
 @pytest.mark.slow

@@ -147,6 +147,13 @@ class Constraints:
         ]
         if not missing:
             return
+        if len(missing) == len(requests) == 1:  # nothing else waits for it, and another thread costs more than a mask
+            [(constraint, row)] = missing
+            constraint.mask_row, constraint.filling = row, Future()
+            self._fill_group(missing)
+            constraint.filling.set_result(None)
+            self.num_masks += 1
+            return
         size = -(-len(missing) // self._num_threads)
         for first in range(0, len(missing), size):
             group = missing[first : first + size]

@@ -45,8 +45,8 @@ _SCORED_TOKENS = 256
 PromptLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Gets the requests that a step samples, and a function that records an event after its forward pass (None on a CPU).
 PrepareSampling = Callable[[list[Request], Callable[[], "Event | None"]], None]
-# From indices of sampled rows ([rows] int64 on the device) to their logits [rows, vocab] float32.
-LogitsAt = Callable[[torch.Tensor], torch.Tensor]
+# From indices of sampled rows ([rows] int64 on the device, or a slice) to their logits [rows, vocab] float32.
+LogitsAt = Callable[[torch.Tensor | slice], torch.Tensor]
 
 
 class Event(Protocol):
@@ -246,18 +246,20 @@ class ModelRunner:
         rows = [row for row, request in enumerate(requests) if not request.is_unmasked_greedy]
         if not rows:
             return SampleResult(token_ids, [], None)
-        row_indices, max_rows = self._tensor(rows), self._config.logit_rows
-        sampled_requests = [requests[row] for row in rows]
+        sampled_requests, max_rows = [requests[row] for row in rows], self._config.logit_rows
+        row_indices, table_rows = to_device_together([rows, [request.row for request in sampled_requests]], self.device)
+        # The logits of all rows are read, and overwritten, where they are.
+        has_all = len(rows) == len(requests)
         sampled_result = SampleResult.concatenate(
             [
                 self.sampler.sample(
-                    logits_at(row_indices[first : first + max_rows]), sampled_requests[first : first + max_rows]
+                    logits_at(slice(first, first + max_rows) if has_all else row_indices[first : first + max_rows]),
+                    sampled_requests[first : first + max_rows],
                 )
                 for first in range(0, len(rows), max_rows)
             ]
         )
-        token_ids[row_indices] = sampled_result.token_ids
-        self._last_token[self._tensor([request.row for request in sampled_requests])] = sampled_result.token_ids
+        token_ids[row_indices] = self._last_token[table_rows] = sampled_result.token_ids
         return SampleResult(token_ids, [rows[row] for row in sampled_result.logprob_rows], sampled_result.logprobs)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
