@@ -191,8 +191,8 @@ class FFmpegFile:
         """Return the file's length by its header, or None if the header gives none. Any later time is damaged."""
         if self._container is MATROSKA and _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES]:
             return (self._file.duration or 0) / 1e6 or None
-        is_indexed = self._container is MP4 and self.num_frames is not None and not has_fragments(data)
-        return (self.num_frames or 0) / self.sample_rate if is_indexed else None
+        has_frame_count = self._container is MP4 and self.num_frames is not None and not has_fragments(data)
+        return (self.num_frames or 0) / self.sample_rate if has_frame_count else None
 
     def blocks(self) -> Iterator[Floats | int]:
         """Yield samples. A silent gap is yielded as its length.

@@ -46,7 +46,7 @@ _NO_TIME = 2**64 - 1  # of a page of Ogg on which no packet ends
 
 
 def split_avi(data: bytes) -> Iterator[int]:
-    """Yield each position at which one AVI file ends and another file may begin.
+    """Yield each position at which another file joined to an AVI file may begin, also the end of the last file.
 
     Raises RequestError for a file with missing packets.
     """
@@ -68,7 +68,7 @@ def split_avi(data: bytes) -> Iterator[int]:
 
 
 def split_asf(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next ASF (WMA) file begins.
+    """Yield each position at which another file joined to an ASF (WMA) file may begin, also the end of the last file.
 
     Raises RequestError for a file with missing packets.
     """
@@ -90,7 +90,10 @@ def split_asf(data: bytes) -> Iterator[int]:
 
 
 def split_flv(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next FLV file begins. Raises RequestError for a file with missing packets."""
+    """Yield each position at which another file joined to an FLV file may begin.
+
+    Raises RequestError for a file with missing packets.
+    """
     position = 0
     for _ in each_element():
         if data[position : position + 3] == b"FLV":
@@ -109,7 +112,10 @@ def split_flv(data: bytes) -> Iterator[int]:
 
 
 def split_wavpack(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next WavPack file begins. Raises RequestError for a file with missing blocks."""
+    """Yield each position at which another file joined to a WavPack file may begin.
+
+    Raises RequestError for a file with missing blocks.
+    """
     position, has_samples = 0, False
     for _ in each_element():
         head = data[position : position + 32]
@@ -143,7 +149,10 @@ def split_ts(data: bytes) -> Iterator[int]:
 
 
 def split_amr(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next AMR file begins. Raises RequestError for an incomplete last frame."""
+    """Yield each position at which another file joined to an AMR file may begin.
+
+    Raises RequestError for an incomplete last frame.
+    """
     position, sizes = 0, _AMR_BYTES
     for _ in each_element():
         if data[position : position + 5] == b"#!AMR":
@@ -182,7 +191,9 @@ def _amr_bytes(head: int, sizes: tuple[int, ...]) -> int:
 
 
 def split_matroska(data: bytes) -> Iterator[int]:
-    """Yield where the next Matroska file begins. Raises RequestError for a file with missing packets.
+    """Yield each position at which another file joined to a Matroska file may begin.
+
+    Raises RequestError for a file with missing packets.
 
     A live recording has a segment and clusters without a size, so that their blocks are counted one by one.
     """
@@ -232,7 +243,10 @@ def _read_element(data: bytes, position: int) -> tuple[int, int | None, int]:
 
 
 def split_mp4(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next MP4 file begins. Raises RequestError for a file with missing samples."""
+    """Yield each position at which another file joined to an MP4 file may begin.
+
+    Raises RequestError for a file with missing samples.
+    """
     has_index, num_samples, steps = False, 0, each_element()
     for position, size, name in _boxes(data, 0, len(data), steps):
         if name == b"ftyp" and has_index:
@@ -284,7 +298,7 @@ def _indexed_samples(data: bytes, position: int, size: int, name: bytes, steps: 
 
 
 def split_ogg(data: bytes) -> Iterator[int]:
-    """Yield the positions at which a stream begins after the pages of another one.
+    """Yield each position at which another stream or file may begin after an Ogg stream, also the end of the last one.
 
     Raises RequestError for an incomplete last page.
     """

@@ -1,4 +1,4 @@
-"""Reads the headers of MPEG audio: frames of MP3 and AAC, whose lengths FFmpeg does not report."""
+"""Finds MP3 and AAC frames and their lengths in bytes; FFmpeg does not report them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _MAX_TRAILER_BYTES = 4096
 
 
 def split_wav(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next WAV file begins.
+    """Yield each position at which another file joined to a WAV file may begin, also the end of the last file.
 
     Placeholder sizes of programs that wrote to a pipe are ignored.
     """
@@ -63,24 +63,33 @@ def _is_chunk(name: bytes, size: int, rest: int) -> bool:
 
 
 def split_aiff(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next AIFF file begins. Raises RequestError for a file with missing samples."""
+    """Yield each position at which another file joined to an AIFF file may begin, also the end of the last file.
+
+    Raises RequestError for a file with missing samples.
+    """
     return _split(data, b"FORM", lambda head: 8 + (size := _read_number(head, 4)) + size % 2, unknown=8 + UNKNOWN_SIZE)
 
 
 def split_au(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next AU file begins. Raises RequestError for a file with missing samples."""
+    """Yield each position at which another file joined to an AU file may begin, also the end of the last file.
+
+    Raises RequestError for a file with missing samples.
+    """
     return _split(
         data, b".snd", lambda head: (size := _read_number(head, 8)) and _read_number(head, 4) + size, UNKNOWN_SIZE
     )
 
 
 def split_w64(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next W64 file begins. Raises RequestError for a file with missing samples."""
+    """Yield each position at which another file joined to a W64 file may begin, also the end of the last file.
+
+    Raises RequestError for a file with missing samples.
+    """
     return _split(data, b"riff", lambda head: int.from_bytes(head[16:24], "little"), _UNKNOWN_LONG_SIZE)
 
 
 def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: int) -> Iterator[int]:
-    """Yield the position at which the next file with the magic bytes `magic` begins.
+    """Yield each position at which another file joined to one with the magic bytes `magic` may begin.
 
     `size_of` returns the size of the file from its first 24 bytes. A size of `unknown` or more is a placeholder.
     """
@@ -100,7 +109,10 @@ def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: 
 
 
 def split_caf(data: bytes) -> Iterator[int]:
-    """Yield the position at which the next CAF file begins. Raises RequestError for a file with missing samples."""
+    """Yield each position at which another file joined to a CAF file may begin.
+
+    Raises RequestError for a file with missing samples.
+    """
     position = 8
     for _ in each_element():
         name, size = data[position : position + 4], _read_number(data, position + 4, 8)
@@ -138,8 +150,8 @@ def restore_sizes(data: bytes) -> bytes:
     frame_bytes = _read_number(data, common + 8, 2) * ((_read_number(data, common + 14, 2) + 7) // 8)
     if not common or rest < 8 or not frame_bytes or (8 < size < UNKNOWN_SIZE and 0 < num_frames < UNKNOWN_SIZE):
         return data
-    samples = ((rest - 8) // frame_bytes).to_bytes(4, "big")
-    head = b"FORM" + (len(data) - 8).to_bytes(4, "big") + data[8 : common + 10] + samples
+    num_frames_bytes = ((rest - 8) // frame_bytes).to_bytes(4, "big")
+    head = b"FORM" + (len(data) - 8).to_bytes(4, "big") + data[8 : common + 10] + num_frames_bytes
     return head + data[common + 14 : position + 4] + rest.to_bytes(4, "big") + data[position + 8 :]
 
 
@@ -149,8 +161,10 @@ def _restore_w64_size(data: bytes) -> bytes:
     for _ in each_element():
         size = int.from_bytes(data[position + 16 : position + 24], "little")
         if data[position : position + 4] == b"data" and not 24 < size < _UNKNOWN_LONG_SIZE:
-            whole, rest = (count.to_bytes(8, "little") for count in (len(data), len(data) - position))
-            return data[:16] + whole + data[24 : position + 16] + rest + data[position + 24 :]
+            file_size_bytes, data_size_bytes = (
+                count.to_bytes(8, "little") for count in (len(data), len(data) - position)
+            )
+            return data[:16] + file_size_bytes + data[24 : position + 16] + data_size_bytes + data[position + 24 :]
         position += size + -size % 8
         if size < 24 or position + 24 > len(data):
             break

@@ -14,14 +14,15 @@ A dataclass declares its fields with `option`, a msgspec struct with `setting`.
 The field's annotation decides how a value is read:
 
     bool                    a flag: --name, or --no-name if the default is True
-    bool | None             two flags: --name and --no-name, as a bool has with action=BooleanOptionalAction
+    bool | None             two flags: --name and --no-name, the same for a bool field with action=BooleanOptionalAction
     Literal[...]            one of its values
     int, float, str         one value; a size such as 40GiB for an int whose name ends in _bytes
     tuple[int, ...]         comma-separated numbers, as for tuple[float, ...]
     tuple[str, ...]         the option may be given several times, as for tuple[Literal[...], ...]
 
 A flag is the field's name without a unit (_s, _ms, _bytes) at its end. The `Meta` of a struct's field has the limits of
-its values: ge, gt and le. If a type's `extra` has a `reader`, this function converts the option's text to a value.
+its values: ge, gt and le. If the `extra` of a type's `Meta` has a `reader`, this function converts the option's text to
+a value.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.settings.config import PriorityClass
 from meltcore.settings.fleet_spec import FleetSpec
 
-DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
+ERROR_DELIVERY_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
 PROGRESS_S = 0.2
 CANCEL_LIMIT_S = 2.0  # of loading at a signal
@@ -258,7 +258,7 @@ class Supervisor:
         if not engines_ended.done():
             await self._drain(engines_ended)
         if engines_ended.done():
-            await asyncio.sleep(DEAD_LINGER_S)
+            await asyncio.sleep(ERROR_DELIVERY_S)
             return EXIT_FAILED
         engines_ended.cancel()
         return EXIT_FAILED if pool_failed.done() else 0
@@ -421,7 +421,7 @@ class Supervisor:
             error = f"the server is going down, and {limit_s:g} s (--drain-timeout) were not enough for this answer"
             for number in self.models:
                 self._pool.broadcast(EndRequests(number, error, 503, "server_stopping"))
-            while self._stats.open_requests() and time.monotonic() < deadline_s + DEAD_LINGER_S:
+            while self._stats.open_requests() and time.monotonic() < deadline_s + ERROR_DELIVERY_S:
                 await asyncio.wait({engines_ended}, timeout=POLL_S)
 
     # --- events

@@ -36,8 +36,15 @@ def _decode_layer(attention: nn.Module, mlp: nn.Module, keys: torch.Tensor, valu
     """Return a layer of unquantized and unsharded weights. Returns None if the kernel does not support the layer."""
     if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP) or mlp.activation != "silu":
         return None
-    has_more = attention.output_gate or attention.sliding_window is not None or attention.qkv_proj.bias is not None
-    if has_more or attention.post_norm is not None or mlp.post_norm is not None or attention.o_proj.is_sharded:
+    has_unsupported_feature = (
+        attention.output_gate
+        or attention.sliding_window is not None
+        or attention.qkv_proj.bias is not None
+        or attention.post_norm is not None
+        or mlp.post_norm is not None
+        or attention.o_proj.is_sharded
+    )
+    if has_unsupported_feature:
         return None
     if attention.q_norm is None or attention.k_norm is None or attention.wide_norms is not None:
         return None

@@ -87,7 +87,7 @@ class GgmlWeight(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of embeddings, which is the model's."""
+        """The dtype of rows that `embeddings` returns: the model's dtype, not the format of the stored weight."""
         return self._dtype
 
     @property

@@ -67,7 +67,7 @@ class EmbeddingWeight(LinearWeight, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of embeddings, which is the model's."""
+        """The dtype of rows that `embeddings` returns: the model's dtype, not the format of the stored weight."""
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +140,7 @@ class DenseWeight(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of embeddings, which is the model's."""
+        """The dtype of rows that `embeddings` returns, which is the model's dtype."""
         return self.values.dtype
 
     @property

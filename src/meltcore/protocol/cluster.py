@@ -110,8 +110,8 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
     Args:
         name: Host name. If several nodes have the same host name, the beginning of the node's id is added.
-        gib: Memory in GiB of the GPUs that Ray may assign (`gpu_resource`), by index.
-        reserved_gib: Memory in GiB that Ray has assigned to jobs, by index.
+        gib: Total memory in GiB of each GPU that Ray may assign (`gpu_resource`), by GPU index.
+        reserved_gib: Memory in GiB that Ray has assigned to jobs, by GPU index.
         missing: The reason why the node cannot load a checkpoint, by checkpoint.
         problem: Why no engine can be started on the node, or "". With a problem nothing else is known about the node.
     """

@@ -195,7 +195,7 @@ def _has_tokens(model: ModelSection) -> bool:
 
 
 def _check_limits(spec: FleetSpec) -> None:
-    """Refuse limits that no queue would apply, because no model of the fleet has such a queue."""
+    """Raise FleetError for a changed queue limit if no model of the fleet has a task that it applies to."""
     tasks_by_setting = setting_tasks()
     for name in sorted(_changed(spec.limits) & tasks_by_setting.keys()):
         names = tasks_by_setting[name]

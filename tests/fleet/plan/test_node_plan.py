@@ -51,7 +51,7 @@ def test_engines_on_cpus_go_where_memory_is_free_and_replicas_apart() -> None:
     found = {host.node: sorted((each.model, each.replica) for each in host.engines) for host in placed}
     assert found == {"x": [("a", 0), ("b", 0)], "y": [("a", 1)]}
     assert place_on_hosts([*engines, sized_engine("c", 0, 2, 0)], [Host("x", 6), Host("y", 4)]) is None
-    elsewhere = [engine._replace(lacking=frozenset({"x"})) for engine in engines]
+    elsewhere = [engine._replace(excluded_nodes=frozenset({"x"})) for engine in engines]
     assert place_on_hosts(elsewhere, [Host("x", 6), Host("y", 4)]) is None
 
 

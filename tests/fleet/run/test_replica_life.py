@@ -18,7 +18,7 @@ from waiting import until
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError
 from meltcore.fleet.plan.placement import engine_config
 from meltcore.fleet.run import served_model, supervised_model, upstream_model
-from meltcore.fleet.run.replica import LIFE, Replica, ReplicaEvent, ReplicaLife, ReplicaState
+from meltcore.fleet.run.replica import LIFE, BaseReplica, Replica, ReplicaEvent, ReplicaState
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
@@ -112,15 +112,15 @@ class Life:
         self.processes: list[Process] = []
         self.policy, self.pool = Policy(), Mock(num_models=1)
         self.tasks: list[asyncio.Task[Any]] = []
-        apply = ReplicaLife.apply
+        apply = BaseReplica.apply
 
-        def record(replica: ReplicaLife[Any], event: ReplicaEvent) -> None:
+        def record(replica: BaseReplica[Any], event: ReplicaEvent) -> None:
             before = replica.state
             apply(replica, event)
             assert replica.state == LIFE[before][event]
             self.seen.append((before, event))
 
-        monkeypatch.setattr(ReplicaLife, "apply", record)
+        monkeypatch.setattr(BaseReplica, "apply", record)
         monkeypatch.setattr(supervised_model, "ROOM_POLL_S", 0.0)
         monkeypatch.setattr(served_model, "ROOM_POLL_S", 0.0)
         monkeypatch.setattr(upstream_model, "UpstreamProcess", lambda *_: self.new_process(Mock()))
@@ -296,7 +296,7 @@ def test_each_row_is_reached(
 
 def test_other_events_are_refused() -> None:
     for state, event in itertools.product(STATES, EVENTS):
-        replica = ReplicaLife[Any](index=3, log=None, state=state)
+        replica = BaseReplica[Any](index=3, log=None, state=state)
         if (state, event) in ROWS:
             replica.apply(event)
             assert replica.state == LIFE[state][event]

@@ -161,8 +161,10 @@ def _plan(args: argparse.Namespace) -> "tuple[BackendsPlan, StartOptions]":
     if len(common) > 1:
         raise ConfigError(f"--quantized is given twice for all backends: {common[0]} and {common[1]}")
     # Of each backend, which the text names, as in vllm=VALUE.
-    given = {flag: getattr(args, flag.removeprefix("--")) for flag in (*_PAIRS, "--quantized", "--env", "--skip")}
-    given["--quantized"] = [text for text in args.quantized if text not in common]
+    values_by_flag = {
+        flag: getattr(args, flag.removeprefix("--")) for flag in (*_PAIRS, "--quantized", "--env", "--skip")
+    }
+    values_by_flag["--quantized"] = [text for text in args.quantized if text not in common]
     plan = BackendsPlan(
         model=args.model,
         quantized=common[0] if common else None,
@@ -176,9 +178,9 @@ def _plan(args: argparse.Namespace) -> "tuple[BackendsPlan, StartOptions]":
             api_server_count=args.api_server_count or min(4, max(1, cores // 4)),
             load_format=args.load_format,
         ),
-        options=read_options(given, backends),
+        options=read_options(values_by_flag, backends),
         gpus=tuple(visible_gpus()),
-        most_sessions=args.sessions,
+        max_session_concurrency=args.sessions,
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None),
     )
     if len(set(args.concurrency)) != len(args.concurrency):

@@ -23,7 +23,7 @@ FIRST_CHUNK, MIN_CHUNK = 256, 64  # tokens
 # The fewest prompt tokens to which a step is limited for the sake of other engines: fewer cost hardly less time.
 MIN_LIMIT = 256
 # When the smallest chunk more than doubles a step: the time a chunk may add, and the steps from one chunk to the next.
-LARGE_S, LARGE_EVERY = 0.1, 150
+LARGE_CHUNK_ADDED_S, LARGE_CHUNK_INTERVAL_STEPS = 0.1, 150
 # The step time without a chunk is the median of STEP_SAMPLES such steps. A step without a chunk runs at least once in
 # SAMPLE_EVERY steps, so that the time stays up to date.
 STEP_SAMPLES, SAMPLE_EVERY = 3, 32
@@ -116,7 +116,7 @@ class Pacer:
         if self._is_sparse:
             chunk = 0 if skips_chunk or self._steps < self._next_large_step else self._large_chunk.tokens
             if chunk:
-                self._next_large_step = self._steps + LARGE_EVERY
+                self._next_large_step = self._steps + LARGE_CHUNK_INTERVAL_STEPS
         # When ordinary prompts make steps long anyway, a long one gets as many tokens as they had in the last step.
         self.tokens_left = min(self._budget, max(chunk, self._ordinary_tokens))
 
@@ -141,7 +141,7 @@ class Pacer:
             self._min_added_s = min(self._min_added_s, added_s)
             self._min_chunks_seen += 1
         if self._is_sparse:
-            self._large_chunk.fit(tokens, added_s, LARGE_S)
+            self._large_chunk.fit(tokens, added_s, LARGE_CHUNK_ADDED_S)
         else:
             self._chunk.fit(tokens, added_s, (TARGET_SLOWDOWN - 1) * self._step_s)
 

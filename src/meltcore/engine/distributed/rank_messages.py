@@ -112,5 +112,5 @@ def _decode_array(_type: type, encoded: Any) -> np.ndarray:
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-to_rank_decoder = msgspec.msgpack.Decoder(ToRank, dec_hook=_decode_array)
-from_rank_decoder = msgspec.msgpack.Decoder(FromRank)
+decoder_on_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=_decode_array)
+decoder_on_driver = msgspec.msgpack.Decoder(FromRank)

@@ -32,9 +32,9 @@ from meltcore.engine.distributed.rank_messages import (
     RankStage,
     RunStep,
     ToRank,
+    decoder_on_rank,
     encoder,
     rank_address,
-    to_rank_decoder,
 )
 from meltcore.engine.distributed.ranks import join_group, set_collective_timeout, step_counters
 from meltcore.engine.host.budget import limit_memory
@@ -130,7 +130,7 @@ class RankProcess:
 
         There is no time limit, because the end of rank 0 ends this process.
         """
-        message: ToRank = to_rank_decoder.decode(self._receiver.recv())
+        message: ToRank = decoder_on_rank.decode(self._receiver.recv())
         return message
 
     def _send(self, message: FromRank) -> None:

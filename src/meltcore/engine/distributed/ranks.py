@@ -34,8 +34,8 @@ from meltcore.engine.distributed.rank_messages import (
     RunStep,
     SamplingStep,
     ToRank,
+    decoder_on_driver,
     encoder,
-    from_rank_decoder,
     rank_address,
 )
 from meltcore.engine.distributed.rank_start import StartedRanks, steps_file
@@ -291,7 +291,7 @@ class Ranks:
                 ) from error
 
     def _decode(self, encoded: bytes) -> FromRank:
-        message: FromRank = from_rank_decoder.decode(encoded)
+        message: FromRank = decoder_on_driver.decode(encoded)
         if isinstance(message, RankFailed):
             raise self._rank_error(self._describe_rank(message.rank), message.message)
         return message

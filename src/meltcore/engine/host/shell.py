@@ -93,7 +93,10 @@ class Engine(Protocol):
         """End these requests; the next `step` reports their ends. Unknown ids are ignored."""
 
     def take_turn(self, turn: StepTurn) -> None:
-        """Receive the limits of the next step. The shell calls this only if engines of other classes share the GPUs."""
+        """Receive the wait before the next step and the time limit of the step.
+
+        The shell calls this only if engines of other priority classes share the GPUs.
+        """
 
     def step(self) -> Outputs:
         """Compute a step. Return the new outputs of all requests."""

@@ -46,7 +46,7 @@ class PlannedEngine(NamedTuple):
         sleeps: whether the model takes turns.
         resident_bytes: the bytes of the engine's process beside the budget. For a model that takes turns they include
             what the engine holds while it sleeps.
-        lacking: the nodes that cannot load the model.
+        excluded_nodes: the nodes that cannot load the model.
     """
 
     task: str
@@ -63,7 +63,7 @@ class PlannedEngine(NamedTuple):
     only: tuple[int, ...] = ()
     sleeps: bool = False
     resident_bytes: int = 0
-    lacking: frozenset[str] = frozenset()
+    excluded_nodes: frozenset[str] = frozenset()
 
     @property
     def size_bytes(self) -> int:

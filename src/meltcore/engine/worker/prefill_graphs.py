@@ -1,9 +1,9 @@
-"""Steps with prompts as CUDA graphs, where launching their kernels would take longer than computing them.
+"""Replays steps with short prompts as CUDA graphs, since launching their kernels takes longer than computing them.
 
 Launched kernel by kernel, a step of 28 layers costs the host 10 to 16 ms, however few tokens it has. Every sequence
 that decodes beside a short prompt would wait for it. So a step is padded to the next of a few sizes (buckets) and
-replayed: 1 to 2 ms for a prompt of a few hundred tokens. For long prompts the device takes longer than the host, and
-nothing is padded.
+replayed: 1 to 2 ms for a prompt of a few hundred tokens. Longer prompts run without a graph, since the device takes
+longer for them than the host.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ CHANGE_LIMIT_S = 3600.0  # of a restart: every model may drain and load
 
 
 class AdminServer:
-    """Serves the operations of a fleet on the supervisor's event loop."""
+    """HTTP server of a fleet's admin API, on the supervisor's event loop."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
         """The available bytes of host memory of each node."""
         return {node.name: node.machine.host_bytes for node in self.nodes}
 
-    def lacking(self, checkpoint: str | None) -> list[ClusterNode]:
+    def nodes_without(self, checkpoint: str | None) -> list[ClusterNode]:
         """Return the nodes that cannot load a checkpoint, which is a path or a hub id.
 
         None is a checkpoint that all can load.
@@ -157,14 +157,14 @@ class Cluster(Site, frozen=True, tag="cluster"):
                         + (left_out or f"which was on the node {node} and is gone from the cluster")
                     )
 
-    def check(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
+    def check(self, spec: FleetSpec, excluded_nodes: Mapping[str, Sequence[ClusterNode]]) -> None:
         """Raise ConfigError if a model's nodes cannot load it, or if the GPUs of one engine are on several nodes."""
-        self._check_loadable(spec, lacking)
+        self._check_loadable(spec, excluded_nodes)
         self._check_one_node(spec)
 
-    def _check_loadable(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
+    def _check_loadable(self, spec: FleetSpec, excluded_nodes: Mapping[str, Sequence[ClusterNode]]) -> None:
         """Raise ConfigError if no node can load a model, or if a node of the model's `device` cannot load it."""
-        for name, nodes in lacking.items():
+        for name, nodes in excluded_nodes.items():
             named = {self.gpu_nodes[number] for group in spec.models[name].replica_gpus for number in group}
             if len(nodes) == len(self.nodes) or named.intersection(node.name for node in nodes):
                 needed = [node for node in nodes if not named or node.name in named]
@@ -319,7 +319,7 @@ def lacking_nodes(spec: FleetSpec, site: Site, kept: Collection[str]) -> dict[st
 
     Models in `kept` are left out, because they run already.
     """
-    found = {name: site.lacking(node_checkpoint(spec.models[name])) for name in spec.models.keys() - set(kept)}
+    found = {name: site.nodes_without(node_checkpoint(spec.models[name])) for name in spec.models.keys() - set(kept)}
     return {name: found[name] for name in spec.models if found.get(name)}
 
 

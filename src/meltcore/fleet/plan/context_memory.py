@@ -50,10 +50,10 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def nccl_note(self) -> str:
         """A sentence about the additional memory of tensor-parallel ranks."""
-        two, eight = (size_text(peer_bytes(ranks)) for ranks in (2, 8))
+        two_rank_size, eight_rank_size = (size_text(peer_bytes(ranks)) for ranks in (2, 8))
         return (
             f"Each rank of a tensor-parallel engine takes {size_text(self.nccl_bytes)} more for NCCL, assumed, "
-            f"and {two} of two ranks to {eight} of eight for what its peers write."
+            f"and {two_rank_size} of two ranks to {eight_rank_size} of eight for what its peers write."
         )
 
     @property

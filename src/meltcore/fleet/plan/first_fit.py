@@ -125,7 +125,7 @@ def _place_alike(engines: Sequence[PlannedEngine], rooms: Sequence[_Room], repli
     first = engines[0]
     fitting: dict[str, list[int]] = {}  # by node: GPUs without the model first
     for index, room in enumerate(rooms):
-        is_allowed = (not first.only or room.gpu.number in first.only) and room.gpu.node not in first.lacking
+        is_allowed = (not first.only or room.gpu.number in first.only) and room.gpu.node not in first.excluded_nodes
         if is_allowed and room.fits(first):
             fitting.setdefault(room.gpu.node, []).append(index)
 
@@ -190,7 +190,9 @@ def place_on_hosts(engines: Iterable[PlannedEngine], hosts: Sequence[Host]) -> t
     replicas = Counter((at, engine.model) for at, host in enumerate(hosts) for engine in host.engines)
     for engine in sorted(engines, key=lambda each: (-each.size_bytes, each.model, each.replica)):
         size = engine.size_bytes
-        fitting = [at for at, free in enumerate(free_bytes) if free >= size and hosts[at].node not in engine.lacking]
+        fitting = [
+            at for at, free in enumerate(free_bytes) if free >= size and hosts[at].node not in engine.excluded_nodes
+        ]
         if not fitting:
             return None
         best = min(fitting, key=lambda at: (replicas[at, engine.model], -free_bytes[at]))

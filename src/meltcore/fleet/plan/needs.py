@@ -72,11 +72,12 @@ def planned_engines(
     needs: dict[str, PlannedEngine],
     sleeping: Collection[str] = (),
     contexts: ContextMemory = ASSUMED,
-    lacking: Mapping[str, frozenset[str]] | None = None,
+    excluded_nodes: Mapping[str, frozenset[str]] | None = None,
 ) -> Iterator[PlannedEngine]:
     """Yield each engine that a plan has to place. Engines of the models in `sleeping` take turns.
 
-    `lacking` has the nodes that cannot load a model, by model. Commands on a CPU and models at a URL need no place.
+    `excluded_nodes` has the nodes that cannot load a model, by model. Commands on a CPU and models at a URL need no
+    place.
     """
     for name, model in spec.models.items():
         on_cpu = model.device == "cpu"
@@ -90,7 +91,7 @@ def planned_engines(
             gpus=0 if on_cpu else ranks,
             sleeps=is_asleep,
             resident_bytes=resident_bytes + (size.asleep_bytes if is_asleep else 0),
-            lacking=(lacking or {}).get(name, frozenset()),
+            excluded_nodes=(excluded_nodes or {}).get(name, frozenset()),
         )
         for replica, only in enumerate(model.replica_gpus):
             yield engine._replace(replica=replica, only=only)

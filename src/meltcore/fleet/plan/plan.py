@@ -74,7 +74,7 @@ def plan_fleet(
     gpu_nodes: Sequence[str] | None = None,
     in_turns: Callable[[tuple[str, ...]], tuple[str, ...]] = tuple,
     kept: Kept | None = None,
-    lacking: Mapping[str, frozenset[str]] | None = None,
+    excluded_nodes: Mapping[str, frozenset[str]] | None = None,
 ) -> tuple[Plan | None, Plan | None]:
     """Return the plan of the file as it is, or else the nearest plan that fits.
 
@@ -90,7 +90,7 @@ def plan_fleet(
         gpu_nodes: the node of each GPU of a cluster.
         in_turns: returns which of the sleepable models take turns. By default all do.
         kept: engines that stay where they are.
-        lacking: nodes that cannot load a model, by model.
+        excluded_nodes: nodes that cannot load a model, by model.
     """
     read_fleet_sizes(spec)
     gpus = empty_gpus(spec, gpu_bytes, contexts, gpu_nodes)
@@ -99,7 +99,7 @@ def plan_fleet(
     known: dict[str, PlannedEngine] = {}
 
     def try_plan(changed: FleetSpec) -> Plan | None:
-        return _try(changed, gpus, contexts, hosts, known, kept or {}, lacking or {}, in_turns=in_turns)
+        return _try(changed, gpus, contexts, hosts, known, kept or {}, excluded_nodes or {}, in_turns=in_turns)
 
     if (plan := try_plan(spec)) is not None:
         return plan, None
@@ -130,7 +130,7 @@ def _try(
     hosts: Sequence[Host],
     known: dict[str, PlannedEngine],
     kept: Kept,
-    lacking: Mapping[str, frozenset[str]],
+    excluded_nodes: Mapping[str, frozenset[str]],
     *,
     in_turns: Callable[[tuple[str, ...]], tuple[str, ...]],
 ) -> Plan | None:
@@ -141,7 +141,7 @@ def _try(
     needs = fleet_needs(spec, known)
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
     for sleeping in dict.fromkeys(((), in_turns(sleepable))):
-        engines = planned_engines(spec, needs, sleeping, contexts, lacking)
+        engines = planned_engines(spec, needs, sleeping, contexts, excluded_nodes)
         to_place, beside, with_kept = keep(engines, gpus, hosts, kept)
         if sleeping == sleepable:  # what runs there does so: only others may lack room
             beside = [gpu._replace(total_bytes=max(gpu.total_bytes, gpu.used_bytes)) for gpu in beside]
@@ -304,5 +304,5 @@ def _place_text(plan: Plan, model: str) -> str:
     for gpu in plan.gpus:
         if any(engine.model == model for engine in gpu.engines):
             numbers[gpu.node].append(gpu.number)
-    places = [f"GPU {', '.join(map(str, numbers[node]))}" if numbers[node] else "CPU" for node in nodes]
-    return "; ".join(f"{node} {text}".strip() for node, text in zip(nodes, places, strict=True)) or "another server"
+    gpu_texts = [f"GPU {', '.join(map(str, numbers[node]))}" if numbers[node] else "CPU" for node in nodes]
+    return "; ".join(f"{node} {text}".strip() for node, text in zip(nodes, gpu_texts, strict=True)) or "another server"

@@ -151,7 +151,7 @@ class FleetPlanner:
         spec = msgspec.structs.replace(spec, models=models)
         machine = site.machine
         contexts = _measured_contexts(machine)
-        lacking = {
+        excluded_nodes = {
             node.name
             for node in site.nodes
             if node.name in failed_nodes
@@ -161,13 +161,15 @@ class FleetPlanner:
         gpu_bytes = _free_bytes(_usable(spec, machine), contexts)
         gpus = empty_gpus(spec, gpu_bytes, contexts, site.gpu_nodes)
         kept = {
-            other: place for other, place in site.places(places).items() if other != key and place.node not in lacking
+            other: place
+            for other, place in site.places(places).items()
+            if other != key and place.node not in excluded_nodes
         }
         place = place_engine(
             spec,
             key,
-            [gpu for gpu in gpus if gpu.node not in lacking],
-            [Host(node, total) for node, total in site.host_bytes.items() if node not in lacking],
+            [gpu for gpu in gpus if gpu.node not in excluded_nodes],
+            [Host(node, total) for node, total in site.host_bytes.items() if node not in excluded_nodes],
             kept,
             contexts,
         )
@@ -180,7 +182,7 @@ class FleetPlanner:
         groups = [] if model is None or model.kind == "url" else model.replica_gpus
         pinned = groups[start.replica] if start.replica < len(groups) else ()
         if not pinned:
-            lacking = lacking_text(start.config.model, site.lacking(start.config.model))
+            lacking = lacking_text(start.config.model, site.nodes_without(start.config.model))
             return f"no other node has {size}" + (lacking and f"; {lacking}")
         there = site.machine.gpus
         for number in pinned:
@@ -273,7 +275,7 @@ def find_plan(
             gpu_nodes=site.gpu_nodes,
             in_turns=site.taking_turns,
             kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].replicas)},
-            lacking={name: frozenset(node.name for node in nodes) for name, nodes in lacking.items()},
+            excluded_nodes={name: frozenset(node.name for node in nodes) for name, nodes in lacking.items()},
         )
     except ConfigError as error:  # a model that needs a larger node, which may be one that is left out
         raise ConfigError(f"{error}; {left_out}" if left_out else str(error)) from error

@@ -50,7 +50,7 @@ class Site(msgspec.Struct, frozen=True):
         """The available bytes of host memory of each node."""
         return {node.name: node.machine.host_bytes for node in self.nodes}
 
-    def lacking(self, checkpoint: str | None) -> list[ClusterNode]:
+    def nodes_without(self, checkpoint: str | None) -> list[ClusterNode]:
         """Return the nodes that cannot load a checkpoint, which is a path or a hub id.
 
         None is a checkpoint that all can load.
@@ -113,7 +113,7 @@ class OneMachine(Site, frozen=True, tag="machine"):
     def check_numbers(self, _spec: FleetSpec, _kept: Collection[str]) -> None:
         """Do nothing, because the GPUs of one machine do not change while a fleet runs."""
 
-    def check(self, _spec: FleetSpec, _lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
+    def check(self, _spec: FleetSpec, _excluded_nodes: Mapping[str, Sequence[ClusterNode]]) -> None:
         """Do nothing, because all engines are on one node, which is checked when they start."""
 
     def place_fleet(self, spec: FleetSpec, plan: Plan, kept: Mapping[str, tuple[Place, ...]]) -> PlacedFleet:

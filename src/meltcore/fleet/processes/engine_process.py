@@ -49,7 +49,7 @@ class EngineProcess(ABC):
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         await self._launch()
         assert self._link is not None
-        exited = asyncio.create_task(self._exited())
+        exited = asyncio.create_task(self._wait_exit())
         pending_futures: set[asyncio.Future[Any]] = {self._ready, exited}
         await asyncio.wait(pending_futures, return_when=asyncio.FIRST_COMPLETED)
         self._link.receive()  # its last message may be in the socket, or on its way there
@@ -64,7 +64,7 @@ class EngineProcess(ABC):
         """Open the link, and start the process if it is not running."""
 
     @abstractmethod
-    async def _exited(self) -> str:
+    async def _wait_exit(self) -> str:
         """Wait until the process has ended. Return a text that says how it ended."""
 
     @property
@@ -87,7 +87,7 @@ class EngineProcess(ABC):
 
     async def wait(self) -> str:
         """Wait until the process has ended. Return the reason as text."""
-        exit_text = await self._exited()
+        exit_text = await self._wait_exit()
         return f"{self._failure_reason} ({exit_text})" if self._failure_reason else exit_text
 
     def send(self, message: ToEngine) -> None:
@@ -101,7 +101,7 @@ class EngineProcess(ABC):
             if self._link is not None:
                 self._link.send(Shutdown())
                 self._link.flush()
-            exited = asyncio.create_task(self._exited())
+            exited = asyncio.create_task(self._wait_exit())
             await asyncio.wait({exited}, timeout=EXIT_LIMIT_S if self.loaded is not None else 0)
             if not exited.done():
                 self.kill()
@@ -202,7 +202,7 @@ class LocalEngineProcess(EngineProcess):
         except OSError as error:
             raise ConfigError(f"the log {self._log} cannot be written: {error.strerror}") from error
 
-    async def _exited(self) -> str:
+    async def _wait_exit(self) -> str:
         assert self._process is not None
         return describe_exit(await self._process.wait())
 

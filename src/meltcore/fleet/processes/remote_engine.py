@@ -41,7 +41,7 @@ class RemoteEngineProcess(EngineProcess):
         log: Path | None = None,
         *,
         on_place: Callable[[str, Sequence[int]], None] = lambda _node, _gpus: None,
-        failed_nodes: Mapping[str, int] = MappingProxyType({}),
+        exits_by_failed_node: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Prepare an engine process.
 
@@ -52,14 +52,14 @@ class RemoteEngineProcess(EngineProcess):
             directory: folder into which the engine's address is written, for all clients.
             log: file to which the engine's output is appended. None sends the output to standard error of this process.
             on_place: see `ClusterDriver.start_engine`.
-            failed_nodes: see `ClusterDriver.start_engine`.
+            exits_by_failed_node: see `ClusterDriver.start_engine`.
         """
         super().__init__(on_message)
         self._cluster = cluster
         self._start = start
         self._directory = directory
         self._log = log
-        self._on_place, self._failed_nodes = on_place, failed_nodes
+        self._on_place, self._exits_by_failed_node = on_place, exits_by_failed_node
         self._run: RemoteRun | None = None
         self._is_left = False
         self._orphaned_s: float | None = None  # when it has ended by itself at the latest (monotonic), once it is left
@@ -72,7 +72,9 @@ class RemoteEngineProcess(EngineProcess):
         """
         self._on_output(b"")  # its log exists from the start, also of an engine that prints nothing
         try:
-            run = await self._cluster.start_engine(self._start, self._on_output, self._on_place, self._failed_nodes)
+            run = await self._cluster.start_engine(
+                self._start, self._on_output, self._on_place, self._exits_by_failed_node
+            )
         except EngineEvictedError:
             self._unseen_s = time.monotonic() + FIRST_CLIENT_S
             raise
@@ -82,7 +84,7 @@ class RemoteEngineProcess(EngineProcess):
     async def _launch(self) -> None:
         self._link = EngineLink(self._directory, 0, self._receive, self.fail, self._on_lost)
 
-    async def _exited(self) -> str:
+    async def _wait_exit(self) -> str:
         assert self._run is not None
         return (await asyncio.shield(self._run.ended)).reason
 

@@ -55,7 +55,7 @@ class UpstreamProcess:
         Args:
             name: name of the model.
             config: settings of the model.
-            replica: number of the replica.
+            replica: index of the replica, from 0.
             port: port on which the server shall listen.
             log_path: file for the server's output. The output of an earlier process is kept beside it as *.previous.
             report: receives a line if the process has to be killed.

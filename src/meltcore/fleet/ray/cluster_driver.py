@@ -168,7 +168,7 @@ class ClusterDriver:
         start: StartEngine,
         on_output: Callable[[bytes], None],
         on_place: Callable[[str, Sequence[int]], None],
-        failed_nodes: Mapping[str, int],
+        exits_by_failed_node: Mapping[str, int],
     ) -> RemoteRun:
         """Start an engine process on a node.
 
@@ -179,16 +179,16 @@ class ClusterDriver:
             start: the message that describes the engine.
             on_output: receives the standard output and standard error of the engine.
             on_place: receives the node on which the engine is started, and the numbers of its GPUs.
-            failed_nodes: number of the engine's exits by node. The engine is not started on these nodes while
+            exits_by_failed_node: number of the engine's exits by node. The engine is not started on these nodes while
                 another node has
                 memory.
         """
         self._outputs[start.engine] = on_output
         try:
-            if start.node in failed_nodes:
-                reason = f"it has died {failed_nodes[start.node]} times on {start.node}"
+            if start.node in exits_by_failed_node:
+                reason = f"it has died {exits_by_failed_node[start.node]} times on {start.node}"
                 try:
-                    return await self._start_elsewhere(start, reason, on_place, failed_nodes)
+                    return await self._start_elsewhere(start, reason, on_place, exits_by_failed_node)
                 except EngineEvictedError:
                     raise
                 except EnginePendingError as error:
@@ -199,7 +199,7 @@ class ClusterDriver:
             except EngineEvictedError:  # its process may go on: another beside it would take more of the memory
                 raise
             except EnginePendingError as error:
-                return await self._start_elsewhere(start, str(error), on_place, failed_nodes)
+                return await self._start_elsewhere(start, str(error), on_place, exits_by_failed_node)
         except MeltcoreError as error:
             if isinstance(error, EnginePendingError):  # it is tried again from there
                 on_place(start.node, start.gpus)
@@ -215,17 +215,17 @@ class ClusterDriver:
         start: StartEngine,
         reason: str,
         on_place: Callable[[str, Sequence[int]], None],
-        failed_nodes: Mapping[str, int],
+        exits_by_failed_node: Mapping[str, int],
     ) -> RemoteRun:
         """Start the same engine on another node that has memory now.
 
         Raises EnginePendingError if no node has memory.
         """
-        moved = await self._elsewhere(start, reason, failed_nodes)
+        moved = await self._elsewhere(start, reason, exits_by_failed_node)
         on_place(moved.node, moved.gpus)
         return await self._start_on_node(moved)
 
-    async def _elsewhere(self, start: StartEngine, reason: str, failed_nodes: Mapping[str, int]) -> StartEngine:
+    async def _elsewhere(self, start: StartEngine, reason: str, exits_by_failed_node: Mapping[str, int]) -> StartEngine:
         """Return the message that starts the same engine on another node with free memory.
 
         Raises EnginePendingError if no node has memory.
@@ -241,8 +241,8 @@ class ClusterDriver:
             raise EnginePendingError(f"{reason}, and {error}") from error
         await asyncio.to_thread(self._planner.read_sizes)  # a child process builds the models: 3 s and more
         # Many engines may have lost their node with it. What is given to one is not free for the next, loaded or not.
-        place = self._planner.elsewhere(start, nodes, self.places(), failed_nodes)
-        if place is None and start.node not in failed_nodes:  # one that may fail is better than none
+        place = self._planner.elsewhere(start, nodes, self.places(), exits_by_failed_node)
+        if place is None and start.node not in exits_by_failed_node:  # one that may fail is better than none
             place = self._planner.elsewhere(start, nodes, self.places())
         if place is None:
             left_out = left_out_text(nodes)

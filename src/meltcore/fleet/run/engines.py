@@ -112,7 +112,7 @@ class Launcher(ABC):
         self,
         replica: Replica,
         priority_class: PriorityClass,
-        failed_nodes: Mapping[str, int],
+        exits_by_failed_node: Mapping[str, int],
         on_message: Callable[[FromEngine], None],
     ) -> EngineProcess:
         """Return an engine process that is not started yet.
@@ -120,8 +120,8 @@ class Launcher(ABC):
         Args:
             replica: the replica, with the place of the engine.
             priority_class: class of the model's requests.
-            failed_nodes: number of the engine's exits by node. Nodes of a cluster with exits are avoided if others have
-                memory.
+            exits_by_failed_node: number of the engine's exits by node. Nodes of a cluster with exits are avoided if
+                others have memory.
             on_message: receives the engine's messages to the supervisor.
         """
 
@@ -151,7 +151,7 @@ class LocalLauncher(Launcher):
         self,
         replica: Replica,
         priority_class: PriorityClass,
-        failed_nodes: Mapping[str, int],  # noqa: ARG002 - there is no other node
+        exits_by_failed_node: Mapping[str, int],  # noqa: ARG002 - there is no other node
         on_message: Callable[[FromEngine], None],
     ) -> EngineProcess:
         """Return an engine process of this machine."""
@@ -188,7 +188,7 @@ class RayLauncher(ClusterDriver, Launcher):
         self,
         replica: Replica,
         priority_class: PriorityClass,
-        failed_nodes: Mapping[str, int],
+        exits_by_failed_node: Mapping[str, int],
         on_message: Callable[[FromEngine], None],
     ) -> EngineProcess:
         """Return an engine process on the node of its replica."""
@@ -200,7 +200,7 @@ class RayLauncher(ClusterDriver, Launcher):
             directory,
             replica.log,
             on_place=partial(replica.move, self._settings.on_moved),
-            failed_nodes=failed_nodes,
+            exits_by_failed_node=exits_by_failed_node,
         )
 
     def _order(self, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:

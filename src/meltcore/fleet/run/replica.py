@@ -108,7 +108,7 @@ _P = TypeVar("_P", bound=ReplicaProcess)
 
 
 @dataclass(eq=False, kw_only=True)
-class ReplicaLife(Generic[_P]):
+class BaseReplica(Generic[_P]):
     """One replica of a model. Its process may be replaced by another one."""
 
     index: int
@@ -153,7 +153,7 @@ class ReplicaLife(Generic[_P]):
 
 
 @dataclass(eq=False, kw_only=True)
-class Replica(ReplicaLife[EngineProcess]):
+class Replica(BaseReplica[EngineProcess]):
     """One replica of a model on an engine of Meltcore: the settings of the engine, its place and its state."""
 
     engine: EngineConfig
@@ -201,7 +201,7 @@ class Replica(ReplicaLife[EngineProcess]):
 class Starts:
     """Waits for the starts of a model's replicas."""
 
-    def __init__(self, replicas: Sequence[ReplicaLife[Any]]) -> None:
+    def __init__(self, replicas: Sequence[BaseReplica[Any]]) -> None:
         self._replicas = replicas
         self._changed = asyncio.Event()
 
@@ -235,7 +235,7 @@ class Starts:
             await self._changed.wait()
         raise error
 
-    async def wait(self, replica: ReplicaLife[Any]) -> None:
+    async def wait(self, replica: BaseReplica[Any]) -> None:
         """Wait until `replica` serves.
 
         Raises MeltcoreError if the start of the replica fails, and EnginePendingError if the replica is pending.

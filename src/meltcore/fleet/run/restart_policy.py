@@ -117,7 +117,7 @@ class RestartPolicy(ABC):
         """Return the seconds to wait after these exits, or None if the engine is not started again."""
 
     @abstractmethod
-    def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
+    def exits_by_failed_node(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
         """Return the number of exits by node, for nodes where an engine has died too often to be tried first."""
 
     @abstractmethod
@@ -176,7 +176,7 @@ class NeverRestart(RestartPolicy):
         """Return None, because no engine is started again."""
         return None
 
-    def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
+    def exits_by_failed_node(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
         """Return no nodes, because no engine is started again."""
         return {}
 
@@ -257,7 +257,7 @@ class RestartAfterPause(RestartPolicy):
         doublings = max(0, num_recent - 1)
         return min(self.max_pause_s, self.first_pause_s * float(2**doublings))
 
-    def failed_nodes(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
+    def exits_by_failed_node(self, deaths: Sequence[EngineExit], now_s: float) -> Mapping[str, int]:
         """Return the number of exits by node, for nodes on which the engine has died too often."""
         counts = Counter(death.node for death in deaths if now_s - death.at_s < self.window_s)
         return {node: count for node, count in counts.items() if count >= self.max_node_deaths}

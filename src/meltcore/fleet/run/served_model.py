@@ -307,9 +307,9 @@ class ServedModel(SupervisedModel[Replica]):
         return problem and f"the cluster cannot be changed: {problem}"
 
     def _new_engine(self, replica: Replica) -> EngineProcess:
-        failed_nodes = self._parts.policy.failed_nodes(replica.deaths, time.monotonic())
+        exits_by_failed_node = self._parts.policy.exits_by_failed_node(replica.deaths, time.monotonic())
         on_message = partial(self._on_engine_message, replica)
-        return self._parts.launcher.new_engine(replica, self.config.priority, failed_nodes, on_message)
+        return self._parts.launcher.new_engine(replica, self.config.priority, exits_by_failed_node, on_message)
 
     def _on_engine_message(self, replica: Replica, message: FromEngine) -> None:
         if isinstance(message, EngineOutputs):  # also without outputs: a sign of life

@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from meltcore.common.errors import EngineDeadError, MeltcoreError
 from meltcore.fleet.run.engines import Launcher
-from meltcore.fleet.run.replica import SERVED, EngineExit, ReplicaEvent, ReplicaLife, Starts
+from meltcore.fleet.run.replica import SERVED, BaseReplica, EngineExit, ReplicaEvent, Starts
 from meltcore.fleet.run.restart_policy import RestartPolicy
 from meltcore.fleet.run.start_gate import StartGate
 from meltcore.fleet.run.worker_pool import WorkerPool
@@ -29,7 +29,7 @@ POLL_S = 0.02  # while draining
 ROOM_POLL_S = 5.0  # until an engine is tried again that no node has room for
 REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
 REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"
-_R = TypeVar("_R", bound=ReplicaLife[Any])
+_R = TypeVar("_R", bound=BaseReplica[Any])
 
 
 @dataclass(frozen=True, kw_only=True)

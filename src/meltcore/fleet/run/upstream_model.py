@@ -1,6 +1,6 @@
 """Runs one upstream model of the supervisor: servers that run elsewhere, or processes that the supervisor starts.
 
-API servers get only addresses. Each API server checks whether an upstream server answers.
+The supervisor gives API servers the addresses only. Each API server checks the health of the servers itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meltcore.common.process_output import one_line
 from meltcore.fleet.processes.upstream_command import upstream_command
 from meltcore.fleet.processes.upstream_process import UpstreamProcess
 from meltcore.fleet.run.logs import log_path
-from meltcore.fleet.run.replica import ReplicaLife
+from meltcore.fleet.run.replica import BaseReplica
 from meltcore.fleet.run.supervised_model import ServerContext, SupervisedModel
 from meltcore.protocol.channel import AddModel
 from meltcore.serve.requests.stats import ModelStats
@@ -34,7 +34,7 @@ _HEALTH_POLL_S = 0.5  # of servers that run elsewhere, until one answers
 
 
 @dataclass(eq=False, kw_only=True)
-class UpstreamServer(ReplicaLife[UpstreamProcess]):
+class UpstreamServer(BaseReplica[UpstreamProcess]):
     """One replica of an upstream model. A command starts its server."""
 
     log: Path

@@ -1,1 +1,1 @@
-"""Lets models share GPUs: sleep and wake-up, turns, residency, and MPS."""
+"""Lets models share GPUs: sleep and wake-up, which models are awake, when they swap, and MPS."""

@@ -10,7 +10,7 @@ import asyncio
 import time
 from typing import Any, Literal, TypeVar
 
-from meltcore.fleet.run.replica import ReplicaLife
+from meltcore.fleet.run.replica import BaseReplica
 from meltcore.fleet.run.supervised_model import POLL_S, SupervisedModel
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.admission import MODEL_ASLEEP
@@ -19,7 +19,7 @@ from meltcore.serve.requests.stats import ModelStats
 OVERDUE = "the model is put to sleep for another one, and the time for its open requests is over; send it again"
 WAKE_LIMIT_S = 120.0  # for an engine's answer, when it is put to sleep or woken
 _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
-_R = TypeVar("_R", bound=ReplicaLife[Any])
+_R = TypeVar("_R", bound=BaseReplica[Any])
 Keep = Literal["host", "disk"]  # where weights of a model that sleeps are
 _LEVELS: dict[Keep, int] = {"host": 1, "disk": 2}
 
@@ -72,7 +72,7 @@ def refuse_waiting(model: SupervisedModel[Any], reason: str, until_s: float) -> 
     )
 
 
-async def _sleep(model: SupervisedModel[Any], replica: ReplicaLife[Any], keep: Keep, drain_limit_s: float) -> None:
+async def _sleep(model: SupervisedModel[Any], replica: BaseReplica[Any], keep: Keep, drain_limit_s: float) -> None:
     await _drain(model, replica.index, drain_limit_s)
     is_asleep = replica.state == "draining" and await model.sleep_process(replica, keep, WAKE_LIMIT_S)
     if replica.state == "draining":  # else it has died, which was reported

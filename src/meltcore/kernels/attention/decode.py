@@ -64,7 +64,7 @@ def decode_attention(
     params: AttentionParams,
     positions: torch.Tensor,
     page_table: torch.Tensor,
-    rows: torch.Tensor,
+    page_table_rows: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
     launch: DecodeLaunch | StreamK | None = None,
@@ -78,7 +78,7 @@ def decode_attention(
             padding are zeros, and neither the page table nor the caches are accessed.
         page_table: [rows, max_pages] int64. Entries before the page of a window's oldest key, and their pages, are not
             read.
-        rows: [sequences] int64, each sequence's row in the page table.
+        page_table_rows: [sequences] int64, each sequence's row in the page table.
         out: memory for the result. None allocates new memory.
         launch: the launch parameters. None selects them by size.
 
@@ -87,16 +87,16 @@ def decode_attention(
     if out is None:
         out = params.empty_output(qkv)
     if not use_triton(qkv):
-        decode_attention_reference(qkv, params, positions, page_table, rows, out)
+        decode_attention_reference(qkv, params, positions, page_table, page_table_rows, out)
         return out
     require_layout(qkv, params, page_table, out)
     if qkv.shape[0] == 0:  # len() of a tensor costs a microsecond more
         return out
     launch = launch or _select_launch(out, params, page_table)
     if isinstance(launch, StreamK):
-        decode_stream_k(qkv, params, positions, page_table, rows, out, launch)
+        decode_stream_k(qkv, params, positions, page_table, page_table_rows, out, launch)
     else:
-        _decode_split_kv(qkv, params, positions, page_table, rows, out, launch)
+        _decode_split_kv(qkv, params, positions, page_table, page_table_rows, out, launch)
     return out
 
 
@@ -105,18 +105,18 @@ def decode_attention_reference(
     params: AttentionParams,
     positions: torch.Tensor,
     page_table: torch.Tensor,
-    rows: torch.Tensor,
+    page_table_rows: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     """Compute `decode_attention` in PyTorch, as its specification."""
     out.zero_()
     valid = (positions >= 0).nonzero()[:, 0]
-    positions, rows = positions[valid], rows[valid]
+    positions, page_table_rows = positions[valid], page_table_rows[valid]
     page_size = params.key_cache.shape[1]
-    slots = page_table[rows, positions // page_size] * page_size + positions % page_size
+    slots = page_table[page_table_rows, positions // page_size] * page_size + positions % page_size
     store_kv_reference(qkv[valid], params, positions, slots)
     queries = rotated_queries(qkv[valid], params, positions)
-    for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+    for i, (row, position) in enumerate(zip(page_table_rows.tolist(), positions.tolist(), strict=True)):
         out[valid[i]] = attention_reference(queries[i : i + 1], params, page_table[row], position)[0]
 
 
@@ -209,7 +209,7 @@ def _decode_split_kv(
     params: AttentionParams,
     positions: torch.Tensor,
     page_table: torch.Tensor,
-    rows: torch.Tensor,
+    page_table_rows: torch.Tensor,
     out: torch.Tensor,
     launch: DecodeLaunch,
 ) -> None:
@@ -226,7 +226,7 @@ def _decode_split_kv(
     # Key heads vary fastest: programs that run together read neighboring parts of the same pages. Splits vary
     # slowest: programs without work are the last.
     _decode_kernel[(kv_heads, sequences, splits)](
-        *decode_tensors(qkv, params, positions, page_table, rows, out),
+        *decode_tensors(qkv, params, positions, page_table, page_table_rows, out),
         *(partial, lse, arrivals, norms.eps if norms else 0.0, params.scale * math.log2(math.e)),
         *(launch.split_pages, qkv.stride(0), page_table.stride(0), params.sliding_window),
         NORM=norms is not None,

@@ -126,7 +126,7 @@ def prefill_launch(head_dim: int, element_bytes: int) -> PrefillLaunch:
 PACKED_PAIRS = PrefillLaunch(2, 64, warps=8, stages=2, registers=128)
 
 
-def select_launch(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, tiles: int) -> PrefillLaunch:
+def select_launch(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, num_tiles: int) -> PrefillLaunch:
     """Return the launch parameters for a number of tiles and heads.
 
     About half of the tiles in a CUDA graph are padding, whose programs exit immediately.
@@ -138,7 +138,7 @@ def select_launch(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, tiles:
         and qkv.element_size() == key_cache.element_size() == 2
         and heads // kv_heads % 2 == 0
     )
-    if can_pack and heads * tiles > 4 * sm_count(qkv.device):
+    if can_pack and heads * num_tiles > 4 * sm_count(qkv.device):
         return PACKED_PAIRS
     return prefill_launch(head_dim, qkv.element_size())
 

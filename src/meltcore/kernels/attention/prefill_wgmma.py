@@ -48,12 +48,12 @@ def supports(qkv: torch.Tensor, params: AttentionParams, heads: int) -> bool:
     )
 
 
-def is_faster(tiles: int, heads: int, device: torch.device) -> bool:
+def is_faster(num_tiles: int, heads: int, device: torch.device) -> bool:
     """Return whether the kernel is faster than Triton's kernel, two programs of which fit on an SM.
 
     It is faster if nearly every SM has a work item (docs/decisions/prefill-attention.md).
     """
-    return tiles * heads // 2 >= 0.95 * sm_count(device)
+    return num_tiles * heads // 2 >= 0.95 * sm_count(device)
 
 
 @cache

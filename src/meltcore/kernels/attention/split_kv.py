@@ -50,13 +50,13 @@ def decode_tensors(
     params: AttentionParams,
     positions: torch.Tensor,
     page_table: torch.Tensor,
-    rows: torch.Tensor,
+    page_table_rows: torch.Tensor,
     out: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Return the first arguments of the decode kernels."""
     norms, rotary_table, key_cache, value_cache, *_ = params
-    q_norm_weight, k_norm_weight, _ = norms or (qkv, qkv, 0.0)
-    return qkv, q_norm_weight, k_norm_weight, rotary_table, positions, key_cache, value_cache, page_table, rows, out
+    norm_weights = (norms.query, norms.key) if norms else (qkv, qkv)
+    return (qkv, *norm_weights, rotary_table, positions, key_cache, value_cache, page_table, page_table_rows, out)
 
 
 @triton.jit

@@ -74,7 +74,7 @@ def decode_stream_k(
     params: AttentionParams,
     positions: torch.Tensor,
     page_table: torch.Tensor,
-    rows: torch.Tensor,
+    page_table_rows: torch.Tensor,
     out: torch.Tensor,
     launch: StreamK,
 ) -> None:
@@ -91,7 +91,7 @@ def decode_stream_k(
     partial = torch.empty(num_ranges + sequences, heads, head_dim, dtype=torch.float32, device=out.device)
     lse = torch.empty(num_ranges + sequences, heads, dtype=torch.float32, device=out.device)
     _decode_stream_k_kernel[(kv_heads // key_heads, num_ranges)](
-        *decode_tensors(qkv, params, positions, page_table, rows, out),
+        *decode_tensors(qkv, params, positions, page_table, page_table_rows, out),
         *(partial, lse, arrival_counters(out.device), sequences, norms.eps if norms else 0.0),
         *(params.scale * math.log2(math.e), qkv.stride(0), page_table.stride(0), params.sliding_window),
         NORM=norms is not None,

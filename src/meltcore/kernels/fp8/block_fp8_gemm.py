@@ -173,9 +173,9 @@ def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes:
         block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
         block_n, stages, warps = (64, 4, 4) if block_m <= 32 else (128, 3, 4)
         programs = 2 * processors if tokens <= 128 else 0
-    tiles = -(-tokens // block_m) * -(-rows // block_n)
+    num_tiles = -(-tokens // block_m) * -(-rows // block_n)
     # Fewer columns are not worth the reduction.
-    split_k = max(1, min(programs // tiles, num_blocks(k) // 4))
+    split_k = max(1, min(programs // num_tiles, num_blocks(k) // 4))
     stages = min(stages, shared_bytes // ((block_m + block_n) * BLOCK))
     return GemmConfig(block_m, block_n, BLOCK, stages, warps, split_k)
 

@@ -56,9 +56,9 @@ def supports(hidden: torch.Tensor, weight: BlockFp8Tensor, *, gated: bool) -> bo
 
 def is_faster(hidden: torch.Tensor, weight: BlockFp8Tensor, output: torch.Tensor, *, gated: bool) -> bool:
     """Return whether `block_fp8_wgmma` supports these tensors and is faster than `block_fp8_gemm`."""
-    tokens, tiles = len(hidden), -(-len(hidden) // BLOCK_M) * (len(weight.values) // BLOCK_N)
+    tokens, num_tiles = len(hidden), -(-len(hidden) // BLOCK_M) * (len(weight.values) // BLOCK_N)
     aligns = output.stride(0) % 8 == 0  # whole lines of 16 bytes
-    return tokens >= _MIN_TOKENS and tiles >= _MIN_TILES and aligns and supports(hidden, weight, gated=gated)
+    return tokens >= _MIN_TOKENS and num_tiles >= _MIN_TILES and aligns and supports(hidden, weight, gated=gated)
 
 
 def block_fp8_wgmma(

@@ -1,7 +1,7 @@
 """Split-K GEMM of FP8 numbers with the method of gemm/split_k.py. Scales, activation and residual add are fused.
 
-Sums are split if there are too few tiles for all SMs. After torch's scaled GEMM, another kernel would read and write
-the result again for the activation or for the residual add.
+Sums are split if there are too few tiles for all SMs. Scales, activation and residual add are fused because torch's
+scaled GEMM would need one more kernel, which reads and writes the result again.
 
 On Hopper the tensor cores keep about 13 bits of a sum of e4m3 numbers. The error is far below the error of e4m3 itself.
 """

@@ -41,8 +41,8 @@ def convolve_chunks(
     convolved = projected.new_empty(rows, shape.conv_channels * CHUNK)
     key_heads = min(_BLOCK_CHANNELS // shape.key_dim, triton.next_power_of_2(2 * shape.key_heads))
     value_heads = min(_BLOCK_CHANNELS // shape.value_dim, triton.next_power_of_2(shape.heads))
-    tiles = triton.cdiv(2 * shape.key_heads, key_heads) + triton.cdiv(shape.heads, value_heads)
-    _convolve_kernel[(tiles, CHUNK // _BLOCK_TOKENS, len(chunks))](
+    num_tiles = triton.cdiv(2 * shape.key_heads, key_heads) + triton.cdiv(shape.heads, value_heads)
+    _convolve_kernel[(num_tiles, CHUNK // _BLOCK_TOKENS, len(chunks))](
         *(projected, params.conv, params.conv_states, metadata.context_lens, metadata.state_slots, query_start_loc),
         *(chunks, num_decodes, convolved, projected.stride(0), params.conv_states.stride(0)),
         **constants(shape),

@@ -231,12 +231,12 @@ def select_config(tokens: int, rows: int, k: int, num_sms: int, shared_bytes: in
     block_n = 32 if block_m == 64 else 64
     while block_n < 128 and token_tiles * -(-rows // block_n) > num_sms:
         block_n *= 2
-    tiles = token_tiles * -(-rows // block_n)
+    num_tiles = token_tiles * -(-rows // block_n)
     block_k = 128 if k % 128 == 0 else 64
     # Fewer columns are not worth the reduction, which costs more the larger a tile is.
-    min_width = 512 if 8 * tiles <= num_sms else 1024
+    min_width = 512 if 8 * num_tiles <= num_sms else 1024
     num_steps = k // block_k
-    max_splits = max(1, min(num_sms // tiles, k // min_width))
+    max_splits = max(1, min(num_sms // num_tiles, k // min_width))
     split_k = max(splits for splits in range(1, max_splits + 1) if num_steps % splits == 0)
     stage_bytes = 2 * (block_m + block_n) * block_k
     return GemmConfig(block_m, block_n, block_k, shared_bytes // 2 // stage_bytes + 1, split_k=split_k)

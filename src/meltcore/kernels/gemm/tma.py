@@ -155,9 +155,9 @@ def tma_gemm(
     # Whole tiles of 256 outputs leave no shared memory for what is added to them.
     halves = outputs == 256
     block = [2, outputs, config.block_k] if gated else [config.block_n, config.block_k]
-    tiles = triton.cdiv(tokens, config.block_m) * triton.cdiv(n, outputs)
+    num_tiles = triton.cdiv(tokens, config.block_m) * triton.cdiv(n, outputs)
     token_scales, row_scales = scales or (hidden, hidden)
-    _tma_gemm_kernel[(min(tiles, sm_count(hidden.device)),)](
+    _tma_gemm_kernel[(min(num_tiles, sm_count(hidden.device)),)](
         TensorDescriptor.from_tensor(hidden, [config.block_m, config.block_k]),
         TensorDescriptor.from_tensor(weight.view(2, n, k) if gated else weight, block),
         TensorDescriptor.from_tensor(output, [config.block_m, outputs // 2 if halves else outputs]),

@@ -1,8 +1,8 @@
-"""Grouped GEMM of pairs with block-quantized weights of experts, in CUDA C++ (ggml_expert_gemm.cu).
+"""Grouped GEMM over (token, expert) pairs with block-quantized expert weights, in CUDA C++ (ggml_expert_gemm.cu).
 
-It has the decoders and the inner loop of the skinny GEMM (ggml_skinny_gemm.py). No value moves between threads on its
-way from shared memory to the tensor cores. Scales multiply float32 sums of a block of columns. The sums of a pair
-depend neither on the order in which blocks run nor on the other pairs.
+It shares dequantization and the inner loop with the skinny GEMM (ggml_skinny_gemm.py). No value moves between threads
+on its way from shared memory to the tensor cores. Scales multiply float32 sums of a block of columns. The sums of a
+pair depend neither on the order in which blocks run nor on the other pairs.
 """
 
 from __future__ import annotations
@@ -121,16 +121,16 @@ def ggml_expert_gemm(
     Weights are not rounded.
     """
     rows, device = weight.values.shape[1], output.device
-    tile, tiles = config.tile, len(alignment.expert_ids)
+    tile, num_tiles = config.tile, len(alignment.expert_ids)
     groups = -(-rows // tile.block_rows)
     pdl = pdl_options(device)["PDL"]
     KERNEL.launch(
-        (min(groups * tiles, sm_count(device) * config.blocks_per_sm),),
+        (min(groups * num_tiles, sm_count(device) * config.blocks_per_sm),),
         THREADS,
         tile.macros(weight.type, weight.columns, inputs.dtype, pdl),
         [
             *(inputs, *weight.arrays, output, alignment.sorted_token_ids, alignment.expert_ids, alignment.num_valid),
-            *(tiles, rows // 2 if gated else rows, weight.columns, output.stride(0), top_k if from_tokens else 1),
+            *(num_tiles, rows // 2 if gated else rows, weight.columns, output.stride(0), top_k if from_tokens else 1),
             _GATED * gated,
         ],
         device,

@@ -311,7 +311,7 @@ def _dequantized(weight: GgmlTensor, scratch: torch.Tensor) -> Iterator[WeightSl
 def ggml_expert_outputs_reference(
     hidden: torch.Tensor, routing: Routing, gate_up: Sequence[GgmlTensor], down: GgmlTensor
 ) -> torch.Tensor:
-    """Compute `ggml_expert_outputs` in a loop over the experts that have tokens, as its specification.
+    """Reference of `ggml_expert_outputs`: a loop over the experts that have tokens.
 
     One expert is dequantized at a time. The host reads the offsets, so this function cannot be captured in a CUDA
     graph.

@@ -153,10 +153,10 @@ def select_config(tokens: int, weight: GgmlTensor, processors: int, shared_bytes
     (rows, row_bytes), width = weight.values.shape, block_k(weight)
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     block_n = 128 if block_m == 16 and rows >= 128 * 16 else 64  # more rows: fewer instructions per value
-    tiles = -(-tokens // block_m) * -(-rows // block_n)
+    num_tiles = -(-tokens // block_m) * -(-rows // block_n)
     programs = processors * (2 if block_m == 16 else 1)
     # Fewer columns are not worth the reduction.
-    split_k = max(1, min(programs // tiles, weight.columns // 512))
+    split_k = max(1, min(programs // num_tiles, weight.columns // 512))
     stage_bytes = 2 * block_m * width + block_n * (row_bytes * width // weight.columns + 16)
     stages = max(2, min(_MAX_STAGES, shared_bytes // 2 // stage_bytes))
     return GemmConfig(block_m, block_n, width, stages, split_k=split_k)

@@ -140,7 +140,7 @@ def _device_score(run: DeviceRun, monitored: MonitoredRun | None, began_s: float
         levels=run.levels,
         sustained=run.sustained,
         sweep=run.sweep,
-        load_s=run.load_s,
+        load_s=run.startup_s,
         measurer_lag_p99_ms=run.lag_p99_ms,
         failure=run.failure,
     )

@@ -168,7 +168,7 @@ class DeviceRun:
     sustained: ScoreLevel | None = None
     sweep: list[ScoreLevel] = field(default_factory=list)
     failure: str | None = None
-    load_s: float | None = None
+    startup_s: float | None = None
     lag_p99_ms: float | None = None
     step_s: list[np.ndarray] = field(default_factory=list)
     step_tokens: list[np.ndarray] = field(default_factory=list)
@@ -194,7 +194,7 @@ class DeviceRun:
             self.failure = str(error)
         except RunInterruptedError:
             self.failure = "interrupted"
-        self.load_s = time.monotonic() - started_s
+        self.startup_s = time.monotonic() - started_s
 
     def run(self, began_s: float) -> None:
         """Measure from `began_s`: the sweep, or the ladder and the sustained run. Errors go to `failure`."""

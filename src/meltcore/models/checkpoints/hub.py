@@ -85,7 +85,10 @@ def download_checkpoint(model: str, text_patterns: Sequence[str], *, with_weight
 
 
 def _is_text(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a file matches a pattern within its own folder. Index files of weights never match."""
+    """Return whether a file is one of the text files to download.
+
+    Such a file matches a pattern of the same folder depth, and is no weight index.
+    """
     same_depth = (pattern for pattern in patterns if pattern.count("/") == name.count("/"))
     return not name.endswith(".index.json") and any(fnmatchcase(name, pattern) for pattern in same_depth)
 

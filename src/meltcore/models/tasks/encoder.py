@@ -33,14 +33,15 @@ class _Batch(NamedTuple):
     """The rows of a batch. Tokens lie one after another without padding.
 
     Args:
-        longest: the tokens of the longest row.
+        max_row_len: the number of tokens of the longest row.
         boundaries: [num_rows + 1] int32, where rows begin and end. None means that attention needs padded rows.
-        slots: [tokens] int64, each token's index in [num_rows * longest]. None means that all rows are equally long.
-        mask: [num_rows, 1, 1, longest] bool, True for a token and False for padding. None means no padding.
+        slots: [tokens] int64, each token's index in [num_rows * max_row_len]. None means that all rows are
+            equally long.
+        mask: [num_rows, 1, 1, max_row_len] bool, True for a token and False for padding. None means no padding.
     """
 
     num_rows: int
-    longest: int
+    max_row_len: int
     boundaries: torch.Tensor | None = None
     slots: torch.Tensor | None = None
     mask: torch.Tensor | None = None
@@ -75,19 +76,19 @@ class TextEncoderLayer(nn.Module):
 
         Only attention computes padding. Linear layers compute tokens alone.
         """
-        num_rows, longest, ends = batch.num_rows, batch.longest, batch.boundaries
+        num_rows, max_row_len, ends = batch.num_rows, batch.max_row_len, batch.boundaries
         if ends is not None:
             query, key, value = qkv.view(len(qkv), 3, self.num_heads, -1).unbind(1)
-            of_rows = varlen_attn(query, key, value, ends, ends, longest, longest)
+            of_rows = varlen_attn(query, key, value, ends, ends, max_row_len, max_row_len)
             assert isinstance(of_rows, torch.Tensor)
             return of_rows.flatten(1)
         if batch.slots is not None:
-            qkv = qkv.new_zeros(num_rows * longest, qkv.shape[1]).index_copy_(0, batch.slots, qkv)
-        split = qkv.view(num_rows, longest, 3, self.num_heads, -1)
+            qkv = qkv.new_zeros(num_rows * max_row_len, qkv.shape[1]).index_copy_(0, batch.slots, qkv)
+        split = qkv.view(num_rows, max_row_len, 3, self.num_heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         with sdpa_kernel(_KERNELS):
             attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=batch.mask)
-        flat = attended.transpose(1, 2).reshape(num_rows * longest, -1)
+        flat = attended.transpose(1, 2).reshape(num_rows * max_row_len, -1)
         return flat if batch.slots is None else flat.index_select(0, batch.slots)
 
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
@@ -157,7 +158,7 @@ class TextEncoder(nn.Module):
         return self
 
     def forward(
-        self, token_ids: torch.Tensor, lengths: torch.Tensor, second_starts: torch.Tensor, longest: int
+        self, token_ids: torch.Tensor, lengths: torch.Tensor, second_starts: torch.Tensor, max_row_len: int
     ) -> torch.Tensor:
         """Return float32 embeddings [rows, size], or a reranker's logits [rows, 1].
 
@@ -166,18 +167,18 @@ class TextEncoder(nn.Module):
             lengths: [rows] int64, the tokens of each row, at least 1.
             second_starts: [rows] int64, the position at which the second text of a pair begins, whose tokens have type
                 1. A row of one text has a position at or after its end.
-            longest: the largest of `lengths`.
+            max_row_len: the largest of `lengths`.
         """
         config, num_tokens, num_rows = self.config, len(token_ids), len(lengths)
         starts = lengths.cumsum(0) - lengths
         rows = torch.repeat_interleave(lengths, output_size=num_tokens)
         positions = torch.arange(num_tokens, device=self.device) - starts[rows]
-        batch = _Batch(num_rows, longest)
+        batch = _Batch(num_rows, max_row_len)
         if self._has_varlen_attention:
             batch = batch._replace(boundaries=functional.pad(lengths.cumsum(0), (1, 0)).int())
-        elif num_tokens < num_rows * longest:
-            mask = torch.arange(longest, device=self.device) < lengths[:, None]
-            batch = batch._replace(slots=rows * longest + positions, mask=mask[:, None, None])
+        elif num_tokens < num_rows * max_row_len:
+            mask = torch.arange(max_row_len, device=self.device) < lengths[:, None]
+            batch = batch._replace(slots=rows * max_row_len + positions, mask=mask[:, None, None])
         types = (positions >= second_starts[rows]).long().clamp(max=config.num_types - 1)
         hidden = self.tokens(token_ids) + self.positions(positions + config.first_position) + self.types(types)
         hidden = self.norm(hidden.to(self.norm.weight.dtype))

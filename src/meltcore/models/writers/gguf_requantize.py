@@ -118,8 +118,8 @@ def _new_type(model: GGUFModel, name: str, target_type: GGMLQuantizationType) ->
     experts of a layer, so if one expert stays unquantized, all of them do.
     """
     tensor = model.tensors[name]
-    parts = expert_group(model.tensors, name) or [name]
-    columns = [model.tensors[each].shape[-1] for each in parts]
+    tensor_names = expert_group(model.tensors, name) or [name]
+    columns = [model.tensors[each].shape[-1] for each in tensor_names]
     is_matrix = len(tensor.shape) > 1 and ROUTER not in name
     if not is_matrix or any(size % GGML_QUANT_SIZES[target_type][0] for size in columns):
         return tensor.type if tensor.type in DENSE_TYPES else GGMLQuantizationType.F32

@@ -18,9 +18,9 @@ from meltcore.serve.requests.stats import (
     CLASSES,
     EVENT_LOOP_LAG,
     HISTOGRAMS,
+    QUEUE_REFUSAL_REASONS,
     QUEUE_WAIT,
-    REFUSALS,
-    REJECTIONS,
+    REJECTION_REASONS,
     SLEEP_STATES,
     ModelStats,
     ServerStats,
@@ -206,7 +206,7 @@ class Metrics(Collector):
         for label, model in self._models.items():
             num_live = model.live_replicas()
             _add(request_success, label, {key: model.total(f"success_{key}") for key in ("stop", "length")})
-            _add(requests_rejected, label, {key: model.total(f"rejected_{key}") for key in REJECTIONS})
+            _add(requests_rejected, label, {key: model.total(f"rejected_{key}") for key in REJECTION_REASONS})
             _add(replica_requests, label, {str(replica): model.open_requests(replica) for replica in num_live})
             _add(replica_tokens, label, {str(replica): model.open_tokens(replica) for replica in num_live})
         yield from (request_success, requests_rejected, replica_requests, replica_tokens)
@@ -242,7 +242,7 @@ class Metrics(Collector):
                 values = [label, model.task, each]
                 requests.add_metric(values, model.total(f"queue_requests/{each}"))
                 units.add_metric(values, model.total(f"queue_units/{each}"))
-                for reason in REFUSALS:
+                for reason in QUEUE_REFUSAL_REASONS:
                     refused.add_metric([*values, reason], model.total(f"refused_{reason}/{each}"))
                 buckets, total = model.queue_waits[each].totals()
                 waits.add_metric(values, buckets, total)

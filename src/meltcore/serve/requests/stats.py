@@ -46,10 +46,11 @@ EVENT_LOOP_LAG = (
 )
 CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 # Why a request of a class was refused: the queue was full, or its deadline passed while it waited.
-REFUSALS = ("full", "deadline")
+QUEUE_REFUSAL_REASONS = ("full", "deadline")
 # By `sleep_level`, the weights are on the device, in host memory, or nowhere.
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
-REJECTIONS = ("queue_full", "loading", "restarting", "draining", "sleeping", "failed", "dead")
+# Why a request was rejected immediately: the state of its model, or a full queue.
+REJECTION_REASONS = ("queue_full", "loading", "restarting", "draining", "sleeping", "failed", "dead")
 _PROCESS_COLUMNS = (
     *("connections_closed", "cpu_s", "log_lines_dropped"),
     *("trace_spans_sent", "trace_spans_overflowed", "trace_spans_failed"),  # the last two were dropped
@@ -57,9 +58,8 @@ _PROCESS_COLUMNS = (
 _KEY_COLUMNS = ("requests_s", "tokens_s", "refused")  # the first two, in row 0: when its buckets are full again
 _MODEL_COLUMNS = (
     *("accepted", "finished", "aborted", "failed", "in_flight", "in_flight_peak", "waiting_prompt_tokens"),
-    "retried",
-    *("success_stop", "success_length", "prompt_tokens", "generation_tokens"),
-    *(f"rejected_{reason}" for reason in REJECTIONS),
+    *("retried", "success_stop", "success_length", "prompt_tokens", "generation_tokens"),
+    *(f"rejected_{reason}" for reason in REJECTION_REASONS),
     *("grammars_compiled", "grammars_refused", "grammars_weakened", "grammar_compile_s"),
     *("queue_requests", "queue_virtual", "queue_alive_s"),  # the last two: see FairQueue
     # Of a model that sleeps: how deep, as vLLM counts (in the supervisor's row, as all but the last one), how often it
@@ -68,7 +68,7 @@ _MODEL_COLUMNS = (
     # In the supervisor's row: when an engine last began to start or will, and how long the last start took that ended.
     *("start_s", "start_took_s"),
     *(f"queue_{name}/{each}" for each in CLASSES for name in ("requests", "units", "head_s", "finish")),
-    *(f"refused_{reason}/{each}" for each in CLASSES for reason in REFUSALS),
+    *(f"refused_{reason}/{each}" for each in CLASSES for reason in QUEUE_REFUSAL_REASONS),
 )
 # Per replica: its open requests and their tokens, when it last gave a sign of life, why it gets no requests (in the
 # supervisor's row), and the engine's own statistics after the time of the step that they describe.
@@ -222,7 +222,7 @@ class ServerStats(_Columns):
             self.add_model(model, num_replicas, fds[1 + model] if fds else None)
 
     def add_model(self, model: int, replicas: int, fd: int | None = None) -> ModelStats:
-        """Add the statistics of a model. `fd` is the memory that another process has created for them."""
+        """Add a model. `fd` is the file descriptor of the shared memory that another process created for it."""
         names = [f"{model}/{name}" for name in _model_columns(replicas)]
         shared = SharedStats(names, len(self.shared.rows), fd)
         self._models[model] = ModelStats(shared, self._process_index, model, replicas)

@@ -60,7 +60,7 @@ def small_load(**fields: Any) -> StartOptions:
 
 
 def compare(plan: BackendsPlan, folder: Path, load: StartOptions | None = None) -> BackendComparison:
-    plan = replace(plan, most_sessions=1)
+    plan = replace(plan, max_session_concurrency=1)
     return run_backends(plan, load or small_load(), RunFolder.create(folder, "compare-backends"), Console(quiet=True))
 
 
@@ -237,7 +237,7 @@ def test_fastest_is_named_and_what_was_not_measured_says_why(tmp_path: Path) -> 
             assert left_behind(tmp_path) == [], line
 
     backends = tuple(options)
-    plan = BackendsPlan(model="/w/m", backends=backends, options=options, set_ups=ONE_SERVER, most_sessions=1)
+    plan = BackendsPlan(model="/w/m", backends=backends, options=options, set_ups=ONE_SERVER, max_session_concurrency=1)
     found = run_backends(plan, small_load(), folder, Watched())
     assert seen == [0, 1, 2, 3, 4], "written after each run"
     assert [(best.set_up, best.levels, best.backend) for best in found.best] == [

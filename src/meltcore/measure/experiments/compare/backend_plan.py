@@ -81,10 +81,10 @@ class EqualSettings:
     load_format: Literal["auto", "dummy"] = "auto"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def template_values(self) -> dict[str, Any]:
         """The settings as values of a template. Prefix caching is always off."""
-        given = {name: value for name, value in asdict(self).items() if value not in (None, "auto")}
-        return given | {"no_prefix_cache": True}
+        values = {name: value for name, value in asdict(self).items() if value not in (None, "auto")}
+        return values | {"no_prefix_cache": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,8 @@ class BackendsPlan:
     """Plans to compare `model` on `backends` in `set_ups`. `gpus` are values of CUDA_VISIBLE_DEVICES.
 
     `running` has the addresses of servers that run already, by name. Such servers are measured only in set-ups of a
-    single server. Levels with a concurrency of at most `most_sessions` measure several sessions, and higher levels
-    measure batching.
+    single server. Levels with a concurrency of at most `max_session_concurrency` measure several sessions, and higher
+    levels measure batching.
     """
 
     model: str
@@ -105,7 +105,7 @@ class BackendsPlan:
     options: dict[str, BackendOptions] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
     gpu_memory_bytes: int | None = None  # of the smallest GPU
-    most_sessions: int = 16
+    max_session_concurrency: int = 16
 
     def __post_init__(self) -> None:
         names = [*self.backends, *self.running]
@@ -162,7 +162,7 @@ class BackendsPlan:
             model,
             command=ServerCommand(tuple(words), environment, inherits=False),
             variables=self._variables(name, options),
-            lacks=self._lacking(name, options),
+            lacks=self._unsupported_settings(name, options),
             replicas=self.num_replicas if kind in ("data-parallel", "load-balanced") else 1,
             memory_bytes=self._memory_bytes(),
         )
@@ -192,7 +192,7 @@ class BackendsPlan:
 
     def _values(self, kind: StartKind) -> dict[str, Any]:
         """Return the settings of a start, under the names by which templates map settings to flags."""
-        values = self.settings.given
+        values = self.settings.template_values
         if kind == "data-parallel":
             values["data_parallel_size"] = len(self.gpus)
         if kind == "split":
@@ -230,11 +230,11 @@ class BackendsPlan:
         environment = server_environment(python, gpus if self.gpus else None, self._variables(name, options))
         return find_program(words, environment, python, name), environment
 
-    def _lacking(self, name: str, options: BackendOptions) -> list[str]:
+    def _unsupported_settings(self, name: str, options: BackendOptions) -> list[str]:
         """Return the names of the equal settings that a backend's command line does not contain."""
         line = options.command or ARGS
         flags = TEMPLATES[name].flags if name in TEMPLATES and ARGS in line else {}
-        return [each for each in self.settings.given if each not in flags and f"{{{each}}}" not in line]
+        return [each for each in self.settings.template_values if each not in flags and f"{{{each}}}" not in line]
 
     def _variables(self, name: str, options: BackendOptions) -> dict[str, str]:
         """Return the environment variables of a backend. Meltcore's own server inherits PYTHONPATH."""

@@ -67,8 +67,8 @@ def run_backends(
         model=public_name(plan.model),
         backends=[*plan.backends, *plan.running],
         set_ups=list(plan.set_ups),
-        most_sessions=plan.most_sessions,
-        settings=plan.settings.given | {"gpus": len(plan.gpus)},
+        most_sessions=plan.max_session_concurrency,
+        settings=plan.settings.template_values | {"gpus": len(plan.gpus)},
         load=options.load.settings,
     )
     for planned in plan.runs():

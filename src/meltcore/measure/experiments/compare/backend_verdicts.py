@@ -200,7 +200,7 @@ def _concurrency(run: BackendRun | None, levels: Sequence[int]) -> str:
     return f"{last.concurrency} concurrent, {gain:.1f} times the rate of {first.concurrency}"
 
 
-def _ratio(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
+def _relative_rate_text(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
     """Return the rate of one kind of start at the highest concurrency, relative to one server on one GPU, as text."""
     run, single = comparison.run(backend, kind), comparison.run(backend, "single")
     highest_concurrency = max(int(level) for level in comparison.load["concurrency"])
@@ -216,14 +216,14 @@ def _ratio(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
 
 def _multi_gpu(comparison: BackendComparison, backend: str) -> str:
     kinds: tuple[tuple[str, StartKind], ...] = (("data parallel", "data-parallel"), ("split model", "split"))
-    text_by_kind = {name: _ratio(comparison, backend, kind) for name, kind in kinds}
+    text_by_kind = {name: _relative_rate_text(comparison, backend, kind) for name, kind in kinds}
     if len(set(text_by_kind.values())) == 1:
         return next(iter(text_by_kind.values()))
     return "; ".join(f"{name} {text}" for name, text in text_by_kind.items())
 
 
 def _quantization(comparison: BackendComparison, backend: str) -> str:
-    text = _ratio(comparison, backend, "quantized")
+    text = _relative_rate_text(comparison, backend, "quantized")
     run = comparison.run(backend, "quantized")
     return text if run is None or not run.levels else f"{run.model}: {text}"
 

@@ -71,7 +71,7 @@ OnStart = Callable[[PlannedStart, RunResult], None]
 
 
 def interleave(commands: dict[str, ServerCommand], starts: int) -> list[PlannedStart]:
-    """Return `starts` planned starts of each command, in the mirrored order A B B A A B ...
+    """Plan each command `starts` times, in the mirrored order A B B A A B ...
 
     The order cancels a steady drift of the machine.
     """

@@ -101,14 +101,14 @@ def _random_workload(spec: str, seed: int, max_tokens: int | None) -> Workload:
     fields = workload_fields(spec, ("in", "out", "vocab", "eos"))
     input_range = parse_range(fields.get("in", "128"), "random:in")
     output_range = parse_range(fields.get("out", str(max_tokens or 128)), "random:out")
-    high_id = parse_range(fields.get("vocab", str(RANDOM_HIGH_ID)), "random:vocab").high
-    low_id = min(RANDOM_LOW_ID, high_id // 2)
+    end_id = parse_range(fields.get("vocab", str(RANDOM_HIGH_ID)), "random:vocab").high
+    low_id = min(RANDOM_LOW_ID, end_id // 2)
     ignore_eos = fields.get("eos", "0") == "0"
 
     def prompt(index: int) -> Prompt:
         # A generator per request: no shared state. The run's seed in it prevents hits in prefix caches of other runs.
         rng = random.Random(f"{seed}/{index}")  # noqa: S311 - must repeat for a seed
-        token_ids = [rng.randrange(low_id, high_id) for _ in range(_draw_length(rng, input_range))]
+        token_ids = [rng.randrange(low_id, end_id) for _ in range(_draw_length(rng, input_range))]
         fields: dict[str, Any] = {"prompt": token_ids, "max_tokens": _draw_length(rng, output_range)}
         if ignore_eos:
             fields |= IGNORE_EOS_FIELDS

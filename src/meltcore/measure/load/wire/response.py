@@ -17,7 +17,7 @@ from meltcore.measure.load.record import RequestRecord
 MAX_ERROR_BODY_BYTES = 64 * 1024
 MAX_DETAIL_CHARS = 300
 _MAX_COUNT = 2**63 - 1
-REFUSALS = (429, 503)  # of which a server may say when to come again
+REFUSAL_STATUSES = (429, 503)  # a server may send Retry-After with them
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _Document = TypeVar("_Document")
@@ -117,7 +117,7 @@ class BaseResponse:
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         """Store the status. If the content type is another one, fail the response."""
         self.record.status = status
-        if status in REFUSALS:
+        if status in REFUSAL_STATUSES:
             self.retry_after_s = _seconds(headers.get("retry-after", ""))
         if status == 200 and not headers.get("content-type", "").lower().startswith(self.CONTENT_TYPES):
             self._finish(self.WRONG_TYPE_FAILURE, f"content-type is {headers.get('content-type', 'absent')}")

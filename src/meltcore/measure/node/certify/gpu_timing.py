@@ -83,7 +83,7 @@ def _capture_graph(device: int, launch: Launch, count: int) -> Callable[[], None
 
 
 def _time_groups(devices: Sequence[int], groups: dict[int, Callable[[], None]], count: int) -> dict[int, list[float]]:
-    """Return the seconds of each of `count` groups per device, from its start to its end on that device.
+    """Run each device's group of launches `count` times. Return the seconds of every run by CUDA events, by device.
 
     The time that a device idles while others are slower does not count. At most two groups are in flight, so that
     a stop takes effect quickly.

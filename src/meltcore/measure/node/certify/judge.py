@@ -187,7 +187,7 @@ def make_findings(check: str, judgments: Sequence[Judgment]) -> list[Finding]:
             code=code,
             verdict=rows[0].verdict,
             check=check,
-            subject=_name_subjects(rows),
+            subject=_subjects_text(rows),
             message=_message(rows),
             action=faults.fault_action(code, check),
         )
@@ -199,7 +199,7 @@ def _gpu_indices_key(row: CertificateRow) -> str:
     return ",".join(map(str, sorted(row.gpus)))
 
 
-def _name_subjects(rows: Sequence[CertificateRow]) -> str:
+def _subjects_text(rows: Sequence[CertificateRow]) -> str:
     names = list(dict.fromkeys(row.subject for row in rows))
     num_more = len(names) - _MAX_SUBJECTS
     if len({_gpu_indices_key(row) for row in rows}) == 1:

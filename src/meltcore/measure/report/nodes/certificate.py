@@ -133,10 +133,10 @@ def check_line(report: CheckReport) -> Checks:
     worst_text = ""
     if rated_rows:
         worst_row = min(rated_rows, key=lambda row: row.ratio or 0.0)
-        percent = f"{100 * (worst_row.ratio or 0.0):.0f} % of expected"
+        percent_text = f"{100 * (worst_row.ratio or 0.0):.0f} % of expected"
         worst_text = (
             f"; least: {worst_row.subject} {worst_row.key} {_format_value(worst_row.measured)} "
-            f"{worst_row.unit}, {percent}"
+            f"{worst_row.unit}, {percent_text}"
         )
     detail = f"{measurements}{worst_text}, {report.duration_s:.0f} s"
     return Checks([(style_of(report.verdict), f"{report.verdict:<14}", report.title, detail)], console=True)

@@ -98,14 +98,14 @@ def _count_gpus(count: int) -> str:
 def _judge_certificate(certificate: Certificate) -> EvidenceParts:
     verdicts = Counter(check.verdict for check in certificate.checks)
     num_passed = verdicts.pop("PASS", 0)
-    checks = (
+    summary = (
         f"{num_passed} of {len(certificate.checks)} checks of the {certificate.tier} tier passed on "
         f"{_count_gpus(len(certificate.snapshot.gpus))}"
     ) + "".join(f", {count} {verdict}" for verdict, count in verdicts.items())
     reasons = [f"{finding.subject}: {finding.code}: {finding.message}" for finding in certificate.findings]
     if not reasons and certificate.verdict != "PASS":
         reasons = [f"not verified: {item}" for item in certificate.unverified] or ["no check passed"]
-    return certificate.verdict, checks, reasons
+    return certificate.verdict, summary, reasons
 
 
 def _judge_benchmark(run: ScoredRun) -> EvidenceParts:

@@ -89,12 +89,12 @@ async def read_request(body: bytes, content_type: str, query: Mapping[str, str])
     reference = None
     if is_multipart(content_type):
         texts, files = await split_form(body, content_type, ("reference", "ref_audio"))
-        fields, reference = dict(texts), next(iter(files), None)
-        if len(fields) < len(texts):
+        form_texts, reference = dict(texts), next(iter(files), None)
+        if len(form_texts) < len(texts):
             names = [name for name, _ in texts]
             repeated_name = shorten(next(name for name in names if names.count(name) > 1))
             raise RequestError(f"{repeated_name} is given twice", param=repeated_name)
-        request = convert_fields(fields, SynthesisFields)
+        request = convert_fields(form_texts, SynthesisFields)
     elif body:
         request = decode_request(body, SynthesisFields)
     else:

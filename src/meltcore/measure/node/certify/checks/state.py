@@ -90,7 +90,7 @@ _RULES: dict[str, Callable[[GpuSnapshot, float], Fault | None]] = {
 
 
 class StateCheck(HardwareCheck):
-    """Judges the facts of the snapshot."""
+    """Judges each GPU's state in the snapshot, such as PCIe width and remapped rows."""
 
     name = "state"
     title = "State of the GPUs"
