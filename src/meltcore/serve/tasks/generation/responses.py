@@ -252,11 +252,11 @@ def _top_logprobs(
     tops = zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True)
     found = dict(list(tops)[: choice.params.logprobs]) | {token_id: token_logprobs.logprob}
     keyed: dict[str, float] = {}
-    for each, logprob in found.items():
-        key = token if each == token_id else _token_key(choice, each, is_first=is_first)
+    for candidate_id, logprob in found.items():
+        key = token if candidate_id == token_id else _token_key(choice, candidate_id, is_first=is_first)
         # Another token of the same text (a byte token beside the character, say) must not hide the chosen one.
-        if (key == token and each != token_id) or key in keyed:
-            key = _bytes_key(choice.tokenizer.token_bytes(each))
+        if (key == token and candidate_id != token_id) or key in keyed:
+            key = _bytes_key(choice.tokenizer.token_bytes(candidate_id))
         keyed.setdefault(key, _finite(logprob))
     return keyed
 
