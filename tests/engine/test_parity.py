@@ -63,7 +63,10 @@ def test_prefill_then_decode_equals_transformers(
 @pytest.mark.parametrize("budget", [1, 7, 64, 100])
 def test_chunked_prefill_equals_transformers(reference: PreTrainedModel, checkpoint: Path, budget: int) -> None:
     seen = tools.open_engine(checkpoint, max_num_batched_tokens=budget)
-    prompts = {"a": tools.random_prompt(150, 1), "b": tools.random_prompt(90, 2)}
+    lengths = (80, 20) if budget == 1 else (150, 90)  # of pages of 64 tokens
+    prompts = {
+        name: tools.random_prompt(length, seed) for name, length, seed in zip("ab", lengths, (1, 2), strict=True)
+    }
     for request_id, prompt in prompts.items():
         seen.add(request_id, prompt)
     assert_parity(seen, reference, prompts)
