@@ -26,6 +26,7 @@ from meltcore.text.grammar import GrammarCompiler
 _COMPILE_THREADS, _MAX_MASK_THREADS = 2, 8
 # After its forward pass a step waits this long for masks. Most take 5 to 200 us, those of hard schemas up to 34 ms.
 _GRACE_S, _POLL_S = 0.001, 0.0002
+_CPU_GRACE_S = 0.01  # a forward pass takes longer there, and uses the cores of the threads
 # A step waits longer if it would sample nothing else, or if the model cannot compute a token again.
 _ALONE_S, _LIMIT_S = 0.1, 30.0
 _IDLE_S = 0.01  # while no step can run
@@ -163,18 +164,22 @@ class Constraints:
                 self._written[row] = task
         self.num_masks += len(missing)
 
-    def wait(self, requests: Sequence[Request], is_device_done: Callable[[], bool], *, may_be_late: bool) -> Dropped:
+    def wait(
+        self, requests: Sequence[Request], is_device_done: Callable[[], bool] | None, *, may_be_late: bool
+    ) -> Dropped:
         """Wait for the masks of `requests`, which are all requests that a step samples. Return the dropped requests.
 
         If masks are late, the step continues without their rows, if it has other rows and `may_be_late` is True.
+        `is_device_done` is None on a CPU, where the forward pass is over.
         """
         constrained = [request for request in requests if request.constraint is not None]
         tasks = {task for request in constrained if (task := _task(request)) is not None and not task.done()}
-        while tasks and not is_device_done():
+        while tasks and is_device_done is not None and not is_device_done():
             tasks = wait_for(tasks, _POLL_S).not_done
         if tasks:
             is_alone = sum(_task(request) in tasks for request in constrained) == len(requests)
-            wait_for(tasks, _LIMIT_S if not may_be_late else _ALONE_S if is_alone else _GRACE_S)
+            grace_s = _CPU_GRACE_S if is_device_done is None else _GRACE_S
+            wait_for(tasks, _LIMIT_S if not may_be_late else _ALONE_S if is_alone else grace_s)
         dropped = Dropped([], [])
         for request in constrained:
             constraint, is_ready = _constraint(request), _constraint(request).is_ready(request.row)

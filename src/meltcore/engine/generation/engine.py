@@ -256,15 +256,15 @@ class GenerationEngine:
             if chunk.request.scheduled_s == 0.0:
                 chunk.request.scheduled_s = start_s
                 self._prompt_tokens += chunk.request.prompt_length
+        self._dropped = Dropped([], [])
         prepare = self._prepare_sampling if self._constraints.num_open else None
         try:
             launched = self.runner.launch(scheduled, prepare) if scheduled else None
         except BaseException:  # in a caller's token mask, or by Ctrl-C: the offline API continues with other requests
             self.scheduler.abandon(scheduled)
             raise
-        dropped, self._dropped = self._dropped, Dropped([], [])
-        if launched is not None and any(dropped):
-            launched = self._without_dropped(launched, dropped)
+        if launched is not None and any(self._dropped):
+            launched = self._without_dropped(launched, self._dropped)
         step_to_read, launched_s = (self._launched, self._launched_s) if self._overlap else (launched, start_s)
         self._launched, self._launched_s = (launched, start_s) if self._overlap else (None, 0.0)
         outputs, self._ended_outputs = self._ended_outputs, []
@@ -295,7 +295,7 @@ class GenerationEngine:
         self._constraints.fill(requests)
         # A recurrent state cannot take the same token again.
         self._dropped = self._constraints.wait(
-            requests, lambda: forward is None or forward.query(), may_be_late=self.states is None
+            requests, None if forward is None else forward.query, may_be_late=self.states is None
         )
 
     def _without_dropped(self, launched: LaunchedStep, dropped: Dropped) -> LaunchedStep:
