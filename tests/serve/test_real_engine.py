@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 from server_harness import RunningServer, read_daemon_url, running
 from waiting import WAIT_S, wait_until
@@ -229,6 +231,18 @@ RECORD = {
 }
 
 
+class Price(pydantic.BaseModel):
+    coins: int = pydantic.Field(ge=0, le=99)
+
+
+class Purchase(pydantic.BaseModel):
+    """As clients write it: openai makes a strict schema with definitions and titles of it."""
+
+    total: Price
+    kind: Literal["tent", "lamp"]
+    is_paid: bool
+
+
 def schema_format(schema: dict[str, object], *, strict: bool = False) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "record", "schema": schema, "strict": strict}}
 
@@ -245,6 +259,12 @@ def test_structured_answer_follows_its_schema_streamed_and_unstreamed(
         chunks = list(ask(response_format=schema_format(RECORD, strict=True), stream=True))
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == answer.choices[0].message.content
+    parsed = client.chat.completions.parse(
+        model=BUNDLED_MODEL, messages=QUESTION, response_format=Purchase, max_tokens=200, temperature=1.5, seed=3
+    )
+    purchase = parsed.choices[0].message.parsed
+    assert purchase is not None
+    assert 0 <= purchase.total.coins <= 99
     chosen = client.completions.create(
         model=BUNDLED_MODEL, prompt="x", extra_body={"structured_outputs": {"choice": ["left", "right"]}}
     )
