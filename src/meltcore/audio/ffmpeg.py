@@ -223,15 +223,15 @@ class FFmpegFile:
     def _check_end(self) -> None:
         """Raise RequestError if the file contained less audio than its header announced."""
         announced = self.num_frames or 0
-        missing = 0.0
+        allowed_missing = 0.0
         if self._container is MP3:
-            missing = _MP3_PADDING
+            allowed_missing = _MP3_PADDING
         elif self._container is MATROSKA:
-            missing = _MATROSKA_MISSING_S * self.sample_rate + _MATROSKA_FRAME
+            allowed_missing = _MATROSKA_MISSING_S * self.sample_rate + _MATROSKA_FRAME
         elif self._container is MP4:  # its times may be ahead by less than a gap
             frame = max(self._stream.codec_context.frame_size, _LEAST_FRAME)
-            missing = _MISSING_FRAMES * frame + _GAP_S * self.sample_rate
-        if self._num_read < announced - missing:
+            allowed_missing = _MISSING_FRAMES * frame + _GAP_S * self.sample_rate
+        if self._num_read < announced - allowed_missing:
             found_s, announced_s = self._num_read / self.sample_rate, announced / self.sample_rate
             raise refusal(f"is truncated: {announced_s:.1f} s are announced, {found_s:.1f} s are there")
 

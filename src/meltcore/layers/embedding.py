@@ -43,7 +43,10 @@ class ParallelLMHead(nn.Module):
         return self._checkpoint_shape[1]
 
     def shard(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's tokens. Raises ConfigError if vocab_size is not divisible."""
+        """Keep this rank's rows of the vocabulary.
+
+        Raises ConfigError if vocab_size is not divisible by the number of ranks.
+        """
         self._group = group
         self._local_tokens = group.shard(self._checkpoint_shape[0], "tokens of the vocabulary (vocab_size)")
         self.quantize(self._method)

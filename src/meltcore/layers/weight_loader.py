@@ -82,7 +82,10 @@ def row_loader(target: WeightLoader, rows: range) -> WeightLoader | None:
 
 
 def split_rows(target: WeightLoader, max_rows: int) -> Iterator[tuple[range, WeightLoader]]:
-    """Yield ranges of up to `step` rows and their loaders, or all rows and `target` if it is only stored as a whole."""
+    """Yield ranges of up to `max_rows` rows and their loaders.
+
+    If `target` is only stored as a whole, yield all rows and `target`.
+    """
     num_rows = target.shape[0] if target.shape else 1
     if num_rows <= max_rows or row_loader(target, range(max_rows)) is None:
         yield range(num_rows), target

@@ -1,6 +1,6 @@
 """Defines the messages that engines of all types share with API servers.
 
-They travel as msgpack over ZeroMQ. A send to the engine has a list of messages, a send from the engine has one message.
+They travel as msgpack over ZeroMQ. The engine receives lists of messages, and sends single messages.
 Each engine adds the messages of its own requests (`protocol/generation.py`).
 """
 

@@ -119,7 +119,7 @@ def read_model_sizes(models: Iterable[tuple[ModelSection, bool]]) -> None:
 
 
 class _Opened(NamedTuple):
-    """A model whose checkpoint is open, or that names a checkpoint without config.json.
+    """A model and its open checkpoint, or the name of its checkpoint if that has no config.json.
 
     `source` says where the sizes were read.
     """

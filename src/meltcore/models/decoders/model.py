@@ -75,7 +75,7 @@ class Model(nn.Module, ABC):
         """Prepare faster decode steps with the caches of all layers. The caches must be at their final addresses."""
 
     def one_layer_per_kind(self) -> AbstractContextManager[None]:
-        """Return a context in which `forward` launches the kernels of all layers, but few of the layers.
+        """Return a context in which `forward` runs only as many layers as are needed to launch every kernel once.
 
         Its results are invalid.
         """

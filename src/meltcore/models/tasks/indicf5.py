@@ -181,7 +181,9 @@ class IndicF5(nn.Module):
     def condition(
         self, reference: torch.Tensor, token_ids: torch.Tensor, is_padding: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return what the input layer adds in every step, with and without reference and text. Guidance needs both.
+        """Return the part of the input projection that is the same in all steps.
+
+        Classifier-free guidance needs it with reference and text, and without them.
 
         Args:
             reference: [rows, frames, num_mels] float32, zero after the reference's end.

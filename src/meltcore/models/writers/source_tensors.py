@@ -1,6 +1,6 @@
 """Reads the tensors of a checkpoint folder by their published names, to write them in another format.
 
-Weights of AWQ, GPTQ and FP8 checkpoints are dequantized by the layers that an engine loads them into, one by one.
+Quantized weights (AWQ, GPTQ, FP8) are dequantized one at a time, with the layer classes of the engine.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def passed(verdict: Verdict) -> bool:
 
 
 def _task_reasons(level: LevelResult, min_accuracy: float) -> list[str]:
-    """Return the reasons against a level of one task whose answers are graded."""
+    """Return the reasons why a level of one task with graded answers does not pass."""
     reasons = _answer_reasons(level)
     if level.peak_in_flight < level.concurrency:
         reasons.append(f"only {level.peak_in_flight:,} were in flight together")

@@ -1,4 +1,4 @@
-"""Describes the task generation to measurements: prompts of chats and completions, answers, and token rates."""
+"""Describes the task `generation` to the load generator: prompts of chats and completions, answers, and token rates."""
 
 from __future__ import annotations
 

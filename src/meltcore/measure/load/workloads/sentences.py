@@ -136,7 +136,7 @@ def text_workload(
         config: The run's configuration, with the workload's description.
         request: Makes the request of a text.
         reader: Makes the readers of the answers.
-        names: Options of the description beside the options of texts.
+        names: Further options that the description may have, beside TEXT_OPTIONS.
         language: FLORES code of the texts. An empty code gives Latin letters.
     """
     texts = Texts(config.workload, workload_fields(config.workload, (*names, *TEXT_OPTIONS)), language)

@@ -75,9 +75,10 @@ def _check_tools(tools: list[Tool]) -> None:
 
 
 def tool_grammar(request: ChatRequest, form: AnswerFormat, answer: RequestedGrammar | None) -> RequestedGrammar | None:
-    """Return the grammar of an answer with tools, or `answer`, what the request says of its form, if tools need none.
+    """Return the grammar that an answer with tools must follow.
 
-    Calls are enforced if one must come, or if a function is strict. An answer that is no call follows `answer`. Raises
+    If tools need no grammar, return `answer`, the grammar of `response_format`. Calls are enforced if `tool_choice`
+    forces one, or if a function is strict. An answer that is no call follows `answer`. Raises
     RequestError (400) if the format of the model's calls allows no grammar.
     """
     choice, functions = request.tool_choice, [tool.function for tool in request.tools or ()]

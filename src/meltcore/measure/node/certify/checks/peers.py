@@ -117,10 +117,11 @@ class PeerCopy:
 
 
 def _time_both_directions(forward: PeerCopy, backward: PeerCopy, work: float, seconds: float) -> list[float]:
-    """Return samples of the total rate of both directions.
+    """Return samples of the total rate of both directions, in units of `work` per second.
 
-    The host's clock times them, because events of two devices share no clock. A group is long compared with its start
-    and end. Each direction has a stream of its own: in the null stream a copy between two GPUs occupies both GPUs.
+    The host's clock times groups of copies, because events of two devices share no clock. A group lasts so long that
+    its launch and synchronization hardly count. Each direction has a stream of its own: in the null stream a copy
+    between two GPUs occupies both GPUs.
     """
     import torch
 
