@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from meltcore.settings.fleet_spec import FleetSpec
 
 POLL_S = 0.1
+_LOG_STARTS = (b"meltcore", b"time=", b'{"time"')  # the first bytes of a server's log
 
 
 class DaemonRecord(msgspec.Struct, frozen=True):
@@ -195,7 +196,7 @@ def _check_port_free(port: int) -> None:
 
 
 def _check_log(log: Path, spec: FleetSpec, source: OneModel | PlannedFleet) -> None:
-    """Raise ConfigError if a new log would replace a file that the server reads, or that a running server writes."""
+    """Raise ConfigError if a new log would replace a file that is no log, or that a running server writes."""
     read = [source.file, spec.server.api_key_file, *(key.file for key in spec.keys)]
     for model in spec.models.values():
         read += [model.checkpoint, model.tokenizer, model.chat_template]
@@ -204,6 +205,11 @@ def _check_log(log: Path, spec: FleetSpec, source: OneModel | PlannedFleet) -> N
     for record in running():
         if log.resolve() == Path(record.log).resolve() or log.parent == log_folder(state_dir(), record.port):
             raise ConfigError(f"--log {log}: the server at {record.url} writes to this file; name another one")
+    if log.is_file():
+        with log.open("rb") as file:
+            beginning = file.read(16)
+        if beginning and not beginning.startswith(_LOG_STARTS):
+            raise ConfigError(f"--log {log}: this file is no log of a server; name another one, or remove it")
 
 
 def running(command: str = "*") -> list[DaemonRecord]:

@@ -199,6 +199,8 @@ class APIServer:
     def _remove_model(self, model: int) -> None:
         removed = self._models.pop(model)
         self._model_table.remove(removed)
+        error = RequestError(f"{removed.names[0]} was removed from the fleet", status=503, code="model_stopping")
+        removed.end_all(error, "aborted")  # what was accepted before this process knew that the model drains
         self._stats.remove_model(model)
         removed.close()
         if isinstance(removed, EngineBackend):

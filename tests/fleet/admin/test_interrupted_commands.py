@@ -26,6 +26,7 @@ from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.plan.planned import no_planner
 from meltcore.fleet.run.logs import find_logs, log_folder, log_path
 from meltcore.fleet.supervisor import FleetOptions
+from meltcore.serve.api_server import APIServer
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection, ServerSection
 
 BUNDLED = Path(meltcore.__file__).parent / "bundled"
@@ -147,6 +148,13 @@ def test_log_of_a_daemon_replaces_no_file_in_use(monkeypatch: pytest.MonkeyPatch
     model = ModelSection(checkpoint="model.gguf", chat_template="template.jinja")
     fleet = PlacedFleet(FleetSpec(models={"m": model}, server=ServerSection(port=8002, api_key_file="keys")))
     source = daemon.PlannedFleet(str(tmp_path / "fleet.yaml"), msgspec.Raw(b"null"))
+    (tmp_path / "notes.txt").write_text("in use")
+    with pytest.raises(ConfigError, match=r"--log .*notes.txt: this file is no log of a server"):
+        daemon.start(fleet, source, log=tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "in use"
+    for text in ("", "meltcore: listening on http://127.0.0.1:8002\n", "time=2026-11-29T00:00:00 event=request\n"):
+        (tmp_path / "old.log").write_text(text)  # of an earlier server
+        daemon._check_log(tmp_path / "old.log", fleet.spec, source)
     for path in (*files, engine_log, tmp_path / "link"):
         with pytest.raises(ConfigError, match=r"--log .* (the server reads|writes to) this file; name another one"):
             daemon.start(fleet, source, log=path)
@@ -196,3 +204,32 @@ def test_end_of_a_server_that_starts_in_the_background_is_told_apart_from_a_faul
     fleet = PlacedFleet(FleetSpec(models={"m": ModelSection(url="http://h")}))
     with pytest.raises(ConfigError, match=error):
         daemon.start(fleet, daemon.OneModel(), log=log)
+
+
+def test_request_that_an_api_server_accepts_while_its_model_drains_is_ended() -> None:
+    """It was told nothing and waited without end: the count of open requests had been read as 0 before."""
+    done: list[str] = []
+
+    async def stop() -> None:
+        done.append("stop")
+
+    model: Any = SimpleNamespace(
+        name="a", number=3, loading=None, stop=stop, drain=lambda _: done.append("drain"),
+        stats=SimpleNamespace(total=lambda _: 0),
+    )  # fmt: skip
+    fleet = PlacedFleet(FleetSpec(models={"a": ModelSection(url="http://h")}))
+    supervisor: Any = SimpleNamespace(fleet=fleet, turns=Mock(), broadcast=lambda message: done.append(message.code))
+    asyncio.run(FleetOperations._end(SimpleNamespace(_supervisor=supervisor), model, "a is being removed"))  # type: ignore[arg-type]
+    assert done == ["drain", "stop", "model_stopping"]
+
+
+def test_api_server_ends_the_requests_of_a_model_that_is_removed() -> None:
+    done: list[str] = []
+    backend: Any = SimpleNamespace(
+        names=("a",), close=lambda: done.append("close"), end_all=lambda error, *_: done.append(error.code)
+    )
+    stats = SimpleNamespace(remove_model=lambda _: done.append("statistics"))
+    server: Any = SimpleNamespace(_models={3: backend}, _model_table=Mock(), _stats=stats)
+    APIServer._remove_model(server, 3)
+    assert done == ["model_stopping", "statistics", "close"]
+    assert server._models == {}

@@ -258,8 +258,10 @@ def test_ps_shows_the_reason_of_a_server_that_fails_beside_another_one() -> None
     reason = "exit status 1:\n\x1b[31mno memory\x1b[0m\n"
     server = SimpleNamespace(state="pausing", reason=reason, restarts=1, log="", process=SimpleNamespace(pid=None))
     stats = SimpleNamespace(open_requests=lambda _: 0)
-    model = SimpleNamespace(name="m", status="ready", reason="ready", replicas=[server], stats=stats)
-    assert operations._upstream_row(model, 0, 1).reason == "exit status 1: no memory"
+    config = ModelSection(url="http://h", task="transcription")
+    model = SimpleNamespace(name="m", status="ready", reason="ready", replicas=[server], stats=stats, config=config)
+    row = operations._upstream_row(model, 0, 1)
+    assert (row.reason, row.task) == ("exit status 1: no memory", "transcription")
     model.status, model.reason = "failed", "m could not be loaded: it ended"
     assert operations._upstream_row(model, 0, 1).reason == "m could not be loaded: it ended"
 

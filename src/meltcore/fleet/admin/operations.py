@@ -236,6 +236,8 @@ class FleetOperations:
         if model.loading is not None:
             model.loading.cancel()
         await model.stop()
+        # An API server may have accepted a request after its count was read, before it knew that the model drains.
+        self._supervisor.broadcast(EndRequests(model.number, reason, 503, "model_stopping"))
         self._supervisor.turns.remove(model)  # its successor may load
 
 
@@ -343,7 +345,7 @@ def _upstream_row(model: UpstreamModel, replica: int, port: int) -> EngineRow:
     return EngineRow(
         model=model.name,
         replica=replica,
-        task="foreign",
+        task=model.config.task,
         state=model.status if server is None else _state(model, server),
         status=model.status,
         reason=model.reason if model.status != "ready" else one_line(server.reason) if server is not None else "",

@@ -202,7 +202,12 @@ class SupervisedModel(ABC, Generic[_R]):
         self._starts.note()  # a pending one is not waited for
         if event != "died asleep":  # the requests that wait for it wait on
             self.stats.mark_replica_dead(replica.index)
-        lost = REPLICA_DEAD if self.stats.live_replicas() else policy.death_text(pause_s, self._parts.pool.num_models)
+        if self.stats.live_replicas():
+            lost = REPLICA_DEAD
+        elif self._draining:  # the process ends on purpose, and another one may replace the model
+            lost = self.reason
+        else:
+            lost = policy.death_text(pause_s, self._parts.pool.num_models)
         self._end_requests(replica, lost)
         self.update_status(pause_s)
         self._tell_end(replica, was_serving=was_serving, num_open=num_open, plan=plan)
