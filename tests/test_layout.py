@@ -215,6 +215,12 @@ def longest(name: str) -> int:
     return LONGEST_KERNEL if name.endswith("_kernel") else LONGEST_FUNCTION
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by name: of two alike it collects one."""
+    names = [path.name for path in (SOURCE.parents[1] / "tests").rglob("test_*.py")]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
 @pytest.mark.slow
 def test_files_and_functions_are_short() -> None:
     assert ["/".join(parts(path)) for path in FILES if len(path.read_text().splitlines()) > LONGEST_FILE] == []

@@ -94,7 +94,8 @@ class FakeNode(Node):
     `measure` returns the result for each target of each probe request, or None for none.
 
     `program` replaces all programs other than probes. A probe advances the clock by `probe_s`. `hung`: probes that run
-    into their limit; `crashed`: probes that end with status 1, with their standard error.
+    into their limit; `crashed`: probes that end with status 1, with their standard error. Those of `crashed_late` have
+    written all results before.
     """
 
     fakes: list[FakeGpu]
@@ -102,6 +103,7 @@ class FakeNode(Node):
     program: Program = lambda _command, _environment: CompletedRun(127, b"", b"no such program")
     hung: set[str] = field(default_factory=set)
     crashed: dict[str, str] = field(default_factory=dict)
+    crashed_late: set[str] = field(default_factory=set)
     probe_s: float = 2.0
     files: dict[str, str] = field(default_factory=dict)
     probes: list[tuple[str, dict[str, str]]] = field(default_factory=list)
@@ -137,7 +139,7 @@ class FakeNode(Node):
         requests = [] if hung else decode_job(stdin).requests
         results = (self.measure(request, target) for request in requests for target in request.targets())
         lines = b"".join(encode(result) + b"\n" for result in results if result is not None)
-        return CompletedRun(None if hung else 0, lines, b"")
+        return CompletedRun(None if hung else int(name in self.crashed_late), lines, b"")
 
     def telemetry(self, path: Path, gpus: Sequence[GpuDevice], interval_s: float) -> Telemetry:
         self._telemetry.append(FakeTelemetry(self, gpus))

@@ -20,7 +20,11 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("background")
     group.add_argument("--daemon", action="store_true", help="Start, wait until ready, and leave it running.")
-    group.add_argument("--log", metavar="FILE", help="Output of a --daemon (default: a new file, printed).")
+    group.add_argument(
+        "--log",
+        metavar="FILE",
+        help="Output of a --daemon (default: a new file, printed). It may replace an older log, and no other file.",
+    )
     group.add_argument(
         "--start-timeout",
         type=number(float, exclusive_minimum=0),

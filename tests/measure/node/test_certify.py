@@ -123,6 +123,15 @@ def test_crashed_probe_reports_its_last_line(tmp_path: Path) -> None:
     assert "No module named 'torch'" in finding.message
 
 
+def test_probe_that_crashes_after_its_last_result_does_not_pass(tmp_path: Path) -> None:
+    node = node_of(h200s(2), crashed_late={"gemm"})
+    certificate = certified(tmp_path, node, "quick")
+    assert check(certificate, "gemm") == certificate.verdict == "UNKNOWN"
+    (report,) = [report for report in certificate.checks if report.name == "gemm"]
+    assert report.reason == "the probe ended with status 1: no message"
+    assert check(certificate, "collectives") == "PASS"
+
+
 def test_missing_result_is_unknown(tmp_path: Path) -> None:
     def modify(request: ProbeRequest, target: tuple[int, ...], result: ProbeResult) -> ProbeResult | None:
         return None if target == (1,) and request.key.startswith("gemm") else result

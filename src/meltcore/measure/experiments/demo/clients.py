@@ -28,6 +28,7 @@ PACKAGES = ("openai", "dwani")
 LIMIT_S = 120.0  # of one request
 _CHAT, _TRANSLATE = "/v1/chat/completions", "/v1/translate"
 _SPEECH, _TRANSCRIPTIONS = "/v1/audio/speech", "/v1/audio/transcriptions"
+_EMBEDDINGS = "/v1/embeddings"
 _QUESTION, _ANSWER = "What is 7 * 8?", "56"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
 _TEXT = "go at seven"
@@ -372,6 +373,29 @@ def _tokenize(fleet: _Fleet) -> str:
     text = fleet.send("/detokenize", json={"model": model, "tokens": tokens}).json()["prompt"]
     _expect(_QUESTION in text, repr(text))
     return f"{len(tokens)} tokens"
+
+
+@_opens("HTTP: /v1/messages and /v1/messages/count_tokens", "/v1/messages", "/v1/messages/count_tokens")
+def _anthropic(fleet: _Fleet) -> str:
+    request = {"model": fleet.models[_CHAT], "messages": _MESSAGES}
+    count = fleet.send("/v1/messages/count_tokens", json=request).json()["input_tokens"]
+    message = fleet.send("/v1/messages", json={**request, "max_tokens": 64, "temperature": 0}).json()
+    text, usage = message["content"][0]["text"], message["usage"]
+    _expect(_ANSWER in text, repr(text))
+    _expect(usage["input_tokens"] + usage["cache_read_input_tokens"] == count, f"{usage}, but {count} tokens counted")
+    return f"{count} tokens, {message['stop_reason']}"
+
+
+@_opens("openai: embeddings; HTTP: /v1/rerank and /v1/score", _EMBEDDINGS, "/v1/rerank", "/v1/score",
+        needs=(_EMBEDDINGS,))  # fmt: skip
+def _embeddings(fleet: _Fleet) -> str:
+    model = fleet.models[_EMBEDDINGS]
+    vectors = fleet.openai.embeddings.create(model=model, input=[_TEXT, _QUESTION]).data
+    pair = {"model": model, "query": _TEXT, "documents": [_QUESTION, _TEXT]}
+    best = fleet.send("/v1/rerank", json=pair).json()["results"][0]["index"]
+    _expect(best == 1, f"document {best} is nearest to the second one")
+    scores = fleet.send("/v1/score", json={"model": model, "text_1": _TEXT, "text_2": [_TEXT]}).json()["data"]
+    return f"{len(vectors[0].embedding)} values, score {scores[0]['score']:.3f}"
 
 
 @_opens("HTTP: /, /docs, /openapi.json, /health, /v1/health, /live, /v1/status, /metrics", "/health", "/v1/health",

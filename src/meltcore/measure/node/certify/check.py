@@ -113,7 +113,11 @@ class MeasuredCheck(HardwareCheck):
         self.adjust(context, results, judgments)
         warn_throttled(judgments, throttled)
         rows = [judgment.row for judgment in judgments]
-        return self.report(rows, [*make_findings(self.name, judgments), *findings], conditions)
+        report = self.report(rows, [*make_findings(self.name, judgments), *findings], conditions)
+        if completed.returncode != 0:  # also after its last result: what broke it may have changed the results
+            report.verdict = worst_verdict([report.verdict, "UNKNOWN"], "UNKNOWN")
+            report.reason = _missing_reason(completed, limit_s)[1].removeprefix("not measured: ")
+        return report
 
     def _expectations(
         self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]

@@ -57,7 +57,7 @@ class GemmCheck(MeasuredCheck):
         names = sorted({gpu.name for gpu in context.snapshot.gpus if not gpu.mig} - set(expectations.BF16_PEAKS))
         if names:
             reasons.append(f"data-sheet peak UNKNOWN: no entry for {', '.join(names)}; judged by SMs x maximum clock")
-        report.reason = "; ".join(reasons)
+        report.reason = "; ".join(filter(None, [report.reason, *reasons]))
         return report
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
