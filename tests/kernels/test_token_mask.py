@@ -7,6 +7,8 @@ import torch
 
 from meltcore.kernels.sampling.token_mask import WORD_BITS, mask_logits
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("vocab", [5000, 96, 70])

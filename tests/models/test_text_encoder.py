@@ -19,7 +19,7 @@ from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.configs.encoder_config import EncoderConfig
 from meltcore.models.tasks.encoder import TextEncoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TOLERANCE = 1e-5
 KINDS = [
     ("BertModel", "mean", True),

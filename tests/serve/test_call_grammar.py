@@ -18,6 +18,8 @@ from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.grammar import GrammarCompiler
 from meltcore.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 END = 299  # of an answer
 PING = Function("ping")
 GET = Function(

@@ -15,6 +15,8 @@ from waiting import WAIT_S
 
 from meltcore.serve.tasks.generation.tools import MAX_TOOLS, MAX_TOOLS_BYTES
 
+pytestmark = pytest.mark.slow
+
 END = "~"  # ends the scripted answer
 # It writes the last message, and shows by a comment how the model calls.
 TEMPLATE = "{# tools <tool_call> enable_thinking #}{{ messages[-1].content }}"

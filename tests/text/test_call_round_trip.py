@@ -14,6 +14,8 @@ from meltcore.serve.requests.protocol import CalledFunction, ToolCall
 from meltcore.serve.tasks.generation.tools import template_calls
 from meltcore.text.chat_template import ChatTemplate
 
+pytestmark = pytest.mark.slow
+
 _LOOP = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% for c in m.tool_calls %}"
 _END = "{% endfor %}{% endif %}{% endfor %}"
 # The assistant's turns as the published templates write them: of Qwen3, Hermes 2 Pro, Qwen3-Coder, Llama 3.1, Mistral

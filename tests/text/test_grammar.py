@@ -15,6 +15,8 @@ from meltcore.models.checkpoints.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL
 from meltcore.text.grammar import MAX_ERROR_CHARS, GrammarCompiler
 from meltcore.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 END = 3
 RECORD = LLMatcher.grammar_from_json_schema(
     '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": false}'

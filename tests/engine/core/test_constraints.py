@@ -16,6 +16,8 @@ from meltcore.engine.core.constraints import Constraints
 from meltcore.protocol.generation import AddRequest, SequenceOutput
 from meltcore.protocol.sampling_params import Grammar, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPT = tools.random_prompt(30, 0)
 END = 1  # of the random models
 DIGITS = Grammar("start: /[0-9]{3}x[0-9]{3}/")

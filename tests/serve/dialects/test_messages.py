@@ -16,6 +16,8 @@ from meltcore.serve.dialects.messages import MessageWriter
 from meltcore.serve.requests.protocol import StreamOptions
 from meltcore.text.answer_parser import CallDelta
 
+pytestmark = pytest.mark.slow
+
 END = "~"  # ends the scripted answer
 # It writes roles and texts, calls and results, and last the last message alone, which the engine repeats first.
 TEMPLATE = "{# tools <tool_call> #}{{ messages[-1].content }}"

@@ -21,6 +21,8 @@ from meltcore.serve.tasks.generation.structured import (
 from meltcore.text.grammar import GrammarCompiler
 from meltcore.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 class Counts(dict[str, float]):
     """Stands for the statistics of a model."""
