@@ -1,8 +1,8 @@
 """Whether answers under schemas are valid, by an independent validator, and how many schemas are enforced.
 
-The schemas are those of tests/doubles/schemas.py. Those that are accepted without weakening are answered by a model
+The schemas come from tests/doubles/schemas.py. Schemas that are accepted without weakening are answered by a model
 beside free greedy answers. The package jsonschema judges each answer that is finished, and a new
-matcher reads each answer that was cut. The free answers are compared with those of a run without grammars.
+matcher reads each answer that was cut. The free answers are compared with the answers of a run without grammars.
 
     python benchmarks/structured_validity.py --model meltcore/sums --device cpu --temperature 1.5
     python benchmarks/structured_validity.py --model FILE.gguf --schemas 200 --device cpu

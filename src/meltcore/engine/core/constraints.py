@@ -24,7 +24,7 @@ from meltcore.protocol.sampling_params import Grammar
 from meltcore.text.grammar import GrammarCompiler
 
 _COMPILE_THREADS, _MAX_MASK_THREADS = 2, 8
-# After its forward pass a step waits this long for masks. Most take 5 to 200 us, those of hard schemas up to 34 ms.
+# After its forward pass a step waits this long for masks. Most take 5 to 200 us, masks of hard schemas up to 34 ms.
 _GRACE_S, _POLL_S = 0.001, 0.0002
 _CPU_GRACE_S = 0.01  # a forward pass takes longer there, and uses the cores of the threads
 # A step waits longer if it would sample nothing else, or if the model cannot compute a token again.

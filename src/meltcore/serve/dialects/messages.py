@@ -266,7 +266,7 @@ class MessageWriter(ChatResponseWriter):
         return b"".join(events)
 
     def end_events(self, ticket: GenerationTicket) -> list[bytes]:  # noqa: ARG002 - the events have the usage
-        """Return no events: those of the last output end the message."""
+        """Return no events: the events of the last output end the message."""
         return []
 
     def body(self, ticket: GenerationTicket) -> bytes:

@@ -31,7 +31,7 @@ _RATE_DIGITS = 2  # of rates and times, as the harness rounds
 _ARCHITECTURE_PAGE, _DECISIONS_INDEX = "docs/architecture.md", "docs/decisions/index.md"
 _LIFE_HEADING = "A request's life"
 _FP8_PAGE = "fp8-kv-cache.md"  # no part of a server whose cache is not FP8
-# A submission is measured on one node without grammars, and its speed is not that of the package's layout.
+# A submission is measured on one node without grammars, and the package's layout does not change its speed.
 _OTHER_PAGES = ("cluster-placement.md", "cluster-transport.md", "package-layout.md", "structured-output.md")
 _DECISION = re.compile(r"^\*\*Decision:\*\*\s+(.*?)\n\n", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\([^)]*\)")
