@@ -1,5 +1,7 @@
 """The `meltcore` program: fast help, examples, errors as one line, exit codes."""
 
+import argparse
+import asyncio
 import importlib
 import os
 import subprocess
@@ -11,6 +13,7 @@ import pytest
 from waiting import WAIT_S
 
 from meltcore import __version__
+from meltcore.cli.gpu import certify
 from meltcore.cli.main import COMMANDS, Command, main
 from meltcore.common.errors import ConfigError
 
@@ -75,9 +78,11 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def fake_command(monkeypatch: pytest.MonkeyPatch, name: str, outcome: object) -> None:
-    """Make a command raise `outcome`, or return it."""
+    """Make a command raise `outcome`, call it, or return it."""
 
     def run(args: object) -> int:
+        if callable(outcome):
+            return outcome(args)  # type: ignore[no-any-return]
         if isinstance(outcome, BaseException):
             raise outcome
         assert isinstance(outcome, int)
@@ -96,9 +101,22 @@ def test_meltcore_error_is_one_line_and_exit_code_2(
     assert capsys.readouterr().err == "meltcore load: rate must be more than 0\n"
 
 
-def test_interruption_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_command(monkeypatch, "load", KeyboardInterrupt())
-    assert main(["load"]) == 130
+def interrupt_a_constructor(args: object) -> int:
+    """Raise KeyboardInterrupt while an event loop exists that has no attributes yet. Its destructor raises, too."""
+    loop = asyncio.SelectorEventLoop.__new__(asyncio.SelectorEventLoop)
+    raise KeyboardInterrupt(str(type(loop)))
+
+
+def test_interruption_is_exit_code_130_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    fake_command(monkeypatch, "load", interrupt_a_constructor)
+    assert (main(["load"]), capsys.readouterr().err) == (130, "meltcore load: interrupted\n")
+    assert certify.run(argparse.Namespace(), interrupt_a_constructor) == 3
+    assert capsys.readouterr().err == "meltcore certify: UNKNOWN: interrupted\n"
+    assert not unraisable
 
 
 def test_exit_code_of_the_command_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:

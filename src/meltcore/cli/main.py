@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from meltcore import __version__
 from meltcore.cli.output import OutputError, check_output, drop_output, flush_output
+from meltcore.cli.signals import drop_unfinished
 from meltcore.common.errors import MeltcoreError
 
 EXIT_ERROR = 2  # wrong usage, a MeltcoreError or lost output; 1 means "it ran, and the answer is no"
@@ -154,7 +155,8 @@ def _run(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return EXIT_ERROR
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        drop_unfinished(interrupt)
         print(f"meltcore {name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 

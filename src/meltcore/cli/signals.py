@@ -5,6 +5,7 @@ The command then ends the processes that it has started.
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -26,6 +27,16 @@ def signals_as_ctrl_c() -> Iterator[None]:
     finally:
         for signum, handler in previous_handlers.items():
             signal.signal(signum, handler)
+
+
+def drop_unfinished(interrupt: KeyboardInterrupt) -> None:
+    """Drop the frames that `interrupt` ended, without the errors of objects whose construction it cut short.
+
+    The destructor of an event loop without attributes raises, for example. Python would print that as a traceback.
+    """
+    previous_hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    interrupt.__traceback__ = interrupt.__context__ = interrupt.__cause__ = None
+    sys.unraisablehook = previous_hook
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -139,7 +139,7 @@ def run(args: argparse.Namespace, certify: Callable[[argparse.Namespace], int] =
     from pynvml import NVMLError
 
     from meltcore.cli.output import OutputError
-    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.cli.signals import drop_unfinished, signals_as_ctrl_c
     from meltcore.common.errors import MeltcoreError
     from meltcore.common.gpus.driver import GpuLostError
     from meltcore.measure.documents.verdicts import MEANINGS
@@ -152,7 +152,8 @@ def run(args: argparse.Namespace, certify: Callable[[argparse.Namespace], int] =
         return MEANINGS["FAIL"].exit_code
     except (MeltcoreError, NVMLError) as error:
         print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
-    except KeyboardInterrupt:  # with --ray, or before anything was measured
+    except KeyboardInterrupt as interrupt:  # with --ray, or before anything was measured
+        drop_unfinished(interrupt)
         print("meltcore certify: UNKNOWN: interrupted", file=sys.stderr)
     except OutputError:
         raise
