@@ -5,6 +5,7 @@ that begins with `ERROR_TOKEN` is refused, as the engine refuses a request that 
 """
 
 import argparse
+import json
 import os
 import sys
 import threading
@@ -52,8 +53,9 @@ client_sockets.ORPHAN_S = 4.0  # tests wait for the end of engines that have los
 class Running:
     """One request: where its echo is, and when it was first scheduled."""
 
-    def __init__(self, request: AddRequest) -> None:
+    def __init__(self, request: AddRequest, end_ids: set[int]) -> None:
         self.request = request
+        self.ends = {*request.sampling.stop_token_ids} | (set() if request.sampling.ignore_eos else end_ids)
         self.generated = 0
         self.scheduled_s = time.monotonic()
         self.first_token_s = 0.0
@@ -69,7 +71,7 @@ class Running:
         while reason is None and len(ids) < tokens:
             ids.append(request.prompt[self.generated % len(request.prompt)])
             self.generated += 1
-            if ids[-1] in sampling.stop_token_ids and self.generated > sampling.min_tokens:
+            if ids[-1] in self.ends and self.generated > sampling.min_tokens:
                 reason, stop_id = "stop", ids[-1]
             elif self.generated == sampling.max_tokens:
                 reason = "length"
@@ -99,6 +101,9 @@ class ScriptedEngine:
         self.sockets = client_sockets.open_sockets(Path(options.directory), options.client_count, ToEngine)
         self.client_of: dict[str, int] = {}
         self.is_asleep = False
+        description = Path(config.model) / "config.json"
+        found = json.loads(description.read_bytes()).get("eos_token_id") if description.exists() else None
+        self.end_ids = set(found if isinstance(found, list) else [found])
 
     def send(self, message: FromEngine, client_index: int = 0) -> None:
         self.sockets.send(client_index, message)
@@ -213,7 +218,7 @@ class ScriptedEngine:
     def step(self) -> None:
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting.pop(0)
-            self.running[request.request_id] = Running(request)
+            self.running[request.request_id] = Running(request, self.end_ids)
         time.sleep(self.options.step_s)
         if self.steps + 1 == self.options.die_at_step:
             os._exit(7)

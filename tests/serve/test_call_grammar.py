@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +13,7 @@ from llguidance import LLMatcher
 
 from meltcore.serve.requests.protocol import Function
 from meltcore.serve.tasks.generation.call_grammar import call_grammar
+from meltcore.serve.tasks.generation.text_function import text_function
 from meltcore.text.answer_format import CALL_FORMATS, AnswerFormat, answer_format
 from meltcore.text.answer_parser import AnswerParser, ToolSet
 from meltcore.text.chat_template import ChatTemplate
@@ -143,6 +145,31 @@ def test_answer_that_is_no_call_follows_its_own_schema(name: str) -> None:
         assert accepts(form, written, is_forced=False, answer=answer), written
     for written in ("Well.", '{"n": "five"}', f"{call} Well."):
         assert not accepts(form, written, is_forced=False, answer=answer), written
+
+
+PATCH = text_function("patch", None, 'start: line+\nline: "+" /[^\\n]*/ LF\n%import common.LF')
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", HERMES.format("patch", '{{"input": "{}"}}')),
+        ("mistral", '[TOOL_CALLS][{{"name": "patch", "arguments": {{"input": "{}"}}}}]'),
+        ("llama3_json", '{{"name": "patch", "parameters": {{"input": "{}"}}}}'),
+        ("qwen3_coder", CODER.format("patch", "<parameter=input>\n{}\n</parameter>\n")),
+    ],
+)
+@pytest.mark.parametrize(("text", "is_valid"), [('+a "b"\n+\n', True), ("+\t\\\n", True), ("a\n", False), ("", False)])
+def test_the_text_of_a_custom_tool_follows_its_grammar(name: str, call: str, text: str, is_valid: bool) -> None:
+    form = make_format(name)
+    grammar = call_grammar(form, [PING, PATCH], is_forced=True, is_parallel=False)
+    assert grammar is not None
+    matcher = GrammarCompiler(form.tokenizer, [END]).matcher(grammar)
+    written = text if name == "qwen3_coder" else json.dumps(text)[1:-1]
+    call = call.replace("{{", "{").replace("}}", "}").replace("{}", written, 1)
+    token_ids = form.tokenizer.encode(call, add_special_tokens=False)
+    accepted = matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+    assert accepted is is_valid
 
 
 def test_names_and_schemas_cannot_leave_their_place() -> None:

@@ -112,6 +112,11 @@ class AnswerParser(CharacterReader):
         self.hidden_ids = frozenset((*self._reasoning_ids, *self.mark_ids))  # of the tokens that `mark` reads
 
     @property
+    def is_in_reasoning(self) -> bool:
+        """Whether the model is reasoning now."""
+        return self._in_reasoning
+
+    @property
     def has_calls(self) -> bool:
         """Whether a complete call has been passed on."""
         return self._num_complete > 0 and self._tools.max_calls != 0

@@ -191,6 +191,7 @@ class Detokenizer:
         )
         self._min_tokens = params.min_tokens
         self.token_count = 0
+        self.reasoning_tokens = 0  # without the tokens around reasoning
         self.matched_stop: str | None = None
 
     def add(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
@@ -209,6 +210,7 @@ class Detokenizer:
                 text = self._decoder.add(token_id)
                 if self.parser is not None:
                     text = self.parser.feed(text)
+                    self.reasoning_tokens += self.parser.is_in_reasoning
             if self._stop_strings is None:
                 visible_text += text
                 continue

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import pytest
 from server_harness import MODEL, RunningServer, scripted_server
 from waiting import WAIT_S
-
-from meltcore.serve.dialects.messages import MessageWriter
-from meltcore.serve.requests.protocol import StreamOptions
-from meltcore.text.answer_parser import CallDelta
 
 pytestmark = pytest.mark.slow
 
@@ -142,62 +136,3 @@ def test_wrong_keys_and_models_are_errors_of_the_client(server: RunningServer, c
     stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(**fields("x"))
-
-
-class FakeChoice:
-    """A choice with reasoning, which the scripted model has not."""
-
-    def __init__(self, *parts: tuple[str, str, list[CallDelta]]) -> None:
-        self._parts = list(parts)
-        self.role_sent, self.finish_reason, self.shown_finish_reason = False, None, None
-        self.detokenizer = SimpleNamespace(matched_stop=None)
-        self.prompt_tokens, self.output_tokens, self.cached_tokens = 7, 3, 2
-
-    @property
-    def reasoning(self) -> str:
-        return self._parts[0][0]
-
-    def take_reasoning(self) -> str:
-        return self._parts[0][0]
-
-    def take_text(self) -> str:
-        return self._parts[0][1]
-
-    def take_calls(self) -> list[CallDelta]:
-        return self._parts.pop(0)[2]
-
-    def new_call_id(self) -> str:
-        return "call_1"
-
-
-def test_reasoning_is_a_block_before_the_text() -> None:
-    choice: Any = FakeChoice(
-        ("I ", "", []), ("think", "So", []), ("", "", [CallDelta(0, "ping"), CallDelta(0, end="complete")])
-    )
-    exchange = SimpleNamespace(identity="1")
-    ticket: Any = SimpleNamespace(
-        exchange=exchange, weakened=(), prompt_tokens=7, cached_tokens=2, output_tokens=3, choices=[choice]
-    )
-    writer = MessageWriter(ticket, "m", StreamOptions())
-    data = writer.event(choice) + writer.event(choice)
-    choice.finish_reason, choice.shown_finish_reason = "stop", "tool_calls"
-    data += writer.event(choice)
-    events = [json.loads(part.split(b"data: ")[1]) for part in data.strip().split(b"\n\n")]
-    assert [event["type"] for event in events] == [
-        "message_start",
-        *("content_block_start", "content_block_delta", "content_block_delta", "content_block_stop"),
-        *("content_block_start", "content_block_delta", "content_block_stop"),
-        *("content_block_start", "content_block_stop"),
-        *("message_delta", "message_stop"),
-    ]
-    assert [event["content_block"]["type"] for event in events if "content_block" in event] == [
-        *("thinking", "text", "tool_use"),
-    ]
-    assert events[0]["message"]["usage"] == {
-        "input_tokens": 5,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 2,
-        "output_tokens": 3,
-    }
-    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert [event["index"] for event in events if "index" in event] == [0, 0, 0, 0, 1, 1, 1, 2, 2]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from meltcore.common.errors import RequestError
+from meltcore.serve.dialects.answer_writer import AnswerWriter, Part, language_model, server_event, to_json
 from meltcore.serve.http.operation import Operation
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.protocol import (
@@ -22,18 +23,20 @@ from meltcore.serve.requests.protocol import (
     JsonSchema,
     JsonSchemaFormat,
     NamedTool,
-    StreamOptions,
     Tool,
     ToolCall,
 )
 from meltcore.serve.tasks.endpoint import Endpoint
-from meltcore.serve.tasks.generation.completions import GenerationEndpoint
-from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
+from meltcore.serve.tasks.generation.completions import GenerationEndpoint, MakeWriter
+from meltcore.serve.tasks.generation.generation_ticket import Choice
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
-from meltcore.serve.tasks.generation.responses import ChatResponseWriter
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-_json = msgspec.json.Encoder().encode
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
@@ -202,7 +205,7 @@ def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
         if any(isinstance(block, ToolResultBlock) for block in blocks):
             raise RequestError(f"{param}: tool_result belongs into a message of the user", param=param)
         calls = [
-            ToolCall(block.id, CalledFunction(block.name, _json(block.input).decode()))
+            ToolCall(block.id, CalledFunction(block.name, to_json(block.input).decode()))
             for block in blocks
             if isinstance(block, ToolUseBlock)
         ]
@@ -227,63 +230,31 @@ def _tool(tool: ToolDefinition, param: str) -> Tool:
     return Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
-class MessageWriter(ChatResponseWriter):
+class MessageWriter(AnswerWriter):
     """Writes answers of /v1/messages: blocks of reasoning, text and tool calls."""
 
     id_prefix = "msg_"
     stream_object = full_object = "message"
 
-    def __init__(self, ticket: GenerationTicket, model: str, options: StreamOptions) -> None:
-        super().__init__(ticket, model, options)
-        self._ticket = ticket
-        self._num_blocks = 0
-        self._open: str | None = None  # the type of the block that is being sent
+    def _answer_started(self) -> list[bytes]:
+        return [server_event("message_start", message=self._message([], None))]
 
-    def event(self, choice: Choice) -> bytes:
-        """Return the events of the unsent output of a choice. The last ones end the message."""
-        events = [] if choice.role_sent else [self._event("message_start", message=self._message([], None))]
-        choice.role_sent = True
-        for kind, name, text in (
-            ("thinking", "thinking", choice.take_reasoning()),
-            ("text", "text", choice.take_text()),
-        ):
-            if text:
-                events += self._begin(kind, {name: ""} | ({"signature": ""} if kind == "thinking" else {}))
-                events.append(self._delta({"type": f"{kind}_delta", name: text}))
-        for call in choice.take_calls():
-            if call.name is not None:
-                events += self._end()
-                events += self._begin("tool_use", {"id": choice.new_call_id(), "name": call.name, "input": {}})
-            if call.arguments:
-                events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
-            if call.end is not None:
-                events += self._end()
-        if choice.finish_reason is not None:
-            events += self._end()
-            usage = {"output_tokens": self._ticket.output_tokens}
-            events.append(self._event("message_delta", delta=_stop(choice), usage=usage))
-            events.append(self._event("message_stop"))
-        return b"".join(events)
+    def _part_started(self, part: Part) -> list[bytes]:
+        return [server_event("content_block_start", index=part.index, content_block=_block(part))]
 
-    def end_events(self, ticket: GenerationTicket) -> list[bytes]:  # noqa: ARG002 - the events have the usage
-        """Return no events: the events of the last output end the message."""
-        return []
+    def _part_continued(self, part: Part, text: str) -> list[bytes]:
+        kind, name = _DELTAS[part.kind]
+        return [server_event("content_block_delta", index=part.index, delta={"type": kind, name: text})]
 
-    def body(self, ticket: GenerationTicket) -> bytes:
-        """Return the whole answer as JSON."""
-        [choice] = ticket.choices
-        content: list[dict[str, Any]] = []
-        if choice.reasoning:
-            content.append({"type": "thinking", "thinking": choice.take_reasoning(), "signature": ""})
-        calls = choice.take_calls()
-        if (text := choice.take_text()) or not calls:
-            content.append({"type": "text", "text": text})
-        for index in dict.fromkeys(call.call_index for call in calls if call.end == "complete"):
-            parts = [call for call in calls if call.call_index == index]
-            name = next(part.name for part in parts if part.name is not None)
-            arguments = msgspec.json.decode("".join(part.arguments for part in parts) or "{}")
-            content.append({"type": "tool_use", "id": choice.new_call_id(), "name": name, "input": arguments})
-        return _json(self._message(content, choice))
+    def _part_ended(self, part: Part) -> list[bytes]:
+        return [server_event("content_block_stop", index=part.index)]
+
+    def _answer_ended(self, choice: Choice) -> list[bytes]:
+        usage = {"output_tokens": self._ticket.output_tokens}
+        return [server_event("message_delta", delta=_stop(choice), usage=usage), server_event("message_stop")]
+
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        return self._message([_block(part) for part in self._parts], choice)
 
     def _message(self, content: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
         ticket = self._ticket
@@ -298,28 +269,15 @@ class MessageWriter(ChatResponseWriter):
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, **self._notes}
         return {**head, "content": content, **stop, "usage": usage}
 
-    def _begin(self, kind: str, fields: dict[str, Any]) -> list[bytes]:
-        """Return the events that begin a block, or none if a block of this type is open."""
-        if self._open == kind:
-            return []
-        ended = self._end()
-        self._open = kind
-        block = {"type": kind, **fields}
-        return [*ended, self._event("content_block_start", index=self._num_blocks, content_block=block)]
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return self._event("content_block_delta", index=self._num_blocks, delta=delta)
-
-    def _end(self) -> list[bytes]:
-        """Return the event that ends the open block, or none."""
-        if self._open is None:
-            return []
-        self._open = None
-        self._num_blocks += 1
-        return [self._event("content_block_stop", index=self._num_blocks - 1)]
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        return b"event: %s\ndata: %s\n\n" % (kind.encode(), _json({"type": kind, **fields}))
+def _block(part: Part) -> dict[str, Any]:
+    """Return a block with what its part has so far."""
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.content, "signature": ""}
+    if part.kind == "text":
+        return {"type": "text", "text": part.content}
+    arguments = msgspec.Raw(part.content.encode() or b"{}")
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
 
 
 def _stop(choice: Choice) -> dict[str, str | None]:
@@ -333,7 +291,7 @@ def _stop(choice: Choice) -> dict[str, str | None]:
 class MessagesEndpoint(GenerationEndpoint):
     """Serves POST /v1/messages."""
 
-    form, writer_type, error_form = ChatRequest, MessageWriter, "anthropic"
+    error_form = "anthropic"
     operations = (
         Operation(
             *("post", "/v1/messages", "Answer messages in Anthropic's form", MessagesRequest),
@@ -344,11 +302,11 @@ class MessagesEndpoint(GenerationEndpoint):
 
     def find_model(self, exchange: Exchange, name: str | None) -> LocalEngine:
         """Return the language model that answers. Raises RequestError (400, 404, 503)."""
-        return _language_model(self, exchange, name)
+        return language_model(self, exchange, name)
 
-    async def read_chat(self, exchange: Exchange) -> ChatRequest:
+    async def read_request(self, exchange: Exchange) -> tuple[ChatRequest, MakeWriter]:
         """Read the request as a chat. Raises RequestError (400, 413), ClientDisconnectedError."""
-        return chat_of(await self.read(exchange, MessagesRequest))
+        return chat_of(await self.read(exchange, MessagesRequest)), MessageWriter
 
 
 class CountTokensEndpoint(Endpoint):
@@ -366,16 +324,5 @@ class CountTokensEndpoint(Endpoint):
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
         chat = chat_of(await self.read(exchange, CountRequest))
-        backend = _language_model(self, exchange, chat.model)
+        backend = language_model(self, exchange, chat.model)
         await exchange.answer_json({"input_tokens": await backend.count_tokens(chat)})
-
-
-def _language_model(endpoint: Endpoint, exchange: Exchange, name: str | None) -> LocalEngine:
-    """Return a model of ours that answers chats. Raises RequestError (400, 404, 503)."""
-    backend = endpoint.choices.chat_model(name)
-    exchange.fields["model"] = backend.names[0]
-    if not isinstance(backend, LocalEngine):
-        raise RequestError(
-            f"the model {backend.names[0]} of an upstream server does not serve {exchange.scope['path']}", param="model"
-        )
-    return backend

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -314,12 +315,19 @@ def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
         raise _validation_error(str(error)) from error
 
 
-def check_supported(struct: msgspec.Struct, prefix: str = "") -> None:
-    """Raise RequestError (400) for the first unsupported field whose value is not neutral."""
-    for name in _UNSUPPORTED.get(type(struct), ()):
+def check_supported(
+    struct: msgspec.Struct, prefix: str = "", neutral: Mapping[str, tuple[Any, ...]] | None = None
+) -> None:
+    """Raise RequestError (400) for the first unsupported field whose value is not neutral.
+
+    `neutral` has the accepted values of a form that is not OpenAI's chats or completions, by field.
+    """
+    names = _UNSUPPORTED.get(type(struct), ()) if neutral is None else struct.__struct_fields__
+    values = _NEUTRAL if neutral is None else neutral
+    for name in names:
         value = _with_whole_numbers(getattr(struct, name))
-        if value is not None and not _is_neutral(value, _NEUTRAL[name]):
-            accepted = " or ".join(["null", *(msgspec.json.encode(neutral).decode() for neutral in _NEUTRAL[name])])
+        if value is not None and name in values and not _is_neutral(value, values[name]):
+            accepted = " or ".join(["null", *(msgspec.json.encode(each).decode() for each in values[name])])
             raise RequestError(f"{prefix}{name} is not supported; leave it out or set {accepted}", param=prefix + name)
 
 

@@ -375,6 +375,17 @@ def _tokenize(fleet: _Fleet) -> str:
     return f"{len(tokens)} tokens"
 
 
+@_opens("openai: responses, streamed", "/v1/responses")
+def _responses(fleet: _Fleet) -> str:
+    asked: Any = {"model": fleet.models[_CHAT], "input": _QUESTION, "max_output_tokens": 64, "temperature": 0}
+    whole = fleet.openai.responses.create(**asked)
+    events = list(fleet.openai.responses.create(**asked, stream=True))
+    streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    _expect(_ANSWER in whole.output_text, repr(whole.output_text))
+    _expect(streamed == whole.output_text, f"{streamed!r} streamed, {whole.output_text!r} whole")
+    return f"{whole.status}, {len(events)} events"
+
+
 @_opens("HTTP: /v1/messages and /v1/messages/count_tokens", "/v1/messages", "/v1/messages/count_tokens")
 def _anthropic(fleet: _Fleet) -> str:
     request = {"model": fleet.models[_CHAT], "messages": _MESSAGES}

@@ -13,6 +13,7 @@ from typing import Any
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import ChatRequest, Function
 from meltcore.serve.tasks.generation.structured import RequestedGrammar
+from meltcore.serve.tasks.generation.text_function import TextFunction, quote_grammar
 from meltcore.text.answer_format import AnswerFormat
 from meltcore.text.call_scanners import listed, schema_types
 
@@ -121,16 +122,23 @@ class _GrammarWriter:
         has_marks = self._format.has_marks if has_marks is None else has_marks
         key = "arguments" if self._format.has_marks else "parameters"
         head = _literal(f'{{"name": {json.dumps(function.name)}, "{key}": ')
-        body = f'{head} {self._schema(_parameters(function), function)} "}}"'
+        body = f'{head} {self._arguments(function)} "}}"'
         if not has_marks:
             return self._rule(body)
         return self._rule(f'{self.mark(self._format.opens[0])} "\\n" {body} "\\n" {self.mark(self._format.closes[0])}')
 
     def named(self, function: Function) -> str:
         """Return the rule of [TOOL_CALLS]name[ARGS]{...}."""
-        arguments = self._schema(_parameters(function), function)
+        arguments = self._arguments(function)
         head = f"{self.mark(self._format.opens[0])} {_literal(function.name)} {self.mark('[ARGS]')}"
         return self._rule(f"{head} {arguments}")
+
+    def _arguments(self, function: Function) -> str:
+        """Return the rule of the object of all arguments."""
+        if isinstance(function, TextFunction) and function.grammar is not None:
+            begin, end = _literal('{"input": "'), _literal('"}')
+            return self._rule(f"{begin} {_nested(quote_grammar(function.grammar))} {end}")
+        return self._schema(_parameters(function), function)
 
     def tagged(self, function: Function) -> str:
         """Return the rule of <function=name> with a tag for each parameter, in the order of the schema."""
@@ -149,6 +157,8 @@ class _GrammarWriter:
         if texts and all(isinstance(each, str) for each in texts):
             chosen = " | ".join(_literal(each + end) for each in texts)
             return self._rule(f"{head} ({chosen})")
+        if isinstance(function, TextFunction) and function.grammar is not None:
+            return self._rule(f"{head} {_nested(function.grammar)} {_literal(end)}")
         if schema_types(value) in ((), ("string",)):
             text = self._rule("/(.|\\n)*/", f"[suffix={_literal(end)}]")
             return self._rule(f"{head} {text}")
@@ -167,6 +177,10 @@ class _GrammarWriter:
 
 def _parameters(function: Function) -> dict[str, Any]:
     return {"type": "object", **function.parameters} if function.parameters else _NO_PARAMETERS
+
+
+def _nested(grammar: str) -> str:
+    return f"%lark {{\n{grammar}\n}}"
 
 
 def _literal(text: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.operation import Operation
-from meltcore.serve.requests.asgi import Headers, error_json
+from meltcore.serve.requests.asgi import Headers
 from meltcore.serve.requests.exchange import EVENTS, Exchange
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions
 from meltcore.serve.tasks.endpoint import Endpoint
@@ -25,22 +26,28 @@ _STREAM_HEADERS: Headers = [
 ]
 
 
+MakeWriter = Callable[[GenerationTicket, str, StreamOptions], ResponseWriter]
+
+
 class GenerationEndpoint(Endpoint):
     """Serves a route as a raw ASGI application. No object of Starlette is used per token."""
 
     form: type[ChatRequest | CompletionRequest]
     writer_type: type[ResponseWriter]
 
-    async def read_chat(self, exchange: Exchange) -> ChatRequest | CompletionRequest:
-        """Read the request. Raises RequestError (400, 413), ClientDisconnectedError."""
-        return await self.read(exchange, self.form)
+    async def read_request(self, exchange: Exchange) -> tuple[ChatRequest | CompletionRequest, MakeWriter]:
+        """Return the request, and what makes the writer of its answer.
+
+        Raises RequestError (400, 413), ClientDisconnectedError.
+        """
+        return await self.read(exchange, self.form), self.writer_type
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects first, the engine stops working on the request.
 
         Raises RequestError for a request that was refused before it started, and ClientDisconnectedError.
         """
-        request = await self.read_chat(exchange)
+        request, make_writer = await self.read_request(exchange)
         exchange.fields["user"] = request.user
         backend: LocalEngine = self.find_model(exchange, request.model)
         if request.stream_options is not None and not request.stream:
@@ -57,7 +64,7 @@ class GenerationEndpoint(Endpoint):
             every_token=bool(options.continuous_usage_stats),
         )
         await backend.submit(request, ticket)
-        writer = self.writer_type(ticket, request.model or backend.names[0], options)
+        writer = make_writer(ticket, request.model or backend.names[0], options)
         connection = exchange.scope["meltcore.connection"]
         ticket.disconnect = connection.transport.abort
         # No write would show the loss while there is nothing to write.
@@ -112,7 +119,7 @@ async def _stream(exchange: Exchange, ticket: GenerationTicket, writer: Response
     while True:
         await ticket.wait_for_change()
         if ticket.error is not None:
-            await _send_failure(exchange, ticket.error)
+            await _send_failure(exchange, ticket.error, writer)
             return
         events = [writer.event(choice) for choice in ticket.choices if choice.take_update()]
         if not events:  # what came was sent with the event before
@@ -138,7 +145,7 @@ async def _send_whole(exchange: Exchange, ticket: GenerationTicket, writer: Resp
     while ticket.open_children and ticket.error is None:
         await ticket.wait_for_change()
     if ticket.error is not None:
-        await _send_failure(exchange, ticket.error)
+        await _send_failure(exchange, ticket.error, writer)
         return
     if sum(choice.num_unsent_logprobs for choice in ticket.choices) <= INLINE_LOGPROBS:
         body = writer.body(ticket)
@@ -149,14 +156,14 @@ async def _send_whole(exchange: Exchange, ticket: GenerationTicket, writer: Resp
     ticket.is_sending = False
 
 
-async def _send_failure(exchange: Exchange, error: RequestError) -> None:
+async def _send_failure(exchange: Exchange, error: RequestError, writer: ResponseWriter) -> None:
     exchange.fields["status"] = error.status
     if error.status == 499:
         exchange.scope["meltcore.connection"].transport.abort()
     elif exchange.content_type is None:
         await exchange.fail(error)
     else:
-        event = b"event: error\ndata: " + error_json(error, exchange.error_form) + b"\n\n"
+        event = writer.error_event(error, exchange.error_form)
         await exchange.send({"type": "http.response.body", "body": event, "more_body": False})
 
 

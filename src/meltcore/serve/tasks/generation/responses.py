@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import TokenLogprobs
+from meltcore.serve.requests.asgi import ErrorForm, error_json
 from meltcore.serve.requests.protocol import StreamOptions
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 from meltcore.text.answer_parser import CallDelta
@@ -66,6 +68,10 @@ class ResponseWriter(ABC):
         """Return the last events of a stream: the usage of the whole request if it was asked for, and [DONE]."""
         usage = b'%s],"usage":%s}\n\n' % (self._event_start, usage_json(ticket))
         return [usage, DONE] if self._has_usage_event else [DONE]
+
+    def error_event(self, error: RequestError, form: ErrorForm) -> bytes:
+        """Return the event that ends a stream after `error`, in the form of the API that was asked."""
+        return b"event: error\ndata: " + error_json(error, form) + b"\n\n"
 
     def body(self, ticket: GenerationTicket) -> bytes:
         """Return the whole response body as JSON."""

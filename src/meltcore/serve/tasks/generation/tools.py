@@ -19,6 +19,7 @@ MAX_TOOLS = 1024
 MAX_DEPTH = 128  # of objects and lists within each other, which templates and llguidance read by recursion
 MAX_TOOLS_BYTES = 2**20  # of all tools as JSON; a template writes them into the prompt
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_NOT_SHOWN = ("strict", "grammar")  # fields of a function that a chat template does not get
 
 
 def requested_tools(
@@ -130,7 +131,7 @@ def _template_tool(tool: Tool) -> dict[str, Any]:
     function: dict[str, Any] = msgspec.to_builtins(tool.function)
     return {
         "type": "function",
-        "function": {name: value for name, value in function.items() if value is not None and name != "strict"},
+        "function": {name: value for name, value in function.items() if value is not None and name not in _NOT_SHOWN},
     }
 
 

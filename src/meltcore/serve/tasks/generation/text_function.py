@@ -1,0 +1,152 @@
+"""Custom tools, whose input is a text that may follow a grammar. A model calls them as functions with one text.
+
+A model that writes calls as JSON writes this text as a JSON string. The grammar of the text is therefore rewritten to
+the grammar of its JSON string, terminal by terminal.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import json
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.requests.protocol import Function
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+# Characters that JSON writes with a backslash, and the letter after it. Grammars here do not allow what JSON writes by
+# number, but in literals.
+_ESCAPES = {'"': '"', "\\": "\\", "\n": "n", "\r": "r", "\t": "t", "\f": "f", "\b": "b"}
+_PLAIN = r'[^"\\\x00-\x1f\x7f]'
+# Terminals that Lark's `common` has and that contain such characters.
+_COMMON = {
+    "CR": r"\r", "LF": r"\n", "NEWLINE": r"(\r?\n)+", "WS": r"[ \t\f\r\n]+", "WS_INLINE": r"[ \t]+",
+    "ESCAPED_STRING": r'"([^"\\\n]|\\[^\n])*"',
+}  # fmt: skip
+_LARK = re.compile(
+    r"""(?P<comment>(?:\#|//)[^\n]*)
+    |%import\s+common\s*\.\s*(?P<common>\w+)(?:\s*->\s*(?P<alias>\w+))?
+    |(?P<string>"(?:\\.|[^"\\\n])*")(?P<flag>i?)
+    |(?P<regex>/(?:\\.|[^/\\])+/)(?P<flags>[imslux]*)
+    |(?P<ignore>%ignore\b)
+    |(?P<tree>->\s*\w+|(?m:^)[?!]+)
+    |(?P<rule>\b_?[a-z]\w*)(?P<defines>\s*:)?
+    |[A-Z_]\w*
+    |(?P<other>%\w+|[@<]|~(?!\s*\d))""",
+    re.VERBOSE,
+)
+# Parts of a regular expression that may match such a character; all others stay as they are.
+_ATOM = re.compile(r"\\[pP]\{\w+\}|\\x[0-9a-fA-F]{2}|\\[^bBAz]|\[\^?\]?(?:\\.|[^\]\\])*\]|[.\"\x00-\x1f\x7f]")
+_NESTED = re.compile(r"\[|&&|~~|--")
+_ESCAPED, _SLASH = re.compile(r"\\.", re.DOTALL), re.compile(r"(\\.)|/", re.DOTALL)
+
+
+class TextFunction(Function, kw_only=True):
+    """A custom tool as a function. `grammar` is the Lark grammar of its input, or None for any text."""
+
+    grammar: str | None = None
+
+
+def text_function(
+    name: str, description: str | None, definition: str | None = None, syntax: Literal["lark", "regex"] = "lark"
+) -> TextFunction:
+    """Return a custom tool as a function. The model reads its grammar in its description."""
+    if definition is None:
+        return TextFunction(name, description, _SCHEMA)
+    shown = f"The input follows this {'Lark grammar' if syntax == 'lark' else 'regular expression'}:\n{definition}"
+    grammar = definition if syntax == "lark" else "start: /" + _SLASH.sub(_escape_slash, definition) + "/"
+    return TextFunction(name, "\n".join(filter(None, [description, shown])), _SCHEMA, strict=True, grammar=grammar)
+
+
+def _escape_slash(match: re.Match[str]) -> str:
+    return match[1] or r"\/"
+
+
+def text_input(arguments: str) -> str:
+    """Return the text with which a model has called a custom tool: all of the arguments if they are of another form."""
+    fields: Any = msgspec.json.decode(arguments or "{}")
+    is_text = isinstance(fields, dict) and list(fields) == ["input"] and isinstance(fields["input"], str)
+    return str(fields["input"]) if is_text else arguments
+
+
+def quote_grammar(grammar: str) -> str:
+    """Return the grammar of the JSON strings, without their quotes, of the texts of a Lark grammar.
+
+    Terminals end where no further character fits, and two of them may begin with the same backslash. So the rules of a
+    grammar without recursion become one terminal. Raises RequestError (400) for parts that cannot be rewritten.
+    """
+    references: dict[str, set[str]] = {}
+    current = ""
+    tokens = list(_LARK.finditer(grammar))
+    for token in tokens:
+        if token["rule"] and token["defines"]:
+            current = token["rule"]
+        elif token["rule"]:
+            references.setdefault(current, set()).add(token["rule"])
+    try:
+        graphlib.TopologicalSorter(references).prepare()
+        is_regular = not any(token["ignore"] for token in tokens)
+    except graphlib.CycleError:
+        is_regular = False
+
+    def quote(token: re.Match[str]) -> str:
+        if token["rule"] and is_regular:
+            return f"RULE_{token['rule'].upper()}{token['defines'] or ''}"
+        return _quote_token(token)
+
+    quoted = _LARK.sub(quote, grammar)
+    return f"start: RULE_START\n{quoted}" if is_regular else quoted
+
+
+def _quote_token(match: re.Match[str]) -> str:
+    if match["string"]:
+        try:
+            text = json.loads(re.sub(r"\\x([0-9a-fA-F]{2})", r"\\u00\1", match["string"]))
+        except ValueError as error:
+            raise _unsupported(match["string"], error) from error
+        quoted = json.dumps(text, ensure_ascii=False)[1:-1]
+        if match["flag"] and quoted != text:
+            raise _unsupported(match[0], "a string without case has no quotes, backslashes and control characters")
+        return json.dumps(quoted, ensure_ascii=False) + match["flag"]
+    if match["regex"]:
+        return f"/{_quote_regex(match['regex'][1:-1], match['flags'])}/{match['flags']}"
+    if match["common"]:
+        pattern = _COMMON.get(match["common"])
+        return match[0] if pattern is None else f"{match['alias'] or match['common']}: /{_quote_regex(pattern)}/"
+    if match["other"]:
+        raise _unsupported(match[0], "the model writes calls as JSON")
+    return "" if match["comment"] or match["tree"] else match[0]
+
+
+def _quote_regex(pattern: str, flags: str = "") -> str:
+    def quote(match: re.Match[str]) -> str:
+        atom = match[0]
+        if atom == ".":
+            atom = r"[\s\S]" if "s" in flags else r"[^\n]"
+        elif atom[0] != "[":
+            atom = f"[{atom}]"
+        elif _NESTED.search(_ESCAPED.sub("", atom[1:-1])):
+            raise _unsupported(atom, "a class within a class")
+        plain = f"[{atom}&&{_PLAIN}]"
+        if atom[1:3] in (r"\p", r"\P"):  # of Unicode, which Python does not know
+            return plain
+        try:
+            is_in = re.compile(atom).fullmatch
+        except re.error as error:
+            raise _unsupported(match[0], error) from error
+        letters = re.escape("".join(letter for char, letter in _ESCAPES.items() if is_in(char)))
+        return rf"(?:{plain}|(?-i:\\[{letters}]))" if letters else plain
+
+    return _ATOM.sub(quote, pattern)
+
+
+def _unsupported(part: str, reason: object) -> RequestError:
+    return RequestError(f"tools: {part[:80]} in the grammar of a tool is not supported: {reason}", param="tools")

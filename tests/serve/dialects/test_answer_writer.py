@@ -1,0 +1,233 @@
+"""Answers in other forms than OpenAI's chats: however tokens arrive, a stream joins to the whole answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+import tokenizers
+
+from meltcore.common.errors import RequestError
+from meltcore.protocol.generation import SequenceOutput
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.serve.dialects.messages import MessageWriter
+from meltcore.serve.dialects.response_forms import ResponsesRequest
+from meltcore.serve.dialects.response_writer import REASONING, CalledTool, ResponsesWriter, read_reasoning
+from meltcore.serve.requests.protocol import StreamOptions
+from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
+from meltcore.text.answer_format import answer_format
+from meltcore.text.answer_parser import ToolSet
+from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.tokenizer import Tokenizer
+
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+RAW = tokenizers.Tokenizer.from_str(Tokenizer.synthetic_bytes(300)._backend.to_str())
+RAW.add_tokens([tokenizers.AddedToken(text, special=False) for text in MARKS])
+TOKENIZER = Tokenizer(RAW)
+FORM = answer_format(TOKENIZER, {}, ChatTemplate("tools <think>"), calls="hermes")
+TOOLS = ToolSet({"get": {}, "patch": {}})
+CALLED = {"patch": CalledTool("patch", is_custom=True), "get": CalledTool("get", "weather")}
+GET = '<tool_call>\n{"name": "get", "arguments": {"place": "Bonn", "days": 3}}\n</tool_call>'
+PATCH = '<tool_call>\n{"name": "patch", "arguments": {"input": "+a\\n\\"b\\" ü"}}\n</tool_call>'
+REASONED = "<think>I am\nthinking.</think>"
+BROKEN = '<tool_call>\n{"name": "get", "arguments": {"place": "Bonn", oh'
+ANSWERS = [
+    *("hello", "", REASONED, REASONED + "So: 5.", GET, f"Look. {GET}{GET}", f"{PATCH}after", f"a{PATCH}{GET} b {GET}c"),
+    *(
+        f"{REASONED}{GET}",
+        f"x{BROKEN}",
+        f"{BROKEN}{GET}",
+        f"{GET}{BROKEN}</tool_call> rest",
+        "a <tool_call> that is none",
+    ),
+]
+
+
+def write(kind: str, answer: str, cuts: list[int], end: Any = "stop", *, is_whole: bool = False) -> bytes:
+    """The stream of an answer whose tokens arrive in pieces, or the whole answer."""
+    ticket = GenerationTicket(arrived_s=0.0, streaming=not is_whole)
+    Choice(ticket, [1] * 7, SamplingParams(max_tokens=10_000), TOKENIZER, FORM, tools=TOOLS)
+    request = ResponsesRequest(input="x", include=[REASONING], reasoning=None)
+    options = StreamOptions()
+    writer = (
+        MessageWriter(ticket, "m", options)
+        if kind == "messages"
+        else ResponsesWriter(request, CALLED, ticket, "m", options)
+    )
+    [choice], ids = ticket.choices, TOKENIZER.encode(answer, add_special_tokens=False)
+    data = b""
+    for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+        is_end = last == len(ids)
+        choice.accept(SequenceOutput("id", ids[first:last], end if is_end else None))
+        if not is_whole and choice.take_update():
+            data += writer.event(choice)
+        if is_end:
+            break
+    return writer.body(ticket) if is_whole else data + b"".join(writer.end_events(ticket))
+
+
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    found = []
+    for event in data.decode().removesuffix("\n\n").split("\n\n"):
+        name, body = event.split("\n")
+        found.append(json.loads(body.removeprefix("data: ")))
+        assert found[-1]["type"] == name.removeprefix("event: ")
+    return found
+
+
+def cuts_of(answer: str, seed: int) -> list[int]:
+    length = len(TOKENIZER.encode(answer, add_special_tokens=False))
+    places = range(1, max(1, length))
+    return sorted(random.Random(seed).sample(places, min(len(places), seed * 3)))
+
+
+def joined(kind: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    """The text, the reasoning and the complete calls of an answer's blocks or items."""
+    found: dict[str, Any] = {"text": "", "reasoning": "", "calls": []}
+    for block in content:
+        if block["type"] in ("text", "message"):
+            found["text"] += block["text"] if kind == "messages" else block["content"][0]["text"]
+        elif block["type"] in ("thinking", "reasoning"):
+            found["reasoning"] += block["thinking"] if kind == "messages" else block["content"][0]["text"]
+        elif block["type"] == "tool_use":
+            found["calls"].append((block["name"], block["input"]))
+        elif block["status"] == "completed":
+            found["calls"].append((block["name"], block.get("arguments", block.get("input"))))
+    return found
+
+
+def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks of a stream of messages, joined as clients do."""
+    blocks: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+            arguments = ""
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            if delta["type"] == "input_json_delta":
+                arguments += delta["partial_json"]
+            else:
+                name = delta["type"].removesuffix("_delta")
+                blocks[-1][name] += delta[name]
+        elif event["type"] == "content_block_stop" and blocks[-1]["type"] == "tool_use":
+            try:
+                blocks[-1]["input"] = json.loads(arguments or "{}")
+            except ValueError:  # a broken call, which no whole answer has
+                blocks.pop()
+    return blocks
+
+
+@pytest.mark.parametrize("kind", ["messages", "responses"])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_stream_joins_to_the_whole_answer(kind: str, answer: str) -> None:
+    whole = json.loads(write(kind, answer, [], is_whole=True))
+    content = whole["content" if kind == "messages" else "output"]
+    expected = joined(kind, content)
+    assert any(
+        block["type"] in ("text", "message", "tool_use", "function_call", "custom_tool_call") for block in content
+    )
+    for seed in range(12):
+        events = events_of(write(kind, answer, cuts_of(answer, seed)))
+        if kind == "messages":
+            found = joined(kind, blocks_of(events))
+        else:
+            found = joined(kind, events[-1]["response"]["output"])
+            check_events(events)
+        assert found == expected
+
+
+def check_events(events: list[dict[str, Any]]) -> None:
+    """Numbers are consecutive, items do not interleave, and deltas join to what `done` says."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    items: list[dict[str, Any]] = []
+    deltas = ""
+    for event in events[2:-1]:
+        assert event["output_index"] == len(items)
+        if "delta" in event:
+            deltas += event["delta"]
+        for field in ("text", "arguments", "input"):
+            if field in event:
+                assert event[field] == deltas
+        if event["type"] == "response.output_item.added":
+            begun = event["item"]
+            deltas = ""
+        if event["type"] == "response.output_item.done":
+            assert (event["item"]["id"], event["item"]["type"]) == (begun["id"], begun["type"])
+            items.append(event["item"])
+        elif "item_id" in event:
+            assert event["item_id"] == begun["id"]
+    assert events[-1]["response"]["output"] == items
+    assert len({item["id"] for item in items}) == len(items)
+
+
+def test_blocks_of_an_answer_have_their_order_and_numbers() -> None:
+    ticket = GenerationTicket(arrived_s=0.0, streaming=True)
+    choice = Choice(ticket, [1] * 7, SamplingParams(), TOKENIZER, FORM, tools=TOOLS)
+    writer = MessageWriter(ticket, "m", StreamOptions())
+    data, parts = b"", ["<think>I ", "think</think>", "So", GET, ""]
+    for part in parts:
+        ids = TOKENIZER.encode(part, add_special_tokens=False)
+        choice.accept(SequenceOutput("id", ids, None if part else "stop", cached_tokens=2))
+        data += writer.event(choice)
+    events = events_of(data)
+    begin, delta, end = (f"content_block_{name}" for name in ("start", "delta", "stop"))
+    assert [name for name, _ in itertools.groupby(event["type"] for event in events)] == [
+        *("message_start", begin, delta, end, begin, delta, end, begin, delta, end, "message_delta", "message_stop"),
+    ]
+    kinds = [event["content_block"]["type"] for event in events if "content_block" in event]
+    assert kinds == ["thinking", "text", "tool_use"]
+    assert events[0]["message"]["usage"] == {
+        "input_tokens": 5,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 2,
+        "output_tokens": 3,
+    }
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert [event["index"] for event in events if "index" in event][:7] == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_items_of_an_answer() -> None:
+    whole = json.loads(write("responses", f"{REASONED}Look.{GET}{PATCH}", [], is_whole=True))
+    reasoning, message, call, custom = whole["output"]
+    assert (whole["status"], whole["store"], whole["incomplete_details"]) == ("completed", False, None)
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "I am\nthinking."}]
+    assert read_reasoning(reasoning["encrypted_content"], "x") == "I am\nthinking."
+    assert message["content"] == [{"type": "output_text", "text": "Look.", "annotations": [], "logprobs": []}]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("weather", "get", '{"place": "Bonn", "days": 3}')
+    assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", '+a\n"b" ü')
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == len("I am\nthinking.")
+
+
+@pytest.mark.parametrize("cuts", [[], [3], [1, 2, 3, 4, 5, 6, 7]])
+def test_an_answer_that_is_cut_is_incomplete(cuts: list[int]) -> None:
+    last = events_of(write("responses", "not the end", cuts, "length"))[-1]
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
+    cut_call = events_of(write("responses", BROKEN[:-4], [40], "length"))[-1]["response"]
+    assert [(item["type"], item["status"]) for item in cut_call["output"]] == [
+        *(("function_call", "incomplete"), ("message", "incomplete")),
+    ]
+
+
+def test_a_failure_is_an_event_of_the_stream() -> None:
+    ticket = GenerationTicket(arrived_s=0.0, streaming=True)
+    choice = Choice(ticket, [1], SamplingParams(), TOKENIZER, FORM, tools=TOOLS)
+    writer = ResponsesWriter(ResponsesRequest(input="x"), {}, ticket, "m", StreamOptions())
+    choice.accept(SequenceOutput("id", [104], None))
+    data = writer.event(choice) + writer.error_event(RequestError("lost", status=503, code="engine_dead"), "openai")
+    last = events_of(data)[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "engine_dead", "message": "lost"}
+
+
+@pytest.mark.parametrize("encrypted", ["", "gAAAAA", "meltcore.1.%", "meltcore.1./w=="])
+def test_reasoning_of_other_servers_is_refused(encrypted: str) -> None:
+    with pytest.raises(RequestError, match="was not written by this server") as caught:
+        read_reasoning(encrypted, "input[1].encrypted_content")
+    assert caught.value.code == "invalid_encrypted_content"

@@ -1,0 +1,282 @@
+"""OpenAI's /v1/responses through its client and over plain HTTP. The scripted engine repeats the prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import openai
+import pydantic
+import pytest
+from server_harness import MODEL, RunningServer, make_model, scripted_server
+from waiting import WAIT_S
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.dialects.response_forms import ResponsesRequest
+from meltcore.serve.dialects.response_writer import REASONING, CalledTool, write_reasoning
+from meltcore.serve.dialects.responses import chat_of
+from meltcore.serve.requests.protocol import NamedTool, decode_request
+from meltcore.serve.tasks.generation.text_function import TextFunction
+
+END = "~"  # the token that ends the scripted answer
+TEMPLATE = "{# tools <tool_call> reasoning_effort #}{{ messages[-1].content }}"
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather of a place",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    "strict": None,
+}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: ("+" /[^\\n]*/ "\\n")+'}
+PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Changes files."}
+TOOLS = [WEATHER, PATCH]
+NAMESPACE = {"type": "namespace", "name": "far", "description": "Other places.", "tools": TOOLS}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Bonn"}}\n</tool_call>'
+CUSTOM = '<tool_call>\n{"name": "patch", "arguments": {"input": "+a\\n"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    model = make_model(tmp_path_factory.mktemp("model"))
+    (model / "config.json").write_text(json.dumps({"vocab_size": 512, "eos_token_id": ord(END)}))
+    template = model / "tools.jinja"
+    template.write_text(TEMPLATE)
+    settings = {"checkpoint": str(model), "chat_template": str(template), "max_model_len": 2000}
+    with scripted_server("--tokens-per-step", "3", engine=settings, api_key="key") as running:
+        yield running
+        running.check_no_leak()
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", timeout=WAIT_S, max_retries=0) as made:
+        yield made
+
+
+@pytest.mark.slow
+def test_a_whole_answer(client: openai.OpenAI) -> None:
+    response = client.responses.create(model=MODEL, input="hello" + END, instructions="Be kind.", metadata={"a": "b"})
+    assert (response.object, response.status, response.output_text) == ("response", "completed", "hello")
+    assert (response.instructions, response.metadata, response.store) == ("Be kind.", {"a": "b"}, False)
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens, response.usage.total_tokens) == (6, 6, 12)
+    cut = client.responses.create(
+        model=MODEL, input="hello", max_output_tokens=2, store=True, temperature=0.5, top_p=0.9, user="u"
+    )
+    assert (cut.status, cut.output_text, cut.temperature, cut.store) == ("incomplete", "he", 0.5, False)
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.slow
+def test_calls_of_an_answer_and_their_results(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "tools": TOOLS, "include": [REASONING]}
+    response = client.responses.create(input=f"Look.{CALL}{CUSTOM}{END}", **asked)
+    message, weather, patch = response.output
+    assert (message.type, response.output_text) == ("message", "Look.")
+    assert (weather.type, weather.name, weather.arguments) == ("function_call", "get_weather", '{"place": "Bonn"}')
+    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", "+a\n")
+    history = [{"role": "user", "content": "x"}, *(item.model_dump(exclude_none=True) for item in response.output)]
+    history += [
+        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "done"},
+        {"type": "function_call_output", "call_id": weather.call_id, "output": "12" + END},
+    ]
+    assert client.responses.create(input=history, **asked).output_text == "12"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "written", ["hello", CALL, f"Look.{CALL}{CUSTOM}", f"{CUSTOM} done", "a <tool_call> that is none"]
+)
+def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI, written: str) -> None:
+    asked: Any = {"model": MODEL, "input": written + END, "tools": TOOLS}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        joined = stream.get_final_response()
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+
+    def shown(response: Any) -> list[Any]:
+        items = [item.model_dump(exclude={"id", "call_id"}, exclude_none=True) for item in response.output]
+        for item in items:
+            item.pop("parsed_arguments", None)
+        return [response.output_text, [item for item in items if item["type"] != "message"], response.status]
+
+    assert shown(joined) == shown(whole)
+    assert joined.usage == whole.usage
+
+
+@pytest.mark.slow
+def test_an_answer_is_parsed_into_a_model(client: openai.OpenAI) -> None:
+    class Place(pydantic.BaseModel):
+        name: str
+
+    parsed = client.responses.parse(model=MODEL, input='{"name": "Bonn"}' + END, text_format=Place)
+    assert parsed.output_parsed == Place(name="Bonn")
+    with client.responses.stream(model=MODEL, input='{"name": "Bonn"}' + END, text_format=Place) as stream:
+        assert stream.get_final_response().output_parsed == Place(name="Bonn")
+
+
+@pytest.mark.slow
+def test_wrong_keys_models_and_fields_are_errors_of_the_client(server: RunningServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other' here"):
+        client.responses.create(model="other", input="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="x", previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+    forced: Any = {"model": MODEL, "input": CUSTOM + END, "tool_choice": "required"}
+    tool: Any = PATCH | {"format": GRAMMAR}
+    assert client.responses.create(**forced, tools=[tool]).output[0].type == "custom_tool_call"
+    bad: Any = PATCH | {"format": GRAMMAR | {"definition": "start: nothing"}}
+    with pytest.raises(openai.BadRequestError, match="is not supported"):
+        client.responses.create(**forced, tools=[bad])
+    stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.responses.create(model=MODEL, input="x")
+
+
+def read(**fields: Any) -> Any:
+    return chat_of(decode_request(msgspec.json.encode({"input": "x"} | fields), ResponsesRequest))[0]
+
+
+USER = {"role": "user", "content": "x"}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"other": 1}, "other"),
+    ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [WEATHER, {"type": "mcp", "server_label": "x"}]}, "tools[1].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [NAMESPACE | {"tools": [NAMESPACE]}]}, "tools[0].tools[0].type"),
+    ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
+    (
+        {"tools": [PATCH | {"format": GRAMMAR | {"syntax": "ebnf"}}]},
+        "tools[0].format.syntax",
+    ),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "patch"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input[1].type"),
+    ({"input": [USER, {"type": "function_call", "name": "a", "arguments": "{}"}]}, "input[1].call_id"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+    ),
+    ({"input": [{"role": "person", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"content": "x"}]}, "input[0].type"),
+    ({"input": [3]}, "input[0]"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]}, "input[0].encrypted_content"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), BAD, ids=[str(change)[:50] for change, _ in BAD])
+def test_what_is_not_supported_is_refused_by_name(change: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(**change)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+NEUTRAL = {
+    "background": False, "previous_response_id": None, "truncation": "disabled", "top_logprobs": 0, "store": False,
+    "service_tier": "auto", "stream_options": {"include_obfuscation": True}, "max_tool_calls": 3,
+    "metadata": {"a": "b"},
+    "prompt_cache_key": "k", "safety_identifier": "s", "client_metadata": {"x": "y"}, "text": {"verbosity": "medium"},
+    "include": ["web_search_call.action.sources"], "reasoning": {"summary": "auto"}, "tools": [],
+}  # fmt: skip
+
+
+def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    chat = read(**NEUTRAL, user="u", max_output_tokens=5, parallel_tool_calls=False, temperature=0.5)
+    assert (chat.user, chat.max_tokens, chat.parallel_tool_calls, chat.temperature) == ("u", 5, False, 0.5)
+    assert (chat.tools, chat.response_format, chat.reasoning_effort) == (None, None, None)
+
+
+def test_items_of_a_conversation_become_messages() -> None:
+    items: list[Any] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Use tools."}]},
+        {"role": "user", "content": "go"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": write_reasoning("So ü.")},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Look.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "a", "name": "get", "arguments": '{"x": 1}', "status": "completed"},
+        {"type": "custom_tool_call", "call_id": "b", "name": "patch", "input": '+"\n'},
+        {"type": "custom_tool_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "ok"}]},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Then"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": " more"}]},
+        {"role": "assistant", "content": "one"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "developer", "content": "late"},
+        {"type": "reasoning", "summary": []},
+    ]
+    messages = [
+        {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
+        for message in read(input=items, instructions="Be kind.").messages
+    ]
+    calls = [
+        {"id": "a", "type": "function", "function": {"name": "get", "arguments": '{"x": 1}'}, "index": None},
+        {
+            "id": "b",
+            "type": "function",
+            "function": {"name": "patch", "arguments": '{"input":"+\\"\\n"}'},
+            "index": None,
+        },
+    ]
+    assert messages == [
+        {"role": "system", "content": [{"type": "text", "text": text} for text in ("Be kind.", "Use tools.")]},
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "Look.", "reasoning_content": "So ü.", "tool_calls": calls},
+        {"role": "tool", "content": "ok", "tool_call_id": "b"},
+        {"role": "tool", "content": "1", "tool_call_id": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "Then"},
+        {"role": "assistant", "content": "one", "reasoning_content": " more"},
+        {"role": "assistant", "content": "no"},
+        {"role": "system", "content": [{"type": "text", "text": "late"}]},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+def test_tools_and_their_choice() -> None:
+    chat = read(tools=[WEATHER, PATCH | {"format": GRAMMAR}], tool_choice={"type": "custom", "name": "patch"})
+    weather, patch = (tool.function for tool in chat.tools)
+    assert (weather.name, weather.strict, weather.parameters) == ("get_weather", None, WEATHER["parameters"])
+    assert isinstance(patch, TextFunction)
+    assert (patch.strict, patch.grammar) == (True, GRAMMAR["definition"])
+    assert isinstance(chat.tool_choice, NamedTool)
+    assert chat.tool_choice.function.name == "patch"
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+    chat = read(tools=TOOLS, tool_choice=allowed)
+    assert (chat.tool_choice, [tool.function.name for tool in chat.tools]) == ("required", ["get_weather"])
+    assert read(tools=TOOLS, tool_choice="none").tool_choice == "none"
+
+
+def test_tools_of_a_namespace_are_called_by_both_names() -> None:
+    body = {"input": "x", "tools": [WEATHER, NAMESPACE]}
+    chat, called = chat_of(decode_request(msgspec.json.encode(body), ResponsesRequest))
+    assert [tool.function.name for tool in chat.tools or ()] == ["get_weather", "far.get_weather", "far.patch"]
+    assert chat.tools is not None
+    assert chat.tools[1].function.description == "Other places.\nWeather of a place"
+    assert called["far.get_weather"] == CalledTool("get_weather", "far")
+    assert called["far.patch"] == CalledTool("patch", "far", is_custom=True)
+    item = {"type": "function_call", "call_id": "a", "name": "get_weather", "namespace": "far", "arguments": "{}"}
+    assert read(input=[item]).messages[0].tool_calls[0].function.name == "far.get_weather"
+
+
+def test_the_form_of_the_text_is_a_response_format() -> None:
+    form = {"type": "json_schema", "name": "place", "schema": {"type": "object"}, "strict": True}
+    schema = read(text={"format": form}).response_format.json_schema
+    assert (schema.name, schema.schema, schema.strict) == ("place", {"type": "object"}, True)
+    assert type(read(text={"format": {"type": "json_object"}}).response_format).__name__ == "JsonObjectFormat"
+    assert read(reasoning={"effort": "low"}).reasoning_effort == "low"
