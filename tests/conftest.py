@@ -87,8 +87,8 @@ def slow_files_first(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Set aside what is loaded by now: ten thousand tests, torch, transformers."""
-    set_aside()
+    """Set aside what is loaded by now: ten thousand tests, torch, transformers. A collection of it takes seconds."""
+    gc.freeze()
     gc.enable()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from cuda.bindings import nvrtc
 from kernel_tools import ModelShape
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from meltcore.common.process import stat_fields
 from meltcore.kernels.launch import force_implementation
-from meltcore.kernels.nvrtc import CudaKernel
+from meltcore.kernels.nvrtc import CudaKernel, compile_source
 
 
 class AbsentGPU:
@@ -46,6 +47,24 @@ def store_kernel(folder: Path) -> CudaKernel:
     path = folder / "store.cu"
     path.write_text('extern "C" __global__ void store(float* out) { out[0] = SIZE; }')
     return CudaKernel([path], "store")
+
+
+def check_compiles(kernel: CudaKernel, macros: Mapping[str, int], arch: int | str, *, to_ptx: bool) -> None:
+    """Compile a kernel by NVRTC, which needs no GPU: to PTX, which takes half the time, or to a binary.
+
+    Formats of weights differ in the C++ that decodes them, so a test needs the binary of one of them alone.
+    """
+    if not to_ptx:
+        assert compile_source(kernel.source(), kernel.name, macros, arch)
+        return
+    options = [f"--gpu-architecture=compute_{arch}", "--std=c++17", "-default-device"]
+    options += [f"-D{key}={value}" for key, value in macros.items()]
+    _, program = nvrtc.nvrtcCreateProgram(kernel.source().encode(), kernel.name.encode(), 0, [], [])
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(program)
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
 
 
 def children(parent: int) -> list[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,18 @@ def _convert_with_rounding(values: np.ndarray, source: tl.dtype, target: tl.dtyp
     return rounded.view(torch.int16).numpy().view(np.uint16)
 
 
+@functools.cache
+def _interpreted_forms() -> list[tuple[ModuleType, str, InterpretedFunction]]:
+    """All compiled functions, as (module, name, interpreted form). All tests share the forms, which keep no state."""
+    forms: dict[int, InterpretedFunction] = {}  # by identity: hashing a JITFunction parses what it calls
+    return [
+        (module, name, forms.setdefault(id(value), InterpretedFunction(value.fn)))
+        for module in (tl, tl.standard, *kernel_modules())
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction)
+    ]
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """The device of the test's Triton kernels.
@@ -44,12 +58,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
         return
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     monkeypatch.setattr(interpreter, "_convert_float", _convert_with_rounding)
-    forms: dict[int, InterpretedFunction] = {}  # by identity: hashing a JITFunction parses what it calls
-    for module in (tl, tl.standard, *kernel_modules()):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction):
-                form = forms.setdefault(id(value), InterpretedFunction(value.fn))
-                monkeypatch.setattr(module, name, form)
+    for module, name, form in _interpreted_forms():
+        monkeypatch.setattr(module, name, form)
     yield torch.device("cpu")
 
 

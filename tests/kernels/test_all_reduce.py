@@ -65,14 +65,15 @@ def assert_sum(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [*((2, each) for each in DTYPES), (4, torch.float32)], ids=lambda each: str(each)[-8:]
+)
 @pytest.mark.usefixtures("shots")
 def test_all_ranks_get_the_same_sum_in_every_step(ranks: int, dtype: torch.dtype, device: torch.device) -> None:
     """Message sizes differ, so that chunks have different step counts."""
     torch.manual_seed(ranks)
     buffers, memories = make_ranks(ranks, device)
-    for count in (64, 1504, 8, 64):
+    for count in (64, 1504, 8):
         partial_sums = [torch.randn(count).to(dtype) for _ in range(ranks)]
         residual = (3 * torch.randn(count)).to(dtype)
         for added in (residual, None):
@@ -117,7 +118,7 @@ def test_fused_norm_matches_reference(
     """Rows of one chunk and of several, some not full, between all-reduces with another grid."""
     torch.manual_seed(ranks)
     buffers, memories = make_ranks(ranks, device)
-    for rows, size in ((2, 64), (1, 2568), (2, 1024), (2, 2048), (1, 64)):
+    for rows, size in ((1, 2568), (2, 64), (2, 2048)):
         weight = (torch.rand(size) + 0.5).to(weight_dtype)
         norm = Norm(weight.to(device), 1e-6)
         partial_sums = [torch.randn(rows, size).to(dtype) for _ in range(ranks)]

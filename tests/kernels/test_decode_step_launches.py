@@ -6,6 +6,7 @@ Qwen3.5-35B-A3B at its own size; Gemma 3 and a GGUF file with few layers.
 from __future__ import annotations
 
 import collections
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,15 +116,19 @@ def test_decode_step_of_a_rank_has_the_documented_number_of_kernels(
     ranks: int, sequences: int, kernels: int, launched: collections.Counter[str]
 ) -> None:
     """An all-reduce follows attention and experts; one of the two is a launch that one GPU does not have."""
+    step(rank_runner(ranks), sequences, launched)
+    assert launched.total() == kernels, launched
+
+
+@functools.cache
+def rank_runner(ranks: int) -> ModelRunner:
     group = TensorParallelGroup(0, ranks)
     pointers, steps = (torch.empty(size, dtype=torch.int64, device=META) for size in (ranks + 1, 512))
     group.symmetric_memory = SymmetricMemory(pointers, steps, steps, 0, steps)
     model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, META, group=group)
     model.prepare(4096)
     layout = ModelRunnerConfig(64, 8, 1024, 4096, 8192, 1024)
-    runner = GroupRunner(model, Sampler(model.config.vocab_size, META, 0), layout, torch.bfloat16, group)
-    step(runner, sequences, launched)
-    assert launched.total() == kernels, launched
+    return GroupRunner(model, Sampler(model.config.vocab_size, META, 0), layout, torch.bfloat16, group)
 
 
 @pytest.mark.parametrize(("sequences", "placing"), [(2, 0), (16, 0), (17, 1), (33, 1)])

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from compile_tools import check_compiles
 from test_ggml import random_weight, stacked, there
 from test_ggml_skinny_gemm import DTYPES, FORMATS, TYPES, expected
 
@@ -16,7 +17,6 @@ from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
 from meltcore.kernels.moe import grouped_gemm_tma
 from meltcore.kernels.moe.align import max_tiles, moe_align_block_size, scan_size
 from meltcore.kernels.moe.routing import Routing
-from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.quant import ggml_expert_gemm as expert_gemm_file
 from meltcore.kernels.quant import ggml_expert_gemv as expert_gemv_file
 from meltcore.kernels.quant import ggml_experts
@@ -147,7 +147,7 @@ def test_compiles(block_type: BlockType, architecture: int) -> None:
     for tokens, dtype, columns in cases + [(256, torch.bfloat16, 768)] * (block_type == GgmlType.Q6_K):
         tile = select_config(8 * tokens, 128, [block_type], limit).tile
         macros = dict(tile.macros(block_type, columns, dtype, architecture >= 90))
-        assert compile_source(KERNEL.source(), KERNEL.name, macros, architecture)
+        check_compiles(KERNEL, macros, architecture, to_ptx=block_type != GgmlType.Q6_K)
 
 
 def test_supports_no_tensors_of_a_cpu() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compile_tools import check_compiles
 from test_ggml import random_weight, stacked, there
 from test_ggml_skinny_gemm import COMMON_TYPES, DTYPES, FORMATS, TYPES, expected
 
@@ -13,7 +14,6 @@ from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor
 from meltcore.kernels.fp8.block_fp8_experts import add_block_fp8_experts
 from meltcore.kernels.moe.routing import RouterLogits, Routing, select_experts_reference
 from meltcore.kernels.norm import Norm, rms_norm, rms_norm_reference
-from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.quant.ggml import BlockType, Fp8Type
 from meltcore.kernels.quant.ggml_expert_gemv import (
     KERNEL,
@@ -77,7 +77,7 @@ def test_compiles(block_type: BlockType, architecture: int) -> None:
         macros = dict(config.macros(block_type, 2048, torch.bfloat16, architecture >= 90))
         kernel = SUM_KERNEL if is_sum else KERNEL
         macros |= {"SUM": is_sum, "EARLY": 1, "LOGITS": logits}
-        assert compile_source(kernel.source(), kernel.name, macros, architecture)
+        check_compiles(kernel, macros, architecture, to_ptx=block_type != GgmlType.Q6_K)
 
 
 def test_supports_no_tensors_of_a_cpu() -> None:

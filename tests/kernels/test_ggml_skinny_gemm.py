@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compile_tools import check_compiles
 from test_ggml import INT4_TYPES, random_weight
 
 from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, dequantize_reference
 from meltcore.kernels.quant.ggml_skinny_gemm import (
     DECODED_TYPES,
@@ -61,11 +61,11 @@ def test_configurations_fit_into_shared_memory(architecture: int) -> None:
 )
 def test_compiles(block_type: BlockType, architecture: int) -> None:
     """Every format in every type of tokens, by NVRTC, which needs no GPU."""
-    source, limit = KERNEL.source(), 1024 * shared_kib(architecture)
+    limit = 1024 * shared_kib(architecture)
     for tokens, dtype, columns in ((1, torch.bfloat16, 4096), (12, torch.float16, 640)):
         config = select_config(tokens, 4096, columns, block_type, 132, limit)
         macros = dict(config.macros(block_type, columns, dtype, architecture >= 90))
-        assert compile_source(source, KERNEL.name, macros, architecture)
+        check_compiles(KERNEL, macros, architecture, to_ptx=block_type != GgmlType.Q6_K)
 
 
 def test_supports_few_tokens_of_16_bit_types_on_cuda() -> None:

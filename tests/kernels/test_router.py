@@ -67,8 +67,9 @@ class Problem:
 
 @pytest.mark.slow
 @CONFIGS
-@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 40), (5, 7), (16, 33), (37, 32), (70, 12)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "shared"), [(1, 40, False), (5, 7, True), (16, 33, False), (37, 32, True), (70, 12, False)]
+)
 def test_experts_follow_from_norm_gemm_and_softmax(
     tokens: int, experts: int, shared: bool, config: GemmConfig, device: torch.device
 ) -> None:
