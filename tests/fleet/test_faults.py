@@ -43,13 +43,15 @@ def reset(connection: socket.socket) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [True, False])
-def test_client_disconnect_before_the_first_token_frees_its_request(stream: bool) -> None:
-    with scripted_server("--silent-steps", "100000") as server:
-        connection = server.open(CHAT, chat_body(stream=stream))
-        server.wait_metric("requests_in_flight", 1)
-        connection.close()
-        assert server.check_no_leak()["requests_aborted_total"] == 1
+def test_client_disconnect_before_the_first_token_frees_its_request() -> None:
+    """Streamed or not, and after a long body, whose reading was paused."""
+    bodies = [chat_body(stream=True), chat_body(stream=False), chat_body("x" * 2_500_000)]
+    with scripted_server("--silent-steps", "100000", engine={"max_model_len": 2**24}) as server:
+        for aborted, body in enumerate(bodies, 1):
+            connection = server.open(CHAT, body)
+            server.wait_metric("requests_in_flight", 1)
+            connection.close()
+            assert server.check_no_leak()["requests_aborted_total"] == aborted
 
 
 @pytest.mark.slow
@@ -67,15 +69,6 @@ def test_request_ends_with_its_client(tmp_path: Path) -> None:
             wait_until(lambda before=num_before: log.read_text().count("\n") > before, "the abort")
             wait_until(lambda: server.metrics()["num_requests_running"] == 0, "the end in the metrics")
         assert server.check_no_leak()["requests_aborted_total"] == len(ways)
-
-
-@pytest.mark.slow
-def test_client_disconnect_after_a_paused_long_body_frees_its_request() -> None:
-    with scripted_server("--silent-steps", "100000", engine={"max_model_len": 2**24}) as server:
-        connection = server.open(CHAT, chat_body("x" * 2_500_000))
-        server.wait_metric("requests_in_flight", 1)
-        connection.close()
-        assert server.check_no_leak()["requests_aborted_total"] == 1
 
 
 @pytest.mark.slow
@@ -106,17 +99,18 @@ def test_client_disconnects_during_tokenization_free_their_requests() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leave", [socket.socket.close, reset])
-@pytest.mark.parametrize("stream", [True, False])
-def test_client_disconnect_while_streaming_aborts_only_its_request(leave: Any, stream: bool) -> None:
+def test_client_disconnect_while_streaming_aborts_only_its_request() -> None:
+    ways = [(leave, stream) for leave in (socket.socket.close, reset) for stream in (True, False)]
     with scripted_server("--step-s", "0.01") as server:
-        staying = server.open(CHAT, chat_body("stay", stream=True, max_tokens=100))
-        leaving = server.open(CHAT, chat_body("leave", stream=stream))
-        server.wait_metric("generation_tokens_total", 6)
-        leave(leaving)
-        assert read_until(staying, b"[DONE]").endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        found = server.check_no_leak()
-        assert (found["requests_finished_total"], found["requests_aborted_total"]) == (1, 1)
+        for ended, (leave, stream) in enumerate(ways, 1):
+            before = server.metrics()["generation_tokens_total"]
+            staying = server.open(CHAT, chat_body("stay", stream=True, max_tokens=100))
+            leaving = server.open(CHAT, chat_body("leave", stream=stream))
+            server.wait_metric("generation_tokens_total", before + 6)
+            leave(leaving)
+            assert read_until(staying, b"[DONE]").endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            found = server.check_no_leak()
+            assert (found["requests_finished_total"], found["requests_aborted_total"]) == (ended, ended)
 
 
 @pytest.mark.slow
@@ -184,13 +178,13 @@ def test_queue_full_by_tokens_is_429_but_one_long_prompt_enters() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stream", [True, False])
-def test_request_past_its_time_limit_is_ended_with_504(stream: bool) -> None:
+def test_request_past_its_time_limit_is_ended_with_504() -> None:
     with scripted_server("--silent-steps", "100000", request_timeout_s=0.3) as server:
-        answer = server.chat("x", stream=stream)
-        assert answer.status == 504
-        assert "0.3 s" in answer.error["message"]
-        assert server.check_no_leak()["requests_aborted_total"] == 1
+        for ended, stream in enumerate((True, False), 1):
+            answer = server.chat("x", stream=stream)
+            assert answer.status == 504
+            assert "0.3 s" in answer.error["message"]
+            assert server.check_no_leak()["requests_aborted_total"] == ended
 
 
 @pytest.mark.slow
@@ -498,24 +492,22 @@ def test_two_clients_with_the_same_request_id_both_get_their_answers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "body", "answer"),
-    [
-        ("/tokenize", {"prompt": "word " * 400_000}, "count"),
-        ("/detokenize", {"tokens": [1] * 2_500_000}, "prompt"),
-    ],
-)
-def test_tokenizing_or_detokenizing_long_text_does_not_delay_streams(path: str, body: Any, answer: str) -> None:
+def test_tokenizing_or_detokenizing_long_text_does_not_delay_streams() -> None:
     engine = {"max_model_len": 10**6}  # twice its tokens are counted
+    cases: list[tuple[str, Any, str, object]] = [
+        ("/tokenize", {"prompt": "word " * 400_000}, "count", 2_000_000),
+        ("/detokenize", {"tokens": [1] * 2_500_000}, "prompt", "\x01" * 2_500_000),
+    ]
     with scripted_server("--step-s", "0.01", engine=engine) as server, ThreadPoolExecutor(1) as pool:
-        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=100))
-        read_until(stream, b"data: ")
-        (api_server,) = server.api_server_pids()
-        long = pool.submit(server.post, path, body)
-        longest_cpu_s = longest_turn_cpu_s(stream, api_server)
-        assert long.result().json[answer] in (2_000_000, "\x01" * 2_500_000)
-        assert longest_cpu_s < 0.25
-        server.check_no_leak()
+        for path, body, field, answer in cases:
+            stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=100))
+            read_until(stream, b"data: ")
+            (api_server,) = server.api_server_pids()
+            long = pool.submit(server.post, path, body)
+            longest_cpu_s = longest_turn_cpu_s(stream, api_server)
+            assert long.result().json[field] == answer
+            assert longest_cpu_s < 0.25
+            server.check_no_leak()
 
 
 @pytest.mark.slow

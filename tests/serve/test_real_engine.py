@@ -292,7 +292,8 @@ def test_weakened_schema_is_named_in_header_and_body(server: RunningServer) -> N
     assert "weakened_schema" not in free.json
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "llama3_json", "mistral"])
+@pytest.mark.slow
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
 def test_forced_call_follows_the_schema_of_its_tool(tmp_path: Path, parser: str) -> None:
     """The model knows no tools: only the grammar makes it call."""
     template = tmp_path / "tools.jinja"

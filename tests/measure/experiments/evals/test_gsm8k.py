@@ -61,7 +61,7 @@ def answering() -> Iterator[Callable[[int, str], AnsweringServer]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "form"),
-    [(0, "sentence"), (200, "sentence"), *((right, form) for form in FORMS for right in (174, 175))],
+    [*((right, "sentence") for right in (0, 174, 200)), *((175, form) for form in FORMS)],
 )
 def test_correct_answers_are_counted_exactly_in_every_format(
     answering: Callable[[int, str], AnsweringServer], data: str, right: int, form: str
