@@ -78,10 +78,10 @@ except MeltcoreError as error:
 _ENGINE = str(Path(__file__).parent / "scripted_engine.py")
 
 
-def make_model(folder: Path, *, template: bool = True) -> Path:
+def make_model(folder: Path, *, template: bool = True, end_id: int = 511) -> Path:
     """A checkpoint folder with a configuration and a chat template that joins the messages' contents."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 512, "eos_token_id": 511}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 512, "eos_token_id": end_id}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE} if template else {}))
     return folder
 

@@ -99,6 +99,17 @@ def test_a_stream_joins_to_the_whole_answer(client: anthropic.Anthropic, written
     assert shown(joined) == shown(whole)
 
 
+def test_system_messages_and_edits_that_keep_all_are_accepted(client: anthropic.Anthropic) -> None:
+    """Agents send them."""
+    messages: Any = [
+        {"role": "user", "content": "x"},
+        {"role": "system", "content": [{"type": "text", "text": "now" + END}]},
+    ]
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    message = client.messages.create(**fields("", messages=messages, extra_body={"context_management": edits}))
+    assert message.content[0].text == "now"
+
+
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "hello"}])
     assert counted.input_tokens == 5
@@ -107,10 +118,13 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: Invalid enum value 'tool'"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "only text"),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, "tool_result"),
+    ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, "only text belongs"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "clear_tool_uses_20250919"),
+    ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": 2}]}}, "unless it keeps all"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
     ({"tools": [*TOOLS, TOOLS[0]]}, "get_weather"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "other"),

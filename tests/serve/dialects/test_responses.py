@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,8 +38,7 @@ CUSTOM = '<tool_call>\n{"name": "patch", "arguments": {"input": "+a\\n"}}\n</too
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    model = make_model(tmp_path_factory.mktemp("model"))
-    (model / "config.json").write_text(json.dumps({"vocab_size": 512, "eos_token_id": ord(END)}))
+    model = make_model(tmp_path_factory.mktemp("model"), end_id=ord(END))
     template = model / "tools.jinja"
     template.write_text(TEMPLATE)
     settings = {"checkpoint": str(model), "chat_template": str(template), "max_model_len": 2000}

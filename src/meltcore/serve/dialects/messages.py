@@ -88,7 +88,7 @@ Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlo
 class InputMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -133,6 +133,20 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: OutputFormat | None = None
 
 
+class ContextEdit(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a server removes from a conversation. Only edits that keep everything are accepted."""
+
+    type: str
+    keep: Any = None
+    trigger: Any = None
+
+
+class ContextManagement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The edits of a conversation before the model sees it."""
+
+    edits: list[ContextEdit]
+
+
 class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
@@ -143,6 +157,7 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: Any = None
 
 
@@ -160,7 +175,11 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 def chat_of(request: CountRequest) -> ChatRequest:
-    """Return a request as a chat. Raises RequestError (400) for a tool that a server would run."""
+    """Return a request as a chat. Raises RequestError (400) for a tool or an edit that a server would perform."""
+    for index, edit in enumerate(request.context_management.edits if request.context_management else ()):
+        if edit.keep != "all":
+            param = f"context_management.edits[{index}]"
+            raise RequestError(f"{param}: {edit.type[:80]} is not supported, unless it keeps all", param=param)
     system = _text(request.system)
     messages = [ChatMessage("system", system)] if system else []
     for index, message in enumerate(request.messages):
@@ -214,11 +233,12 @@ def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
         return [ChatMessage("assistant", content, reasoning_content=reasoning or None, tool_calls=calls or None)]
     results = []
     for block in blocks:
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, ToolResultBlock) and message.role == "user":
             results.append(ChatMessage("tool", _text(block.content), tool_call_id=block.tool_use_id))
         elif not isinstance(block, TextBlock):
-            raise RequestError(f"{param}: only text and tool_result belong into a message of the user", param=param)
-    return [*results, *([ChatMessage("user", text)] if texts or not results else [])]
+            allowed = "text and tool_result belong" if message.role == "user" else "text belongs"
+            raise RequestError(f"{param}: only {allowed} into a message of the {message.role}", param=param)
+    return [*results, *([ChatMessage(message.role, text)] if texts or not results else [])]
 
 
 def _tool(tool: ToolDefinition, param: str) -> Tool:

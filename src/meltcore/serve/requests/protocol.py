@@ -270,7 +270,7 @@ def decode_request(body: bytes, form: type[Request]) -> Request:
     try:
         request = _decode(body.removeprefix(codecs.BOM_UTF8), form)
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from error
+        raise _validation_error(str(error), form) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # msgspec takes a body for truncated whose end is too near to hold the second half of a surrogate pair.
         lone_surrogate = _LONE_SURROGATE_AT_END.search(body) if "truncated" in str(error) else None
@@ -312,7 +312,7 @@ def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
     try:
         return msgspec.convert(fields, form, strict=False)
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from error
+        raise _validation_error(str(error), form) from error
 
 
 def check_supported(
@@ -354,7 +354,7 @@ _CONTENT_TYPE = re.compile(r"content\[[^]]*\]\.type$")  # of a part of a message
 _NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")
 
 
-def _validation_error(text: str) -> RequestError:
+def _validation_error(text: str, form: type) -> RequestError:
     """Convert msgspec's message to an error that names the field.
 
     For example "Expected `str`, got `int` - at `$.model`" names `model`.
@@ -378,7 +378,7 @@ def _validation_error(text: str) -> RequestError:
         reason += f"; known are {', '.join(_ENUMERATIONS[path])}"
     elif reason.startswith("Invalid enum value") and path.endswith("type"):
         reason += "; only function is known"
-    elif reason.startswith("Invalid enum value"):  # of a message of a chat
+    elif reason.startswith("Invalid enum value") and issubclass(form, ChatRequest | TokenizeRequest):  # a role
         reason += f"; known are {', '.join(get_args(Role))}"
     elif _CONTENT_TYPE.search(path):
         reason += "; only text is known: language models read no images and no audio"
