@@ -25,6 +25,7 @@ EVERY_PATH: tuple[dict[str, object], ...] = (
     {"temperature": 1.0, "top_p": 0.9, "top_k": 5},
     {"logprobs": 2},
     {"frequency_penalty": 1.0, "min_tokens": 3},
+    {"logit_bias": {5: 100.0, 9: -100.0}},
 )
 
 

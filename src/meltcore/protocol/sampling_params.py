@@ -5,8 +5,10 @@ import msgspec
 from meltcore.common.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100
 MAX_STOP_STRINGS = 16
 SEED_LIMIT = 2**63
+MAX_LOGIT_BIASES = 1024  # of one request: a step copies those of all its rows to the device
 MAX_TOP_K = 2**31 - 1  # larger than any vocabulary, and fits the 32 bits of the kernels
 # Logits are divided by these in float32. Beyond its largest value, 3.4e38, all tokens would become equal.
 MIN_TEMPERATURE, MIN_REPETITION_PENALTY = 1e-20, 1e-3
@@ -28,10 +30,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Holds the sampling parameters of one request, which `check` validates.
 
     The default is greedy. A `temperature` of 0 means greedy sampling, whatever the other fields are. A `top_k` of 0
-    means no limit. If `logprobs` is None, no log-probabilities are returned. If it is n, they are returned for the
-    sampled token and for the n most probable tokens. `prompt_logprobs` does the same for each prompt token except the
-    first. `max_tokens` counts generated tokens, including the end token. Where a `grammar` allows no further token, the
-    answer ends.
+    means no limit. `logit_bias` is added to the logits of its token ids, before penalties. If `logprobs` is None, no
+    log-probabilities are returned. If it is n, they are returned for the sampled token and for the n most probable
+    tokens. `prompt_logprobs` does the same for each prompt token except the first. `max_tokens` counts generated
+    tokens, including the end token. Where a `grammar` allows no further token, the answer ends.
     """
 
     max_tokens: int = 16
@@ -51,12 +53,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
     grammar: Grammar | None = None
 
     @property
     def has_penalties(self) -> bool:
         """Return whether the next token depends on how often each token occurred before."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def needs_logits(self) -> bool:
+        """Return whether sampling reads or changes rows of logits, beside a temperature and filters."""
+        changes = self.has_penalties or bool(self.logit_bias) or self.grammar is not None
+        return changes or self.logprobs is not None
 
     def check(self, vocab_size: int) -> None:
         """Raise RequestError that names the first field out of its range, if there is one."""
@@ -86,10 +95,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError("stop holds an empty string, which would end every answer", param="stop")
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id, 0, vocab_size - 1)
+        if self.logit_bias is not None:
+            _check_logit_bias(self.logit_bias, vocab_size)
         if self.grammar is not None and self.min_tokens:
             raise RequestError(
                 f"min_tokens must be 0 for structured output, whose grammar says where it ends; got {self.min_tokens}",
                 param="min_tokens",
+            )
+
+
+def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:
+    if len(logit_bias) > MAX_LOGIT_BIASES:
+        raise RequestError(
+            f"logit_bias holds {len(logit_bias)} token ids; the limit is {MAX_LOGIT_BIASES}", param="logit_bias"
+        )
+    for token_id, bias in logit_bias.items():
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"logit_bias: token id {token_id} is outside the vocabulary of {vocab_size} ids", param="logit_bias"
+            )
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias of token {token_id} must be at least -{MAX_LOGIT_BIAS} and at most {MAX_LOGIT_BIAS}; "
+                f"got {bias}",
+                param="logit_bias",
             )
 
 

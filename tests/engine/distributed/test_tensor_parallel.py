@@ -62,6 +62,7 @@ SAMPLING: dict[str, dict[str, object]] = {
     "logprobs": {"logprobs": 3},
     "top-k": {"temperature": 0.9, "top_k": 6, "seed": 8},
     "top-p": {"temperature": 1.2, "top_p": 0.7, "min_p": 0.02, "seed": 9},
+    "drawn with a bias": {"temperature": 1.0, "seed": 6, "logit_bias": {5: 3.0, 9: -100.0}},
     "penalties": {"frequency_penalty": 0.8, "repetition_penalty": 1.3},
     "no early end": {"temperature": 1.0, "seed": 2, "min_tokens": 20, "ignore_eos": False},
     "no early end, greedy": {"min_tokens": 20, "ignore_eos": False},

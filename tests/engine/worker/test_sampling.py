@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import engine_tools as tools
 import pytest
@@ -10,7 +11,13 @@ import torch
 
 from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import AddRequest, SequenceOutput
-from meltcore.protocol.sampling_params import MAX_TOP_K, MIN_REPETITION_PENALTY, MIN_TEMPERATURE, SamplingParams
+from meltcore.protocol.sampling_params import (
+    MAX_LOGIT_BIASES,
+    MAX_TOP_K,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+    SamplingParams,
+)
 
 PROMPT = tools.random_prompt(30, 0)
 
@@ -91,6 +98,48 @@ def test_frequency_penalty_forbids_repeats(seen: tools.SeenEngine) -> None:
     assert ids(outputs["plain"]) == [0] * 6
     assert sorted(ids(outputs["penalized"])) == list(range(6))
     assert vocab > 6
+
+
+def test_logit_bias_comes_before_penalties_and_leaves_other_rows_alone(seen: tools.SeenEngine) -> None:
+    seen.add("alone", PROMPT, max_tokens=6)
+    alone = ids(run(seen)["alone"])
+    settings: list[dict[str, Any]] = [{}, {"logit_bias": {alone[0]: -100.0}}, {"logit_bias": {7: 100.0}}]
+    for index, chosen in enumerate(settings):
+        seen.add(f"greedy {index}", PROMPT, max_tokens=6, **chosen)
+    seen.add("drawn", PROMPT, max_tokens=6, temperature=1.0, seed=1, logprobs=0, logit_bias={3: -100.0, 9: 100.0})
+    outputs = run(seen)
+    assert ids(outputs["greedy 0"]) == alone
+    assert alone[0] not in ids(outputs["greedy 1"])
+    logits = seen.logits["greedy 1"][0].clone()
+    logits[alone[0]] = float("-inf")
+    assert ids(outputs["greedy 1"])[0] == int(logits.argmax())
+    assert ids(outputs["greedy 2"]) == [7] * 6
+    assert ids(outputs["drawn"]) == [9] * 6
+    first = outputs["drawn"][0].logprobs
+    assert first is not None
+    assert first[0].logprob == pytest.approx(float(seen.logits["drawn"][0].log_softmax(-1)[9]), abs=1e-4)
+    # All logits equal: a repetition halves the biased logit, not the bias that would be added to a halved one.
+    seen.engine.runner.model.lm_head.weight.values.zero_()
+    seen.add("penalized", PROMPT, max_tokens=4, repetition_penalty=2.0, logit_bias={5: 4.0, 7: 3.0})
+    assert 5 not in PROMPT
+    assert 7 not in PROMPT
+    assert ids(run(seen)["penalized"]) == [5, 7, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("bias", "fault"),
+    [
+        ({tools.VOCAB: 1.0}, f"token id {tools.VOCAB} is outside the vocabulary of {tools.VOCAB} ids"),
+        ({-1: 1.0}, "token id -1 is outside"),
+        ({5: 100.5}, "at least -100 and at most 100; got 100.5"),
+        ({5: float("nan")}, "got nan"),
+        (dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0), f"holds {MAX_LOGIT_BIASES + 1} token ids"),
+    ],
+)
+def test_logit_bias_out_of_range_is_refused_by_value(bias: dict[int, float], fault: str) -> None:
+    with pytest.raises(RequestError, match=fault) as refused:
+        SamplingParams(logit_bias=bias).check(tools.VOCAB)
+    assert refused.value.param == "logit_bias"
 
 
 def test_stop_ids_min_tokens_and_ignore_eos(seen: tools.SeenEngine) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from meltcore.protocol.generation import AddRequest, FinishReason, TokenLogprobs
-from meltcore.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +72,13 @@ class Request:
         self.penalty_slot = -1  # where its tokens are counted while it runs, if it has penalties
         self.is_counted = False  # that slot holds the counts of its tokens
         self.last_token_on_device = False  # its newest token is in its row of the device's table
-        self.is_greedy = _is_greedy(message.sampling) and token_mask is None and message.sampling.grammar is None
+        # Sampling only needs the argmax of the model's unchanged logits.
+        self.is_greedy = self.sampling.temperature == 0.0 and not self.sampling.needs_logits and token_mask is None
         # Greedy, and no end token is ever masked: the argmax of the unchanged logits is always its next token.
         self.is_unmasked_greedy = self.is_greedy and (message.sampling.min_tokens == 0 or not stop_ids)
+        biases = self.sampling.logit_bias
+        # Token ids and what is added to their logits.
+        self.biases = (array("q", biases), array("f", biases.values())) if biases else None
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1 and up, those known so far
         self.finish_reason: FinishReason | None = None
@@ -118,8 +122,3 @@ class Request:
     def needs_host(self) -> bool:
         """Whether the host must read the last token before the next token can be sampled."""
         return self.token_mask is not None
-
-
-def _is_greedy(sampling: SamplingParams) -> bool:
-    """Return whether sampling only needs the argmax of the model's unchanged logits."""
-    return sampling.temperature == 0.0 and sampling.logprobs is None and not sampling.has_penalties

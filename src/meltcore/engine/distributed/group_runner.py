@@ -209,14 +209,12 @@ class _RankCheckingEvent:
 
 
 def _is_plain_temperature(request: Request) -> bool:
-    """Return whether sampling only needs a temperature: no filters, penalties or log-probabilities."""
+    """Return whether sampling only needs a temperature: no filters, and no changed logits or log-probabilities."""
     sampling = request.sampling
     return (
         sampling.temperature > 0
         and (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
-        and not sampling.has_penalties
-        and sampling.logprobs is None
+        and not sampling.needs_logits
         and not request.masks_end_tokens
         and request.token_mask is None
-        and sampling.grammar is None
     )

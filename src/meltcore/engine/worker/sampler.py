@@ -107,7 +107,7 @@ class Sampler:
         `logits` is [rows, vocab] of any floating type, and is overwritten.
         """
         raw_logprobs = self._raw_logprobs(logits, requests)
-        logits = self._penalties.apply(logits, requests)
+        logits = self._penalties.apply(self._add_biases(logits, requests), requests)
         self._mask_tokens(logits, requests)
         token_ids = self._sample(logits, requests)
         self._penalties.count(token_ids, requests)
@@ -133,6 +133,18 @@ class Sampler:
             return None
         num_logprobs = max(requests[row].sampling.logprobs or 0 for row in rows)
         return rows, logits[self._tensor(rows)].float().log_softmax(-1), num_logprobs
+
+    def _add_biases(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+        """Return the logits with `logit_bias` added: `logits`, or a float32 copy if any row has a bias."""
+        biased = [(row, *request.biases) for row, request in enumerate(requests) if request.biases is not None]
+        if not biased:
+            return logits
+        rows, token_ids, values = zip(*biased, strict=True)
+        indices = [np.repeat(rows, list(map(len, token_ids))), np.concatenate(token_ids)]
+        row_indices, id_indices = to_device_together(indices, self.device)
+        logits = logits.float()
+        logits[row_indices, id_indices] += to_device(np.concatenate(values), torch.float32, self.device)
+        return logits
 
     def _mask_tokens(self, logits: torch.Tensor, requests: list[Request]) -> None:
         """Mask end tokens before min_tokens, and the tokens that a grammar or a request's own mask excludes."""

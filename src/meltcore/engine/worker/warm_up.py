@@ -55,7 +55,7 @@ EVERY_SAMPLING = (
     SamplingParams(),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.0, top_k=2, top_p=0.9, min_p=0.01),
-    SamplingParams(frequency_penalty=0.1),
+    SamplingParams(frequency_penalty=0.1, logit_bias={0: 0.0}),
     SamplingParams(logprobs=1),
 )
 

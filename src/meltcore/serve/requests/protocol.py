@@ -173,9 +173,9 @@ class _Sampling(JsonRequest, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    logit_bias: dict[str, float] | None = None  # by token id
     # Known, not supported.
     n: Any = None
-    logit_bias: Any = None
 
 
 class ChatRequest(_Sampling, kw_only=True):
@@ -237,7 +237,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "n": (1,),
     "prediction": (),

@@ -12,6 +12,7 @@ from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest
 
 MAX_STOP_CHARS = 4096  # of one stop string: text of its length may be held back
 MAX_STOP_TOKEN_IDS = 256
+MAX_ID_DIGITS = 20  # of a key of logit_bias
 _TOP_K_OFF = -1  # as several servers, clients and checkpoints write it
 _GREEDY_HINT = "--generation-config greedy does without"
 
@@ -82,6 +83,7 @@ def sampling_params(
     if isinstance(request, CompletionRequest) and request.echo:
         fields["prompt_logprobs"] = request.logprobs
     fields["stop"] = _stop(request.stop)
+    fields["logit_bias"] = _logit_bias(request.logit_bias)
     fields["stop_token_ids"] = tuple(request.stop_token_ids or ())
     if len(fields["stop_token_ids"]) > MAX_STOP_TOKEN_IDS:
         raise RequestError(
@@ -146,6 +148,14 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
             param="top_logprobs",
         )
     return request.top_logprobs
+
+
+def _logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
+    """Return the biases by token id. Raises RequestError (400) for a key that is no decimal integer."""
+    for key in biases or ():
+        if not (key.isascii() and key.isdecimal() and len(key) < MAX_ID_DIGITS):
+            raise RequestError(f"logit_bias: its keys are token ids; got {key[:80]!r}", param="logit_bias")
+    return {int(key): bias for key, bias in (biases or {}).items()} or None
 
 
 def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
