@@ -29,7 +29,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """Asks the engine to generate one sequence.
 
-    A lower `priority` is scheduled earlier; requests of equal priority are scheduled in order of arrival. API servers
+    A lower `priority` is scheduled earlier; requests of equal priority are scheduled in order of arrival. `leader_id`
+    names an earlier request with the same prompt: this one starts from its pages once they are computed. API servers
     pack the prompt (`pack_token_ids`). As lists of Python integers, 10,000 waiting prompts would take hundreds of
     megabytes, not all of which the C library returns to the system.
     """
@@ -39,6 +40,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     sampling: SamplingParams
     priority: int = 0
     arrived_s: float = 0.0
+    leader_id: str | None = None
 
     @property
     def prompt(self) -> "array[int]":

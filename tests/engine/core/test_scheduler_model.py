@@ -172,10 +172,10 @@ class World:
         self.requests: list[Request] = []
         self.steps = 0
 
-    def add(self, prompt: list[int], sampling: SamplingParams, priority: int) -> None:
+    def add(self, prompt: list[int], sampling: SamplingParams, priority: int, leader: Request | None = None) -> None:
         order = len(self.requests)
         stop_ids = frozenset() if sampling.ignore_eos else frozenset({END_ID})
-        request = Request(AddRequest(str(order), prompt, sampling, priority), order, stop_ids, None)
+        request = Request(AddRequest(str(order), prompt, sampling, priority), order, stop_ids, None, leader)
         self.requests.append(request)
         self.scheduler.add(request)
 
@@ -231,8 +231,10 @@ class World:
         assert held_pages <= self.layout.max_pages(chunk.request.length, self.scheduler.max_num_batched_tokens)
 
     def check_order(self, started: list[Request]) -> None:
-        """A starting request overtakes only those that wait for a penalty slot, while none is free."""
+        """A starting request overtakes only those that wait for a penalty slot, while none is free, or for a leader."""
+        held = {request.id for followers in self.scheduler._followers.values() for request in followers}
         waiting = [request for request in self.requests if request.status is RequestStatus.WAITING]
+        waiting = [request for request in waiting if request.id not in held]
         for request in started:
             passed = [other for other in waiting if other.priority < request.priority]
             assert not any(other.has_penalties and request.has_penalties for other in passed)
@@ -354,6 +356,9 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool, penalised: bool
             )
             prompt = draw_prompt(choice, max_model_len - 1, (5, 5, 5, 6) if mixed else (5, 6))
             world.add(prompt, sampling, priority=choice.choice([0, 0, 0, 1, -1]))
+            leader = world.requests[-1]
+            for _ in range(choice.choice([0, 0, 0, 0, 1, 4])):  # several answers to its prompt
+                world.add(prompt, sampling, leader.priority[0], leader)
         if world.requests and choice.random() < 0.1:
             world.abort(choice.randrange(len(world.requests)))
         world.step()

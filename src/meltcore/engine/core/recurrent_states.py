@@ -190,16 +190,19 @@ class StateSnapshots:
         states.on_evict = self._forget
         cache.on_forget = self._drop
 
-    def find(self, request: Request, hits: Sequence[int]) -> PrefixMatch:
+    def find(self, request: Request, hits: Sequence[int], *, is_leader: bool = False) -> PrefixMatch:
         """Return the longest cached prefix that ends with a snapshot.
 
-        `hits` are the lengths in columns of the prefixes in the prefix cache.
+        `hits` are the lengths in columns of the prefixes in the prefix cache. The followers of a leader have the same
+        prompt, and compute its last token again. So they need a snapshot before it.
         """
         hashes = self._cache.page_hashes(request, len(request.token_ids) // PAGE_SIZE)
         hit_columns = next((hit for hit in reversed(hits) if hashes[hit - 1] in self._slot_by_hash), 0)
         request.parent_snapshot = hashes[hit_columns - 1] if hit_columns else None
         longest_hit = hits[-1] if hits else 0
-        positions = sorted({count * PAGE_SIZE for count in (longest_hit, len(hashes)) if count > hit_columns})
+        shared_columns = (request.prompt_length - 1) // PAGE_SIZE if is_leader else 0
+        counts = {longest_hit, len(hashes), shared_columns}
+        positions = sorted(count * PAGE_SIZE for count in counts if count > hit_columns)
         slot = self._slot_by_hash[hashes[hit_columns - 1]] if hit_columns else 0
         return PrefixMatch(hit_columns, self._cache.prefix_pages(request, hit_columns), slot, positions)
 

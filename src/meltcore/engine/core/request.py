@@ -36,10 +36,16 @@ class Request:
     """
 
     def __init__(
-        self, message: AddRequest, arrival: int, stop_ids: frozenset[int], token_mask: TokenMask | None
+        self,
+        message: AddRequest,
+        arrival: int,
+        stop_ids: frozenset[int],
+        token_mask: TokenMask | None,
+        leader: Request | None = None,
     ) -> None:
         """Create a waiting request. `arrival` is the position of the request in the order of arrival.
 
+        A `leader` is an earlier request with the same prompt, whose pages this request waits for.
         Raises OverflowError for a token id of more than 32 bits.
         """
         self.id = message.request_id
@@ -50,6 +56,7 @@ class Request:
         # Lower is scheduled earlier. A preempted request keeps its priority.
         self.priority = (message.priority, arrival)
         self.arrival = arrival
+        self.leader = leader
         self.stop_ids = stop_ids
         self.token_mask = token_mask
         self.constraint: Constraint | None = None  # of a request with a grammar, once the grammar is compiled

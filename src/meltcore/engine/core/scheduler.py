@@ -14,7 +14,8 @@ device runs steps in order, so a step in flight reads them before their next own
 
 A sequence of a model with recurrent layers holds a slot for its state while it runs. Its prompt is cut where a snapshot
 is to be taken (recurrent_states.py). Very long prompts are prefilled in small chunks while other sequences decode
-(pacing.py).
+(pacing.py). Of several answers to one prompt the first is the leader. The others, its followers, wait until the prefix
+cache has the pages of its prompt.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class Scheduler:
         self.running: list[Request] = []  # in order of priority
         # Heaps by priority: of requests without penalties, and with. Finished requests in them are skipped.
         self._waiting: tuple[_Heap, _Heap] = ([], [])
-        self.waiting_count = 0  # of them that have not finished
+        self._followers: dict[Request, list[Request]] = {}  # by leader
+        self.waiting_count = 0  # requests in the heaps, and followers, that have not finished
         self._free_rows = list(range(max_num_seqs, 0, -1))  # row 0 is for padding
         self._free_penalty_slots = list(range(penalty_slots))
         self.preemptions = 0
@@ -116,7 +118,13 @@ class Scheduler:
         if request.prompt_length > self.long_prompt:
             self._long_prompt_ids.add(request.id)
             self.pacer = self.pacer or Pacer(self.max_num_batched_tokens)
-        self._push(request)
+        leader, request.leader = request.leader, None
+        if leader is None or self._can_follow(request, leader):
+            self._push(request)
+        else:
+            request.status = RequestStatus.WAITING
+            self.waiting_count += 1
+            self._followers.setdefault(leader, []).append(request)
 
     def schedule(self) -> list[Chunk]:
         """Return the chunks of the next step. Decoding sequences come first, then prompts.
@@ -179,6 +187,7 @@ class Scheduler:
                 self.cache.register(request)
             if chunk.samples:
                 self._finish_if_last(request, token_id)
+        self._push_followers()
 
     def record_step_time(self, scheduled: list[Chunk], took_s: float) -> None:
         """Report the time of a step to the pacer, if the scheduler has a pacer."""
@@ -200,6 +209,7 @@ class Scheduler:
             self.waiting_count -= 1
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        self._push_followers()
         if self._long_prompt_ids:
             self._long_prompt_ids.discard(request.id)
             self.pacer = self.pacer if self._long_prompt_ids else None
@@ -298,7 +308,7 @@ class Scheduler:
         if self.cache is not None and not request.skips_prefix_cache:
             hits = self.cache.hits(request)
         if self.snapshots is not None:
-            return self.snapshots.find(request, hits)
+            return self.snapshots.find(request, hits, is_leader=request in self._followers)
         if self.cache is None or not hits:
             return PrefixMatch(0, [], 0, [])
         return PrefixMatch(hits[-1], self.cache.prefix_pages(request, hits[-1]), 0, [])
@@ -440,6 +450,22 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         heapq.heappush(self._waiting[request.has_penalties], (request.priority, request))
         self.waiting_count += 1
+
+    def _can_follow(self, request: Request, leader: Request) -> bool:
+        """Return whether a request has nothing to wait for: the pages of its leader are cached, or will never be."""
+        if self.cache is None or request.skips_prefix_cache or leader.status is RequestStatus.FINISHED:
+            return True
+        return leader.registered_columns >= (request.prompt_length - 1) // PAGE_SIZE
+
+    def _push_followers(self) -> None:
+        """Queue the followers that have nothing to wait for any more."""
+        for leader, followers in list(self._followers.items()):
+            if self._can_follow(followers[0], leader):
+                del self._followers[leader]
+                for request in followers:
+                    if request.status is RequestStatus.WAITING:
+                        self.waiting_count -= 1
+                        self._push(request)
 
     def _next_waiting(self) -> Request | None:
         """Return the waiting request of highest priority for which all required slots are free."""

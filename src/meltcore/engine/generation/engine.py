@@ -209,7 +209,8 @@ class GenerationEngine:
         if not message.sampling.ignore_eos:
             stop_ids |= self._eos_token_ids
         try:
-            request = Request(message, self._num_added + 1, stop_ids, token_mask)
+            leader = self._requests.get(message.leader_id or "")
+            request = Request(message, self._num_added + 1, stop_ids, token_mask, leader)
             is_valid = np.frombuffer(request.token_ids, np.uint32).max() < self.vocab_size
         except OverflowError:  # negative, or of more than 32 bits
             is_valid = False
@@ -481,11 +482,10 @@ class GenerationEngine:
         del self._requests[request.id]
         if request.sampling.grammar is not None:
             self._constraints.remove(request)
-        reason: FinishReason = request.finish_reason or "abort"
         return SequenceOutput(
             request.id,
             token_ids,
-            finish_reason=reason,
+            finish_reason=request.finish_reason or "abort",
             stop_token_id=request.stop_token_id,
             logprobs=logprobs,
             cached_tokens=request.cached_tokens,
