@@ -247,7 +247,6 @@ def test_load_page_defines_every_metric_as_the_code_does() -> None:
         ("functions", "[]"),
         ("function_call", '"none"'),
         ("service_tier", '"auto"'),
-        ("n", "1"),
         ("verbosity", None),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -66,6 +67,20 @@ def test_chat_stream(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 12
 
 
+def test_several_answers_and_biases(client: openai.OpenAI) -> None:
+    biased = {"logit_bias": {"97": -100, "98": 5}, "max_completion_tokens": 5, "n": 3}
+    messages: Any = [{"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(model=MODEL, messages=messages, **biased)  # type: ignore[call-overload]
+    assert [(choice.index, choice.message.content) for choice in whole.choices] == [(n, "hello") for n in range(3)]
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(model=MODEL, messages=messages, stream=True, **biased):  # type: ignore[call-overload]
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == ["hello"] * 3
+    best = client.completions.create(model=MODEL, prompt="ab", max_tokens=2, n=2, best_of=3)
+    assert [choice.text for choice in best.choices] == ["ab", "ab"]
+
+
 def test_completions(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=["ab", "cd"], max_tokens=3, logprobs=1)
     assert [choice.text for choice in answer.choices] == ["aba", "cdc"]
@@ -105,8 +120,8 @@ def test_errors_come_as_the_clients_own_types(server: RunningServer, client: ope
         ask(client, max_tokens=0)
     assert bad.value.param == "max_tokens"
     assert bad.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="n is not supported"):
-        ask(client, n=2)
+    with pytest.raises(openai.BadRequestError, match="functions is not supported"):
+        ask(client, functions=[{"name": "f"}])
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
     assert missing.value.code == "model_not_found"

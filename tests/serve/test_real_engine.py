@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal
 
 import jsonschema
 import openai
@@ -125,6 +126,37 @@ def test_repeated_request_hits_the_prefix_cache(server: RunningServer, client: o
         assert answer.usage.prompt_tokens_details is not None
         assert answer.usage.prompt_tokens_details.cached_tokens == expected
     assert server.metrics()["prefix_cache_hits_total"] >= 256
+
+
+def test_answers_to_one_prompt_share_its_pages(server: RunningServer, client: openai.OpenAI) -> None:
+    prompt = list(range(200, 530))  # 330 tokens, whose five full pages are computed once
+    settings: dict[str, Any] = {"model": BUNDLED_MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 1.2}
+    before = server.metrics()["prefix_cache_hits_total"]
+    answer = client.completions.create(**settings, seed=11, n=4, logprobs=0)
+    assert server.metrics()["prefix_cache_hits_total"] - before == 3 * 320
+    usage = answer.usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (330, 0)
+    texts = [choice.text for choice in answer.choices]
+    assert texts == [client.completions.create(**settings, seed=11 + n).choices[0].text for n in range(4)]
+    assert len(set(texts)) > 1
+    means = [fmean(choice.logprobs.token_logprobs) for choice in answer.choices if choice.logprobs]  # type: ignore[arg-type]
+    order = sorted(range(4), key=lambda index: means[index], reverse=True)
+    best = client.completions.create(**settings, seed=11, n=2, best_of=4)
+    assert [choice.text for choice in best.choices] == [texts[index] for index in order[:2]]
+
+
+def test_bias_forces_and_forbids_a_token(server: RunningServer, client: openai.OpenAI) -> None:
+    [seven] = server.post("/tokenize", {"prompt": "7", "add_special_tokens": False}).json["tokens"]
+    settings: dict[str, Any] = {"model": BUNDLED_MODEL, "messages": QUESTION, "max_tokens": 3}
+    forced = client.chat.completions.create(**settings, logit_bias={str(seven): 100})
+    assert forced.choices[0].message.content == "777"
+    plain = client.completions.create(model=BUNDLED_MODEL, prompt="7", max_tokens=1, logprobs=0)
+    assert plain.choices[0].logprobs is not None
+    [first] = server.post("/tokenize", {"prompt": plain.choices[0].text, "add_special_tokens": False}).json["tokens"]
+    banned = client.completions.create(model=BUNDLED_MODEL, prompt="7", max_tokens=1, logit_bias={str(first): -100})
+    assert banned.choices[0].text != plain.choices[0].text
 
 
 @pytest.mark.parametrize("stream", [True, False])

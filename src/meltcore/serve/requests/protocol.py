@@ -1,7 +1,7 @@
 """Defines the OpenAI request forms, decoded into typed structs. No field is silently ignored.
 
-`null` means absent for optional fields. A known but unsupported field is accepted only with a neutral value (`"n": 1`,
-`"tools": null`). Any other value, and any unknown field, is an error 400 that names the field.
+`null` means absent for optional fields. A known but unsupported field is accepted only with a neutral value (`"suffix":
+""`, `"audio": null`). Any other value, and any unknown field, is an error 400 that names the field.
 """
 
 from __future__ import annotations
@@ -174,8 +174,7 @@ class _Sampling(JsonRequest, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     logit_bias: dict[str, float] | None = None  # by token id
-    # Known, not supported.
-    n: Any = None
+    n: int | None = None
 
 
 class ChatRequest(_Sampling, kw_only=True):
@@ -208,8 +207,8 @@ class CompletionRequest(_Sampling, kw_only=True):
     prompt: str | list[str | int | list[TokenId]]
     logprobs: int | None = None
     echo: bool | None = None  # begin the text with the prompt, and the log-probabilities with its tokens'
+    best_of: int | None = None  # answers that are made, of which the n most probable ones are returned
     # Known, not supported.
-    best_of: Any = None
     suffix: Any = None
 
 
@@ -234,11 +233,9 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
-    "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "n": (1,),
     "prediction": (),
     "refusal": (),
     "service_tier": ("auto", "default"),

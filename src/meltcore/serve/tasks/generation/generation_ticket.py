@@ -32,8 +32,15 @@ class Echo(NamedTuple):
     echo_only: bool
 
 
+class BestOf(NamedTuple):
+    """The numbers of answers to each prompt that are made, and of the most probable ones that are returned."""
+
+    made: int
+    returned: int
+
+
 class Choice(Child):
-    """One prompt and its answer. A choice is one request to the engine, and counts as one request in the metrics."""
+    """One answer to a prompt. A choice is one request to the engine, and counts as one request in the metrics."""
 
     __slots__ = (
         "_text_is_ahead",
@@ -48,7 +55,9 @@ class Choice(Child):
         "first_token_s",
         "index",
         "last_token_s",
+        "leader",
         "logprob_offset",
+        "logprob_sum",
         "logprobs",
         "offset_decoder",
         "output_tokens",
@@ -76,8 +85,9 @@ class Choice(Child):
         *,
         tools: ToolSet | None = None,
         continues_prompt: bool = False,
+        leader: Choice | None = None,
     ) -> None:
-        """Add a prompt to a ticket.
+        """Add an answer to a ticket.
 
         Args:
             ticket: the request.
@@ -88,10 +98,12 @@ class Choice(Child):
             echo: the prompt as the beginning of the answer.
             tools: the tools that the model may call. None takes calls as text.
             continues_prompt: whether the text of the answer continues the text of the prompt, as in a completion.
+            leader: the first answer to the same prompt, with which this one shares the prompt's pages.
         """
         self.index = len(ticket.children)
-        super().__init__(ticket, waiting_tokens=len(prompt))
-        self.prompt_token_ids = pack_token_ids(prompt)
+        super().__init__(ticket, waiting_tokens=len(prompt) if leader is None else 0)
+        self.leader = leader
+        self.prompt_token_ids = pack_token_ids(prompt) if leader is None else leader.prompt_token_ids
         self.prompt_tokens = len(prompt)
         self.params = params
         self.tokenizer = tokenizer
@@ -118,6 +130,7 @@ class Choice(Child):
         self.calls: list[CallDelta] = []  # likewise
         # Token id and its log-probabilities, not sent yet; a prompt's first token has none.
         self.logprobs: list[tuple[int, TokenLogprobs | None]] = []
+        self.logprob_sum = 0.0  # of the tokens so far
         self.logprob_offset = 0  # characters of the answer before the next logprobs entry
         # It reads an echoed prompt itself.
         context = prompt if continues_prompt and self.requested_echo is None else ()
@@ -143,13 +156,18 @@ class Choice(Child):
         A request of 1,024 prompts may have 64 KiB of stop strings, which would be sent with each prompt.
         """
         params, ticket = self.params, self.ticket
+        if params.stop:
+            params = msgspec.structs.replace(params, stop=())
+        if ticket.best_of is not None and params.logprobs is None:
+            params = msgspec.structs.replace(params, logprobs=0)  # of the answer's own tokens, which rank it
         return [
             AddRequest(
                 request_id=self.request_id,
                 prompt_token_ids=self.prompt_token_ids,
-                sampling=msgspec.structs.replace(params, stop=()) if params.stop else params,
+                sampling=params,
                 priority=ticket.priority,
                 arrived_s=ticket.arrived_s,
+                leader_id=None if self.leader is None else self.leader.request_id,
             )
         ]
 
@@ -190,6 +208,8 @@ class Choice(Child):
         self.output_tokens += num_counted
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         if output.logprobs:
+            self.logprob_sum += sum(token.logprob for token in output.logprobs[:num_counted])
+        if output.logprobs and self.params.logprobs is not None:
             self.logprobs.extend(zip(ids[:num_counted], output.logprobs, strict=False))
             self.ticket.unsent_chars += (
                 min(num_counted, len(output.logprobs)) * self._logprobs_per_token * LOGPROB_CHARS
@@ -298,6 +318,10 @@ class Choice(Child):
         parser = self.detokenizer.parser
         return "tool_calls" if self.finish_reason == "stop" and parser and parser.has_calls else self.finish_reason
 
+    def mean_logprob(self) -> float:
+        """Return the mean log-probability of the answer's tokens."""
+        return self.logprob_sum / max(1, self.output_tokens)
+
     def take_logprobs(self) -> list[tuple[int, TokenLogprobs | None]]:
         """Return the token ids and log-probabilities that were not sent yet, and count them as sent."""
         unsent_logprobs_list, self.logprobs = self.logprobs, []
@@ -338,6 +362,7 @@ class GenerationTicket(Ticket[Choice]):
         self.choices = self.children
         self.streaming = streaming
         self.every_token = every_token
+        self.best_of: BestOf | None = None  # None returns all answers
         self.weakened: tuple[str, ...] = ()  # what the grammar of the answer does not enforce of its schema
         self.has_sent = False  # output to its client
         self.unsent_chars = 0
@@ -348,8 +373,8 @@ class GenerationTicket(Ticket[Choice]):
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of prompt tokens of all choices."""
-        return sum(choice.prompt_tokens for choice in self.choices)
+        """The number of tokens of all prompts, each counted once."""
+        return sum(choice.prompt_tokens for choice in self.choices if choice.leader is None)
 
     @property
     def output_tokens(self) -> int:
@@ -358,8 +383,23 @@ class GenerationTicket(Ticket[Choice]):
 
     @property
     def cached_tokens(self) -> int:
-        """The number of prompt tokens of all choices that were in the prefix cache."""
-        return sum(choice.cached_tokens for choice in self.choices)
+        """The number of tokens of all prompts, each counted once, that were in the prefix cache."""
+        return sum(choice.cached_tokens for choice in self.choices if choice.leader is None)
+
+    def answers(self) -> list[Choice]:
+        """Return the choices of a complete response, in order, and number them.
+
+        With `best_of` these are the answers to each prompt that are most probable per token, the best one first.
+        """
+        if self.best_of is None:
+            return self.choices
+        made, returned = self.best_of
+        found: list[Choice] = []
+        for first in range(0, len(self.choices), made):
+            found += sorted(self.choices[first : first + made], key=Choice.mean_logprob, reverse=True)[:returned]
+        for index, choice in enumerate(found):
+            choice.index = index
+        return found
 
     def note_sent(self) -> None:
         """Note that output is sent to the client.

@@ -19,10 +19,10 @@ from meltcore.serve.requests.protocol import (
 )
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.call_grammar import limit_reasoning
-from meltcore.serve.tasks.generation.generation_ticket import Choice, Echo, GenerationTicket
+from meltcore.serve.tasks.generation.generation_ticket import BestOf, Choice, Echo, GenerationTicket
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, decode, encode_all, encode_prompts, prompt_texts
-from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
+from meltcore.serve.tasks.generation.sampling import is_echo_only, num_answers, params_of_answer, sampling_params
 from meltcore.serve.tasks.generation.structured import MAX_MESSAGE_CHARS, grammar_of_answer, requested_grammar
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
 from meltcore.serve.tasks.generation.tools import requested_tools, template_variables, tool_grammar
@@ -90,7 +90,8 @@ class LocalEngine(EngineBackend):
             prompts = [await self._chat_prompt(request, limit, is_only_counted=False)]
         else:
             prompts = await encode_prompts(text.tokenizer, ready.vocab_size, request.prompt, context=limit)
-        grammars = await self._grammars(request, ticket, prompts)
+        answers_per_prompt = num_answers(request, len(prompts))
+        grammars = await self._grammars(request, ticket, prompts, answers_per_prompt)
         params = [
             sampling_params(
                 request,
@@ -103,12 +104,18 @@ class LocalEngine(EngineBackend):
             for prompt, grammar in zip(prompts, grammars, strict=True)
         ]
         echoes = await self._echoes(request, prompts)
+        if isinstance(request, CompletionRequest) and answers_per_prompt > (request.n or 1):
+            ticket.best_of = BestOf(answers_per_prompt, request.n or 1)
         for prompt, settings, echo in zip(prompts, params, echoes, strict=True):
-            Choice(
-                *(ticket, prompt, settings, text.tokenizer, answer_format, echo),
-                tools=tools,
-                continues_prompt=isinstance(request, CompletionRequest),
-            )
+            leader = None
+            for index in range(answers_per_prompt):
+                choice = Choice(
+                    *(ticket, prompt, params_of_answer(settings, index), text.tokenizer, answer_format, echo),
+                    tools=tools,
+                    continues_prompt=isinstance(request, CompletionRequest),
+                    leader=leader,
+                )
+                leader = leader or choice
         self._admit(ticket, request.priority or 0)
 
     def release(self, ticket: GenerationTicket, error: RequestError | None = None) -> None:
@@ -177,13 +184,17 @@ class LocalEngine(EngineBackend):
         )
 
     async def _grammars(
-        self, request: ChatRequest | CompletionRequest, ticket: GenerationTicket, prompts: list[list[int]]
+        self,
+        request: ChatRequest | CompletionRequest,
+        ticket: GenerationTicket,
+        prompts: list[list[int]],
+        answers_per_prompt: int,
     ) -> list[Grammar | None]:
         """Return the grammar that the request asks for, or None, per prompt.
 
         The response says what the grammar does not enforce.
         """
-        requested, num_prompts = requested_grammar(request), len(prompts)
+        requested, num_choices = requested_grammar(request), len(prompts) * answers_per_prompt
         answer_format = None
         if isinstance(request, ChatRequest):
             answer_format = self._text.answer_format
@@ -192,11 +203,11 @@ class LocalEngine(EngineBackend):
             if limited is not None:  # it has the reasoning, too
                 requested, answer_format = limited, None
         if requested is None:
-            return [None] * num_prompts
+            return [None] * len(prompts)
         checked = await self._text.grammars.check(requested, self.stats)
-        if num_prompts * len(checked.text) > MAX_MESSAGE_CHARS:
+        if num_choices * len(checked.text) > MAX_MESSAGE_CHARS:
             raise RequestError(
-                f"{num_prompts} prompts with a grammar of {len(checked.text)} characters are too much for one request; "
+                f"{num_choices} answers with a grammar of {len(checked.text)} characters are too much for one request; "
                 f"the limit of both, multiplied, is {MAX_MESSAGE_CHARS}",
                 param=requested.param,
             )

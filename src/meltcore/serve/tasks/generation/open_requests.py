@@ -9,7 +9,7 @@ from meltcore.protocol.generation import SequenceOutput, StepOutputs
 from meltcore.serve.requests.open_tickets import OpenTickets
 from meltcore.serve.requests.request_queue import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT
 from meltcore.serve.requests.ticket import Ticket
-from meltcore.serve.tasks.generation.generation_ticket import MAX_UNSENT_CHARS, Choice
+from meltcore.serve.tasks.generation.generation_ticket import MAX_UNSENT_CHARS, Choice, GenerationTicket
 
 # Beside its own tokens a request counts as these for the choice of a replica. Without, replicas of equal tokens
 # differ by 6 % in requests, and so in the time of steps; with many more, long prompts would meet at one replica.
@@ -42,14 +42,18 @@ class OpenRequests(OpenTickets[Choice]):
     usual_output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer: the average of past ones
 
     def place(self, child: Choice, replica: int) -> None:
-        """Send a choice to a replica, and set its cost there in tokens.
+        """Send a choice to a replica, and set its cost there in tokens. It follows the first answer to its prompt.
 
         An answer costs its limit of tokens, or the average length of past answers if that is lower, because clients
         often set no limit. The longest length of the model would keep dozens of shorter requests away from the replica.
         REQUEST_TOKENS are added, because each request takes part in every step.
         """
         answer_tokens = min(child.params.max_tokens, round(self.usual_output_tokens))
-        child.cost = REQUEST_TOKENS + child.prompt_tokens + answer_tokens
+        child.cost = REQUEST_TOKENS + answer_tokens
+        if child.leader is None:
+            child.cost += child.prompt_tokens
+        elif child.leader.replica is not None:
+            replica = child.leader.replica  # whose prefix cache has the prompt
         super().place(child, replica)
         if self._stats.replicas == 1 or child.ticket.is_retried:
             child.prompt_token_ids = b""  # the engine has them; for 10,000 requests a second copy takes much memory
@@ -59,11 +63,12 @@ class OpenRequests(OpenTickets[Choice]):
 
         The output tokens change the average length of answers, and are charged to the API key of the request.
         """
-        output_tokens = sum(choice.output_tokens for choice in ticket.children)
+        assert isinstance(ticket, GenerationTicket)
+        output_tokens = ticket.output_tokens
         mean = output_tokens / len(ticket.children)
         self.usual_output_tokens += (mean - self.usual_output_tokens) * OUTPUT_TOKENS_WEIGHT
         ticket.exchange.charge(output_tokens)
-        return sum(choice.prompt_tokens for choice in ticket.children) + output_tokens
+        return ticket.prompt_tokens + output_tokens
 
     def on_step(self, step: StepOutputs, replica: int = 0) -> None:
         """Add the new tokens of a step to their choices.

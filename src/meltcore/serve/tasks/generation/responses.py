@@ -82,7 +82,7 @@ class ResponseWriter(ABC):
                 "created": self._created,
                 "model": self._model,
                 **self._notes,
-                "choices": [self._full_choice(choice) for choice in ticket.choices],
+                "choices": [self._full_choice(choice) for choice in ticket.answers()],
                 "usage": msgspec.Raw(usage_json(ticket)),
             }
         )

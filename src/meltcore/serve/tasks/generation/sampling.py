@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.protocol.sampling_params import MAX_LOGPROBS, Grammar, SamplingParams
+from meltcore.protocol.sampling_params import MAX_LOGPROBS, SEED_LIMIT, Grammar, SamplingParams
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest
 
+MAX_ANSWERS = 128  # to one prompt
+MAX_CHOICES = 1024  # of one request
 MAX_STOP_CHARS = 4096  # of one stop string: text of its length may be held back
 MAX_STOP_TOKEN_IDS = 256
 MAX_ID_DIGITS = 20  # of a key of logit_bias
@@ -61,6 +63,46 @@ def checkpoint_defaults(generation_config: dict[str, Any], source: str = "genera
     except RequestError as error:
         raise ConfigError(f"{source}: {error}; {_GREEDY_HINT}") from error
     return defaults
+
+
+def num_answers(request: ChatRequest | CompletionRequest, num_prompts: int) -> int:
+    """Return how many answers to each prompt are made: `best_of`, else `n`. Raises RequestError (400)."""
+    made = _num_answers(request)
+    if num_prompts * made > MAX_CHOICES:
+        raise RequestError(
+            f"{num_prompts} prompts with {made} answers each are {num_prompts * made} answers; "
+            f"the limit is {MAX_CHOICES}",
+            param="n",
+        )
+    return made
+
+
+def _num_answers(request: ChatRequest | CompletionRequest) -> int:
+    count = 1 if request.n is None else request.n
+    if not 1 <= count <= MAX_ANSWERS:
+        raise RequestError(f"n must be at least 1 and at most {MAX_ANSWERS}; got {count}", param="n")
+    if not isinstance(request, CompletionRequest) or request.best_of is None:
+        return count
+    if not count <= request.best_of <= MAX_ANSWERS:
+        raise RequestError(
+            f"best_of must be at least n, which is {count}, and at most {MAX_ANSWERS}; got {request.best_of}",
+            param="best_of",
+        )
+    if request.stream and request.best_of > count:
+        raise RequestError(
+            f"best_of ({request.best_of}) above n ({count}) cannot be streamed: the best answers are known at the end",
+            param="best_of",
+        )
+    return request.best_of
+
+
+def params_of_answer(params: SamplingParams, index: int) -> SamplingParams:
+    """Return the settings of the answer `index` to a prompt: its seed is the request's seed + index, as in vLLM."""
+    if params.seed is None or index == 0:
+        return params
+    # The highest seed is followed by the lowest.
+    seed = (params.seed + index + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+    return msgspec.structs.replace(params, seed=seed)
 
 
 def sampling_params(
