@@ -42,16 +42,24 @@ _PLACES = {
 }
 
 
-def unsupported_fields() -> list[str]:
-    """Lines of a table: each known field that is not supported, its values that are accepted, where it occurs."""
+def request_fields() -> list[str]:
+    """Lines of a table: all fields of a chat or a completion that are known, by what is done with them."""
     places: dict[str, list[str]] = defaultdict(list)
     for struct, place in _PLACES.items():
-        for name in protocol._UNSUPPORTED[struct]:
+        names = protocol._UNSUPPORTED[struct] if struct is protocol.ChatMessage else struct.__struct_fields__
+        for name in names:
             places[name].append(place)
-    lines = ["| field | accepted besides `null` | in |", "|---|---|---|"]
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(places):
-        accepted = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in protocol._NEUTRAL[name])
-        lines.append(f"| `{name}` | {accepted or 'nothing'} | {', '.join(places[name])} |")
+        if name in protocol._NEUTRAL:
+            values = (f"`{msgspec.json.encode(value).decode()}`" for value in protocol._NEUTRAL[name])
+            treatment = f"refused, but for {', '.join(['`null`', *values])}"
+        else:
+            treatment = "accepted, changes no answer" if name in protocol.UNUSED else "honored"
+        groups[treatment, ", ".join(places[name])].append(f"`{name}`")
+    lines = ["| fields | in | Meltcore |", "|---|---|---|"]
+    for treatment, where in sorted(groups, key=lambda group: (not group[0].startswith("honored"), group)):
+        lines.append(f"| {', '.join(groups[treatment, where])} | {where} | {treatment} |")
     return lines
 
 
@@ -254,7 +262,7 @@ def forms(found: Mapping[str, tuple[str, str]]) -> list[str]:
 TABLES = {
     "forms of a chat request": partial(forms, CHAT_FORMS),
     "forms of a model at start": partial(forms, MODEL_FORMS),
-    "unsupported fields": unsupported_fields,
+    "request fields": request_fields,
     "load metrics": load_metrics,
     "task metrics": task_metrics,
     "published shapes": published_shapes,

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 from server_harness import MODEL, RunningServer, chat_body, scripted_server
 
+from meltcore.serve.tasks.generation.responses import OBFUSCATED_BYTES
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 COMPLETION = {"model": MODEL, "prompt": "a", "max_tokens": 1}
 
 
@@ -62,6 +65,32 @@ def test_continuous_usage_counts_up_to_the_whole(server: RunningServer) -> None:
     assert counts == sorted(counts)
     assert counts[-2:] == [9, 9]
     assert all(event["usage"]["prompt_tokens"] == 3 for event in events)
+
+
+def test_obfuscated_events_have_lengths_of_whole_blocks(server: RunningServer) -> None:
+    options = {"include_obfuscation": True, "include_usage": True}
+    for path, prompt in (("/v1/chat/completions", chat_body("hé☃llo")), ("/v1/completions", COMPLETION)):
+        answer = server.post(path, prompt | {"max_tokens": 30, "stream": True, "stream_options": options})
+        lines = [line for line in answer.body.split(b"\n\n") if b"obfuscation" in line]
+        # Without the field's own 18 bytes and the last brace.
+        assert {(len(line) - 18) % OBFUSCATED_BYTES for line in lines} == {0}
+        assert len(lines) == len(answer.events) - 1
+        assert len({event["obfuscation"] for event in answer.events[:-1]}) == len(lines)
+    plain = server.chat("hi", stream=True, max_tokens=3, stream_options={"include_obfuscation": False})
+    assert b"obfuscation" not in plain.body
+
+
+def test_final_message_is_continued(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd "}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 7, "continue_final_message": True}
+    assert server.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"] == "abcd ab"
+    for message, fault in (
+        ({"role": "user", "content": "x"}, "must be a text of the assistant; it is one of the role user"),
+        ({"role": "assistant", "tool_calls": [CALL]}, "of the role assistant with tool_calls"),
+    ):
+        answer = server.post("/v1/chat/completions", body | {"messages": [*messages, message]})
+        assert (answer.status, answer.error["param"]) == (400, "continue_final_message")
+        assert fault in answer.error["message"]
 
 
 def test_stop_string_across_tokens_ends_the_answer_before_it(server: RunningServer) -> None:
@@ -153,6 +182,7 @@ def test_content_parts_and_developer_role_are_joined(server: RunningServer) -> N
 
 def test_null_means_absent_and_neutral_values_pass(server: RunningServer) -> None:
     neutral = {"n": 1, "tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {}}
+    neutral |= {"verbosity": "medium", "length_penalty": 1.0, "use_beam_search": False, "include_reasoning": True}
     absent = {"temperature": None, "stop": None, "seed": None, "stream": None, "max_completion_tokens": None}
     assert server.chat("ab", max_tokens=2, **neutral, **absent).status == 200
 
@@ -165,9 +195,11 @@ def test_fields_without_effect_are_accepted(server: RunningServer) -> None:
         "safety_identifier": "me",
         "prompt_cache_key": "key",
         "prompt_cache_retention": "24h",
+        "prompt_cache_options": {"mode": "explicit"},
     }
     messages = [{"role": "user", "content": "ab", "name": "Ann"}]
-    answer = server.post("/v1/chat/completions", {"model": MODEL, "messages": messages, "max_tokens": 2, **unused})
+    body = {"model": MODEL, "messages": messages, "max_tokens": 2, "prediction": {"type": "content", "content": "x"}}
+    answer = server.post("/v1/chat/completions", body | unused)
     assert answer.json["choices"][0]["message"]["content"] == "ab"
     answer = server.post("/v1/completions", {"model": MODEL, "prompt": "ab", "max_tokens": 2, **unused})
     assert answer.json["choices"][0]["text"] == "ab"

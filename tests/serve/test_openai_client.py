@@ -6,8 +6,12 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 from server_harness import MODEL, RunningServer, scripted_server
 from waiting import WAIT_S
+
+from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,13 @@ def test_completions(client: openai.OpenAI) -> None:
     assert [choice.text for choice in answer.choices] == ["aba", "cdc"]
     stream = client.completions.create(model=MODEL, prompt=[97, 98], max_tokens=3, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == "aba"
+
+
+def test_every_field_of_the_client_is_known() -> None:
+    """Each is honored, accepted or refused by a rule of its own, and stands in docs/api.md."""
+    for params, form in ((chat_params, ChatRequest), (completion_params, CompletionRequest)):
+        fields = params.CompletionCreateParamsBase.__annotations__.keys()
+        assert fields <= set(form.__struct_fields__)
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.slow
 
 END = "~"  # ends the scripted answer
 # It writes the last message, and shows by a comment how the model calls.
-TEMPLATE = "{# tools <tool_call> enable_thinking #}{{ messages[-1].content }}"
+TEMPLATE = (
+    "{# tools <tool_call> enable_thinking #}{{ messages[-1].content }}"
+    "{% if messages[-1].content == 'tools:' %}{{ tools | map(attribute='function.name') | join(' ') }}{% endif %}"
+)
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -69,6 +72,14 @@ def test_calls_of_an_answer(client: openai.OpenAI) -> None:
     assert calls[0].id != calls[1].id
     assert all(call.id.startswith("call_") for call in calls)
     assert ask(client, CALL).choices[0].message.content is None
+
+
+def test_tokenize_takes_tools(server: RunningServer) -> None:
+    body = {"messages": [{"role": "user", "content": "tools:"}], "tools": TOOLS}
+    tokens = server.post("/tokenize", body).json["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json["prompt"] == "tools:get_weather ping"
+    answer = server.post("/tokenize", body | {"tools": [PING, PING]})
+    assert (answer.status, answer.error["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize("written", [CALL, f"{EMPTY}\n{CALL}", f"Look.\n{CALL}\n{CALL}\n{EMPTY}", "No call."])

@@ -26,7 +26,7 @@ from meltcore.models.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from meltcore.text import control_tokens
-from meltcore.text.chat_prompt import render_chat
+from meltcore.text.chat_prompt import render_chat, render_continued
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
 
@@ -313,3 +313,32 @@ def test_vocabulary_without_special_tokens_and_one_with_gaps(tmp_path: Path) -> 
     assert highest + 1 not in ids
     assert highest + 2 in ids
     assert len(special_ids(tokenizer, ids)) == 3
+
+
+@pytest.mark.parametrize("content", ["", "i", " two words \n", "<|im_end|> and more", "a" * 50])
+def test_continued_prompt_ends_with_the_text_of_the_last_message(content: str) -> None:
+    """Also where the text occurs in what the template writes after it, such as "i" in <|im_end|>."""
+    tokenizer = load(BUNDLED_MODEL)
+    messages = [{"role": "user", "content": "i"}, {"role": "assistant", "content": content}]
+    prompt = render_continued(tokenizer, ChatTemplate(PLAIN), messages)
+    head = "<|im_start|>user\ni<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.text == head + content
+    ids = prompt.encode(tokenizer)
+    assert len(special_ids(tokenizer, ids)) == 3  # no special token comes from the text
+    assert tokenizer.decode(ids, skip_special_tokens=False) == head + content
+
+
+def test_continued_prompt_needs_a_template_that_writes_the_last_message() -> None:
+    template = ChatTemplate("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    with pytest.raises(RequestError, match="does not write the last message"):
+        render_continued(load(BUNDLED_MODEL), template, messages)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_generation_prompt_can_be_left_out(adds: bool) -> None:
+    template = ChatTemplate("{{ messages[0].content }}{% if add_generation_prompt %}<|im_end|>{% endif %}")
+    for content in ("x", "<|im_end|>"):
+        prompt = render_chat(load(BUNDLED_MODEL), template, chat(content), add_generation_prompt=adds)
+        assert prompt.text == content + "<|im_end|>" * adds
+        assert len(special_ids(load(BUNDLED_MODEL), prompt.encode(load(BUNDLED_MODEL)))) == adds

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -47,6 +47,11 @@ class ChatPrompt(NamedTuple):
             return tokenizer.encode(self.text, add_special_tokens=False)
         return self.controls.encode(self.text, self.special_tokens)
 
+    def up_to(self, end: int) -> ChatPrompt:
+        """Return the first `end` characters of the prompt."""
+        inside = None if self.special_tokens is None else [each for each in self.special_tokens if each.end <= end]
+        return self._replace(text=self.text[:end], special_tokens=inside)
+
     def pieces(self, characters: int) -> Iterator[ChatPrompt]:
         """Yield the prompt in pieces of `characters` characters, or a few more if a control token would be cut."""
         matches = deque(self.special_tokens or ())
@@ -70,15 +75,18 @@ def render_chat(
     *,
     special_tokens_in_messages: bool = False,
     check_text: Callable[[str], None] | None = None,
+    add_generation_prompt: bool = True,
 ) -> ChatPrompt:
     """Return the prompt of a chat, up to the position at which the answer begins.
 
-    With `special_tokens_in_messages`, control tokens in the text of messages are tokens too. `check_text` is called
-    with the prompt's text before stand-ins are made, because that takes long for a long text.
+    Without `add_generation_prompt` it ends after the last message. With `special_tokens_in_messages`, control tokens in
+    the text of messages are tokens too. `check_text` is called with the prompt's text before stand-ins are made,
+    because that takes long for a long text.
 
     Raises RequestError (400) if the template rejects the messages.
     """
-    text = template.render(messages, kwargs)
+    render = partial(template.render, add_generation_prompt=add_generation_prompt)
+    text = render(messages, kwargs)
     if check_text is not None:
         check_text(text)
     if special_tokens_in_messages:
@@ -92,7 +100,7 @@ def render_chat(
     stand_ins = _stand_ins(edges, [*strings, text, *controls.texts])
     kept = _kept_strings(template.constants, controls)
     pattern = re.compile("|".join(map(re.escape, (*kept, *stand_ins))))
-    shadow = template.render(*(_replace_characters(each, stand_ins, pattern) for each in (messages, kwargs)))
+    shadow = render(*(_replace_characters(each, stand_ins, pattern) for each in (messages, kwargs)))
     own, found = controls.find(shadow), controls.find(text)
     as_text = shadow.translate({ord(stand_in): char for char, stand_in in stand_ins.items()})
     if as_text == text:
@@ -101,6 +109,30 @@ def render_chat(
         has_same_tokens = [match.token for match in own] == [match.token for match in found]
         is_same = has_same_tokens and not any(map(controls.occur_in, strings))
     return ChatPrompt(text) if is_same else ChatPrompt(as_text, own, controls)
+
+
+def render_continued(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | MissingTemplate,
+    messages: list[Message],
+    kwargs: dict[str, Any] | None = None,
+    **settings: Any,
+) -> ChatPrompt:
+    """Return the prompt of a chat, up to the end of the text of its last message.
+
+    A character that is nowhere else marks this end, since the text may occur in the template. `settings` are the
+    further parameters of `render_chat`. Raises RequestError (400), also if the template leaves the last message out.
+    """
+    [mark] = _stand_ins({""}, list(_message_strings([messages, kwargs or {}]))).values()
+    last = {**messages[-1], "content": messages[-1]["content"] + mark}
+    prompt = render_chat(tokenizer, template, [*messages[:-1], last], kwargs, add_generation_prompt=False, **settings)
+    end = prompt.text.rfind(mark)
+    if end < 0:
+        raise RequestError(
+            "continue_final_message: the chat template of this model does not write the last message",
+            param="continue_final_message",
+        )
+    return prompt.up_to(end)
 
 
 def _message_strings(value: Any) -> Iterator[str]:

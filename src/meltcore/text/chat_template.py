@@ -121,9 +121,12 @@ class ChatTemplate:
 
         return not shows_arguments({"needle": "x"}) and shows_arguments('{"needle": "x"}')
 
-    def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
+    def render(
+        self, messages: list[Message], kwargs: dict[str, Any] | None = None, *, add_generation_prompt: bool = True
+    ) -> str:
         """Return the prompt for `messages`, which ends where the assistant's answer begins.
 
+        Without `add_generation_prompt` it ends after the last message.
         A value of None in `kwargs` leaves a variable at its default. Raises RequestError (400) with the template's own
         message if the template rejects the messages or fails on them.
         """
@@ -131,7 +134,8 @@ class ChatTemplate:
         for name in sorted(_RESERVED_VARIABLES & kwargs.keys()):
             raise RequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
         stated = {name: value for name, value in kwargs.items() if value is not None or name not in self._variables}
-        variables = {**self._variables, **stated, "messages": messages, "add_generation_prompt": True}
+        variables = {**self._variables, **stated, "messages": messages}
+        variables["add_generation_prompt"] = add_generation_prompt
         parts: list[str] = []
         length = 0
         try:
@@ -181,7 +185,7 @@ class MissingTemplate:
         """Store why the template cannot be used. None means that there is no template."""
         self.reason = reason
 
-    def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:  # noqa: ARG002
+    def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None, **_: bool) -> str:  # noqa: ARG002
         """Raise RequestError (400), because the model cannot answer chats."""
         fault = (
             "this model has no chat template" if self.reason is None else f"this model takes no chats: {self.reason}"

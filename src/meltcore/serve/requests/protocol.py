@@ -17,7 +17,7 @@ from meltcore.common.errors import RequestError
 
 AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = int
 
 
@@ -26,6 +26,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = None  # one last event with the whole usage
     continuous_usage_stats: bool | None = None  # usage so far in every event
+    include_obfuscation: bool | None = None  # pad events, so that their lengths do not show those of their texts
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -62,10 +63,11 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     structural_tag: dict[str, Any] | str | None = None
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, tag_field="type", tag="text"):
     """A content part with text, the only type that a text model accepts."""
 
     text: str
+    prompt_cache_breakpoint: Any = None  # not used: all full pages are cached
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -167,14 +169,21 @@ class _Sampling(JsonRequest, forbid_unknown_fields=True, kw_only=True):
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = None  # lower runs earlier
-    # Accepted and not used: they concern OpenAI's storage, abuse monitoring and cache, and change no answer.
+    logit_bias: dict[str, float] | None = None  # by token id
+    n: int | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
-    logit_bias: dict[str, float] | None = None  # by token id
-    n: int | None = None
+    # Known, not supported.
+    bad_words: Any = None
+    length_penalty: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    spaces_between_special_tokens: Any = None
+    use_beam_search: Any = None
 
 
 class ChatRequest(_Sampling, kw_only=True):
@@ -190,12 +199,17 @@ class ChatRequest(_Sampling, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking_token_budget: int | None = None  # as vLLM calls it: the tokens of reasoning at most
+    add_generation_prompt: bool | None = None  # False ends the prompt after the last message
+    continue_final_message: bool | None = None  # the answer continues the last message, which is the assistant's
+    prediction: dict[str, Any] | None = None
     # Known, not supported.
     audio: Any = None
+    documents: Any = None
     function_call: Any = None
     functions: Any = None
+    include_reasoning: Any = None
     modalities: Any = None
-    prediction: Any = None
+    moderation: Any = None
     service_tier: Any = None
     verbosity: Any = None
     web_search_options: Any = None
@@ -220,6 +234,9 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True  # for `prompt`; a chat template writes its own
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -229,18 +246,33 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     tokens: list[TokenId]
 
 
+# Accepted and not used: they concern OpenAI's storage, abuse monitoring, cache and speed, and change no answer.
+UNUSED = frozenset(
+    (
+        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("safety_identifier", "store"),
+    )
+)
 # The values of unsupported fields that are accepted.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
+    "bad_words": ([],),
+    "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
     "modalities": (["text"],),
-    "prediction": (),
+    "moderation": (),
     "refusal": (),
-    "service_tier": ("auto", "default"),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default", "flex"),
+    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "verbosity": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 _UNSUPPORTED: dict[type[msgspec.Struct], tuple[str, ...]] = {

@@ -112,7 +112,7 @@ class LocalEngine(EngineBackend):
                 choice = Choice(
                     *(ticket, prompt, params_of_answer(settings, index), text.tokenizer, answer_format, echo),
                     tools=tools,
-                    continues_prompt=isinstance(request, CompletionRequest),
+                    continues_prompt=isinstance(request, CompletionRequest) or bool(request.continue_final_message),
                     leader=leader,
                 )
                 leader = leader or choice
@@ -130,7 +130,15 @@ class LocalEngine(EngineBackend):
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         if request.messages is not None:
-            tokens = await self._chat_prompt(request, limit, is_only_counted=True)
+            chat = ChatRequest(
+                messages=request.messages,
+                chat_template_kwargs=request.chat_template_kwargs,
+                tools=request.tools,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+            )
+            requested_tools(chat, self._text.answer_format, self._text.template)
+            tokens = await self._chat_prompt(chat, limit, is_only_counted=True)
         else:
             (tokens,) = await encode_all(
                 *(self._text.tokenizer, [request.prompt or ""], "prompt"),
@@ -167,20 +175,17 @@ class LocalEngine(EngineBackend):
             "hf_overrides": self.config.hf_overrides,
         }
 
-    async def _chat_prompt(
-        self, request: ChatRequest | TokenizeRequest, context: int, *, is_only_counted: bool
-    ) -> list[int]:
-        kwargs = request.chat_template_kwargs
-        if isinstance(request, ChatRequest):
-            kwargs = template_variables(request, self._text.template)
+    async def _chat_prompt(self, request: ChatRequest, context: int, *, is_only_counted: bool) -> list[int]:
         return await chat_prompt(
             self._text.tokenizer,
             self._text.template,
-            request.messages or [],
-            kwargs,
+            request.messages,
+            template_variables(request, self._text.template),
             context,
             special_tokens_in_messages=self.config.special_tokens_in_messages,
             is_only_counted=is_only_counted,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
         )
 
     async def _grammars(

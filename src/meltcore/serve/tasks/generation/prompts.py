@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import ChatMessage, CompletionRequest
 from meltcore.serve.tasks.generation.tools import template_calls
-from meltcore.text.chat_prompt import ChatPrompt, render_chat
+from meltcore.text.chat_prompt import ChatPrompt, render_chat, render_continued
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.detokenizer import text_to_continue
 from meltcore.text.tokenizer import Tokenizer
@@ -41,11 +42,15 @@ async def chat_prompt(
     *,
     special_tokens_in_messages: bool = False,
     is_only_counted: bool = False,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
 ) -> list[int]:
     """Return the token ids of a chat, up to the beginning of the answer. Raises RequestError (400) for an invalid chat.
 
-    `context` and `is_only_counted` limit the length, as in `encode_all`. `special_tokens_in_messages` says how the chat
-    template treats text that looks like a special token, as in `render_chat`.
+    The answer begins a message of its own, unless `add_generation_prompt` is False. With `continue_final_message` it
+    continues the last message. `context` and `is_only_counted` limit the length, as in `encode_all`.
+    `special_tokens_in_messages` says how the chat template treats text that looks like a special token, as in
+    `render_chat`.
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
@@ -55,8 +60,13 @@ async def chat_prompt(
     def check(prompt: ChatPrompt) -> None:
         _check_length(tokenizer, prompt, "messages", context, is_only_counted=is_only_counted)
 
+    render: Callable[..., ChatPrompt] = partial(render_chat, add_generation_prompt=add_generation_prompt is not False)
+    if continue_final_message:
+        _check_continuable(messages[-1], add_generation_prompt)
+        render = render_continued
+
     def work() -> list[int]:
-        prompt = render_chat(
+        prompt = render(
             tokenizer,
             template,
             template_messages,
@@ -221,6 +231,18 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
     if not ids:
         raise RequestError(f"{param} has no tokens; a model needs at least one", param=param)
     return ids
+
+
+def _check_continuable(message: ChatMessage, add_generation_prompt: bool | None) -> None:
+    """Raise RequestError (400) if an answer cannot continue the last message of a chat."""
+    fault = None
+    if add_generation_prompt:
+        fault = "add_generation_prompt begins another message; give one of both"
+    elif message.role != "assistant" or message.tool_calls:
+        calls = " with tool_calls" if message.tool_calls else ""
+        fault = f"the last message must be a text of the assistant; it is one of the role {message.role}{calls}"
+    if fault is not None:
+        raise RequestError(f"continue_final_message: {fault}", param="continue_final_message")
 
 
 def _template_message(

@@ -7,6 +7,7 @@ token.
 
 from __future__ import annotations
 
+import secrets
 import time
 from abc import ABC, abstractmethod
 from typing import Any
@@ -20,6 +21,7 @@ from meltcore.serve.requests.protocol import StreamOptions
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 from meltcore.text.answer_parser import CallDelta
 
+OBFUSCATED_BYTES = 64  # the lengths of padded events differ by multiples of it
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write
 
@@ -45,7 +47,8 @@ class ResponseWriter(ABC):
         self._model = model
         self._has_usage_event = bool(options.include_usage)
         self._usage_in_events = bool(options.continuous_usage_stats)
-        self._event_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
+        self._is_obfuscated = bool(options.include_obfuscation)
+        self._event_end = b'],"usage":null' if options.include_usage else b"]"
         self._notes = {"weakened_schema": ticket.weakened} if ticket.weakened else {}
         shared_fields = {
             "id": self._id,
@@ -58,11 +61,13 @@ class ResponseWriter(ABC):
 
     def event(self, choice: Choice) -> bytes:
         """Return one server-sent event with the unsent output of `choice`."""
-        event_start, body = self._event_start, self._event_choice(choice)
-        if not self._usage_in_events:
-            return b"%s%s%s" % (event_start, body, self._event_end)
-        usage = _usage(choice.prompt_tokens, choice.output_tokens, choice.cached_tokens)
-        return b'%s%s],"usage":%s}\n\n' % (event_start, body, usage)
+        event_start, body, end = self._event_start, self._event_choice(choice), self._event_end
+        if self._usage_in_events:
+            end = b'],"usage":%s' % _usage(choice.prompt_tokens, choice.output_tokens, choice.cached_tokens)
+        if self._is_obfuscated:
+            length = OBFUSCATED_BYTES - (len(event_start) + len(body) + len(end)) % OBFUSCATED_BYTES
+            end += b',"obfuscation":"%s"' % secrets.token_urlsafe(length)[:length].encode()
+        return b"%s%s%s}\n\n" % (event_start, body, end)
 
     def end_events(self, ticket: GenerationTicket) -> list[bytes]:
         """Return the last events of a stream: the usage of the whole request if it was asked for, and [DONE]."""
