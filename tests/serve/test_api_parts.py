@@ -272,6 +272,26 @@ def test_checkpoint_defaults_are_checked_only_when_they_are_used(tmp_path: Path)
         load_text_model(model)
 
 
+def test_unknown_response_template_is_logged_with_what_is_read_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    model = ModelSection(checkpoint=str(tmp_path), load_format="dummy")
+    calls = {"open": "<x>", "content": "kv-lines"}
+    for template, note in (
+        ("{{ tools }}<tool_call>", "'kv-lines'; calls are read as hermes, which its chat template shows"),
+        ("{{ messages }}", "'kv-lines'; the model takes no tools"),
+    ):
+        settings = {"chat_template": template, "response_template": {"fields": {"tool_calls": calls}}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        load_text_model(model)
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"meltcore: {tmp_path}: response_template.fields.tool_calls has the unknown content")
+        assert note in line
+        load_text_model(msgspec.structs.replace(model, tool_call_parser="none"))
+        assert capsys.readouterr().err == ""
+
+
 def test_request_overrides_the_checkpoint_defaults() -> None:
     request = decode_request(b'{"model": "m", "messages": [], "temperature": 0.2, "top_k": -1}', ChatRequest)
     params = sampling_params(

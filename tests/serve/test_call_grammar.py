@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 import tokenizers
+from call_examples import write as write_calls
 from llguidance import LLMatcher
 
+from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import Function
 from meltcore.serve.tasks.generation.call_grammar import call_grammar
 from meltcore.serve.tasks.generation.text_function import text_function
@@ -50,8 +52,8 @@ def make_format(name: str, *more: str) -> AnswerFormat:
     return answer_format(Tokenizer(raw), {}, ChatTemplate("tools"), calls=name)
 
 
-def accepts(form: AnswerFormat, written: str, **options: Any) -> bool:
-    grammar = call_grammar(form, [PING, GET], **{"is_forced": True, "is_parallel": True} | options)
+def accepts(form: AnswerFormat, written: str, *, functions: Any = (PING, GET), **options: Any) -> bool:
+    grammar = call_grammar(form, list(functions), **{"is_forced": True, "is_parallel": True} | options)
     assert grammar is not None
     compiler = GrammarCompiler(form.tokenizer, [END])
     compiler.check(grammar)
@@ -60,6 +62,8 @@ def accepts(form: AnswerFormat, written: str, **options: Any) -> bool:
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
+GEMMA_MARKS = ("<start_function_call>", "<end_function_call>", "<escape>")
+GEMMA = "<start_function_call>call:{}<end_function_call>"
 CASES: list[tuple[str, tuple[str, ...], list[str], list[str]]] = [
     (
         "hermes",
@@ -95,8 +99,23 @@ CASES: list[tuple[str, tuple[str, ...], list[str], list[str]]] = [
         ["[TOOL_CALLS]ping[ARGS]{}", '[TOOL_CALLS]get[ARGS]{"place": "x"}'],
         ["[TOOL_CALLS]other[ARGS]{}", "[TOOL_CALLS]get[ARGS]{}"],
     ),
+    (
+        "functiongemma",
+        GEMMA_MARKS,
+        [GEMMA.format("ping{}"), GEMMA.format("get{place:<escape>a, {b}:\n<escape>,days:3}"),
+         GEMMA.format("get{place:<escape><escape>,unit:<escape>C<escape>}")],
+        [GEMMA.format("get{}"), GEMMA.format("other{}"), GEMMA.format("get{place:Bonn}"),
+         GEMMA.format("get{place:<escape>x<escape>,days:10}"), GEMMA.format("ping{a:1}")],
+    ),
+    (
+        "pythonic",
+        (),
+        ["[ping()]", "[get(place='a \\'b', days=3)]", '[get(place="x", unit=\'C\')]'],
+        ["[other()]", "[get()]", "[get(place='x', unit='K')]", "[get(place=x)]", "[get(days=3, place='x')]", "[]",
+         "[get(place='x', place='y')]", "[get(place='x' days=3)]", "[get(place='x', days=3.5)]", "[ping()"],
+    ),
 ]  # fmt: skip
-BETWEEN = {"hermes": "\n", "qwen3_coder": "\n", "llama3_json": "; ", "mistral": ""}
+BETWEEN = {"hermes": "\n", "qwen3_coder": "\n", "llama3_json": "; ", "mistral": "", "functiongemma": ""}
 
 
 @pytest.mark.parametrize(("name", "more", "good", "bad"), CASES)
@@ -112,10 +131,17 @@ def test_forced_answer_is_a_call_of_a_given_tool(
         msgspec.json.decode(arguments, type=dict[str, Any])
     for written in (*bad, "", f"Well. {good[0]}", f"{good[0]} Well."):
         assert not accepts(form, written), written
-    if name != "mistral" or more:
+    if name in BETWEEN and (name != "mistral" or more):
         joined = BETWEEN[name].join(good)
         assert accepts(form, joined)
         assert not accepts(form, joined, is_parallel=False)
+
+
+def test_calls_of_python_share_one_list() -> None:
+    form = make_format("pythonic")
+    for written in ("[ping(), ping()]", "[get(place='x'), ping(), get(place='y')]"):
+        assert accepts(form, written)
+        assert not accepts(form, written, is_parallel=False)
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
@@ -131,9 +157,109 @@ def test_strict_tools_leave_text_around_calls_free(name: str) -> None:
 def test_format_without_a_grammar_says_so(name: str) -> None:
     form = make_format(name)
     grammar = call_grammar(form, [PING], is_forced=True, is_parallel=True)
-    assert (grammar is None) == (name in ("functiongemma", "pythonic"))
-    if name == "llama3_json":  # nothing tells a call from text
-        assert call_grammar(form, [PING], is_forced=False, is_parallel=True) is None
+    assert (grammar is None) == (name == "functiongemma")  # whose marks are no tokens of this vocabulary
+    if name in ("llama3_json", "pythonic"):  # nothing tells a call from another object
+        assert call_grammar(form, [PING], is_forced=False, is_parallel=True, answer="start: /.*/") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "calls", "texts", "bad"),
+    [
+        (
+            "llama3_json",
+            ("<|python_tag|>",),
+            ['{"name": "ping", "parameters": {}}', '<|python_tag|>{"name": "get", "parameters": {"place": "x"}}'],
+            ["Well.", '{"a": {"size": 1}', "a { b } [ping()]"],
+            ['{"name": "get", "parameters": {}}', 'Look. {"name": "ping"}', '{ "type" : "function"}'],
+        ),
+        (
+            "pythonic",
+            (),
+            ["[ping()]", "[get(place='x'), ping()]"],
+            ["Well.", "a[0] = ping()", "[other()]", '{"name": "ping"}', "[1, 2]"],
+            ["[get()]", "Look. [ping()]", "[ ping ("],
+        ),
+        (
+            "functiongemma",
+            GEMMA_MARKS,
+            [GEMMA.format("ping{}"), "Look." + GEMMA.format("get{place:<escape>x<escape>}")],
+            ["Well.", "call:get{}"],
+            [GEMMA.format("get{}"), "Look." + GEMMA.format("other{}")],
+        ),
+    ],
+)
+def test_strict_tools_beside_text(
+    name: str, more: tuple[str, ...], calls: list[str], texts: list[str], bad: list[str]
+) -> None:
+    form = make_format(name, *more)
+    tools = ToolSet({"ping": {}, "get": GET.parameters or {}})
+    for written in (*calls, *texts):
+        assert accepts(form, written, is_forced=False), written
+        parser = AnswerParser(form, tools)
+        ids = form.tokenizer.encode(written, add_special_tokens=False)
+        text = "".join(parser.mark(each) if each in parser.hidden_ids else
+                       parser.feed(form.tokenizer.decode([each])) for each in ids) + parser.end()  # fmt: skip
+        assert (text == written, parser.has_calls) == (written in texts, written in calls)
+    for written in bad:
+        assert not accepts(form, written, is_forced=False), written
+
+
+ARGUMENTS: dict[str, Any] = {
+    "text": {"type": "string"},
+    "kind": {"enum": ["a b", "it's", 2, True, None], "description": "one of them"},
+    "on": {"type": ["boolean", "null"]},
+    "size": {"type": "number", "minimum": -1.5, "exclusiveMaximum": 3},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "area": {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["y"]},
+    "anything": {},
+}
+
+
+@pytest.mark.parametrize("family", ["pythonic", "functiongemma"])
+def test_arguments_of_all_kinds_are_accepted_and_read_back(family: str) -> None:
+    form = make_format(family, *GEMMA_MARKS)
+    function = Function("f", parameters={"type": "object", "properties": ARGUMENTS, "required": ["kind"]}, strict=True)
+    values: list[dict[str, Any]] = [
+        {"text": "a\nb 東", "kind": "it's", "on": True, "size": 2.5, "tags": ["x", "y"], "area": {"x": 1, "y": -2}},
+        {"kind": 2, "on": None, "size": -1.5, "tags": [], "area": {"y": 0}},
+        {"kind": None, "anything": {"deep": [1, "two", {"three": [True, None]}], "e": ""}},
+        {"kind": "a b", "anything": "text"},
+        {"kind": True, "anything": []},
+    ]
+    for arguments in values:
+        written = write_calls(family, [("f", arguments)])
+        assert accepts(form, written, functions=[function]), written
+        parser = AnswerParser(form, ToolSet({"f": function.parameters or {}}))
+        assert parser.feed(written) + parser.end() == ""
+        assert json.loads("".join(call.arguments for call in parser.take()[1])) == arguments
+    bad = [{}, {"kind": "c"}, {"kind": 2, "size": 3}, {"kind": 2, "area": {"x": 1}}, {"kind": 2, "tags": [1]},
+           {"kind": 2, "other": 1}, {"on": True, "kind": 2}, {"kind": 2, "text": 5}]  # fmt: skip
+    for arguments in bad:
+        assert not accepts(form, write_calls(family, [("f", arguments)]), functions=[function]), arguments
+
+
+@pytest.mark.parametrize("family", ["pythonic", "functiongemma"])
+@pytest.mark.parametrize(
+    ("schema", "part"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern"),
+        ({"properties": {"a": {"anyOf": [{"type": "string"}]}}}, "anyOf"),
+        ({"properties": {"a": {"type": "array", "items": {"$ref": "#/x"}}}}, r"\$ref"),
+        ({"properties": {"a b": {"type": "string"}}}, "the name 'a b'"),
+        ({"properties": {"a": {"enum": [[1]]}}}, "an enum of lists or objects"),
+        ({"minProperties": 1}, "minProperties"),
+    ],
+)
+def test_strict_part_that_no_grammar_can_enforce_is_refused_by_name(
+    family: str, schema: dict[str, Any], part: str
+) -> None:
+    form = make_format(family, *GEMMA_MARKS)
+    with pytest.raises(RequestError, match=f"tools: {part} of the strict function f"):
+        call_grammar(form, [Function("f", parameters=schema, strict=True)], is_forced=True, is_parallel=True)
+    arguments = {"a": "anything"} if "a" in schema.get("properties", {}) else {}
+    if part != "an enum of lists or objects":
+        written = write_calls(family, [("f", arguments if "items" not in str(schema) else {"a": ["anything"]})])
+        assert accepts(form, written, functions=[Function("f", parameters=schema)])
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
@@ -193,9 +319,9 @@ ODD_SCHEMAS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", ODD_SCHEMAS, ids=str)
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "functiongemma"])
 def test_odd_schemas_compile_or_are_refused_by_the_compiler(name: str, schema: dict[str, Any]) -> None:
-    form = make_format(name)
+    form = make_format(name, *GEMMA_MARKS)
     grammar = call_grammar(form, [Function("f", parameters=schema)], is_forced=True, is_parallel=True)
     assert grammar is not None
     with suppress(ValueError):

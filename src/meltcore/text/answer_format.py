@@ -190,6 +190,17 @@ def format_of_response_template(response_template: Any) -> CallFormat | None:
                       quote=str(delimiters[0][0]))  # fmt: skip
 
 
+def note_on_unknown_calls(response_template: Any, form: AnswerFormat) -> str | None:
+    """Return a note if a `response_template` describes calls in a way that is not known, or None."""
+    spec = _fields(response_template).get("tool_calls")
+    if spec is None or format_of_response_template(response_template) is not None:
+        return None
+    name = next((name for name, each in CALL_FORMATS.items() if each == form.calls), None)
+    instead = "the model takes no tools" if name is None else f"calls are read as {name}, which its chat template shows"
+    content = str(spec.get("content"))[:80]
+    return f"response_template.fields.tool_calls has the unknown content {content!r}; {instead} (--tool-call-parser)"
+
+
 def _fields(response_template: Any) -> dict[str, Any]:
     fields = response_template.get("fields") if isinstance(response_template, dict) else None
     found = fields.items() if isinstance(fields, dict) else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from meltcore.models.checkpoints.checkpoint import (
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults
 from meltcore.serve.tasks.generation.structured import GrammarChecks
 from meltcore.settings.fleet_spec import ModelSection
-from meltcore.text.answer_format import AnswerFormat, answer_format, template_defaults
+from meltcore.text.answer_format import AnswerFormat, answer_format, note_on_unknown_calls, template_defaults
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate, tokenizer_config
 from meltcore.text.grammar import GrammarCompiler
 from meltcore.text.tokenizer import Tokenizer
@@ -90,15 +91,18 @@ def load_text_model(config: ModelSection) -> TextModel:
     defaults = template_defaults(checkpoint.config)
     template = ChatTemplate.from_checkpoint(checkpoint, defaults, config.chat_template)
     folder = checkpoint.text_folder
+    response_template = None if folder is None else tokenizer_config(folder).get("response_template")
+    form = answer_format(
+        *(tokenizer, checkpoint.config, template, response_template),
+        calls=config.tool_call_parser,
+        reasoning=config.reasoning_parser == "auto",
+    )
+    if config.tool_call_parser == "auto" and (note := note_on_unknown_calls(response_template, form)):
+        print(f"meltcore: {folder}: {note}", file=sys.stderr, flush=True)
     return TextModel(
         tokenizer=tokenizer,
         template=template,
-        answer_format=answer_format(
-            *(tokenizer, checkpoint.config, template),
-            None if folder is None else tokenizer_config(folder).get("response_template"),
-            calls=config.tool_call_parser,
-            reasoning=config.reasoning_parser == "auto",
-        ),
+        answer_format=form,
         sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config, str(generation_path)),
         grammars=GrammarChecks(_grammar_compiler(tokenizer, checkpoint)),
     )
