@@ -82,6 +82,7 @@ def test_files_of_other_containers_behind_them(first: str, second: str) -> None:
     assert duration_s(made(first, 1.5) + other) == pytest.approx(4.0, abs=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["flac", "mp3", "wav", "aac"])
 @pytest.mark.parametrize("second", ["wma", "avi", "wavpack", "amr", "flv", "ts", "caf", "au", "w64", "mp3", "aac"])
 def test_files_behind_frames_whose_lengths_are_not_known(first: str, second: str) -> None:
@@ -183,6 +184,7 @@ def as_3gp(amr: bytes, frames: list[bytes], in_packet: int) -> bytes:
 PAUSES = [(b"#!AMR\n", kind) for kind in range(8, 16)] + [(b"#!AMR-WB\n", kind) for kind in (9, 14, 15)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mark", "kind"), PAUSES)
 def test_pauses_of_amr_are_silence(mark: bytes, kind: int) -> None:
     """Noise is described (SID) in some of their frames; others have no data, or were lost."""
@@ -290,6 +292,7 @@ def remuxed(audio: bytes, start_s: float, page_us: str) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("format", "subtype"), [("OGG", "VORBIS"), ("OGG", "OPUS"), ("FLAC", "PCM_16")])
 @pytest.mark.parametrize("page_us", ["200000", "5000000"])
 @pytest.mark.parametrize(("start_s", "seconds"), [(0.0, 1.0), (1.5, 1.0), (4.0, 3.0)])

@@ -96,6 +96,7 @@ def test_joined_files_of_other_codecs_and_channels() -> None:
     assert duration_s(data) == pytest.approx(2.0, abs=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["wav", "flac", "vorbis", "opus", "mp3", "aiff", "w64", "caf", "m4a", "webm"])
 @pytest.mark.parametrize("second", ["wav", "flac", "vorbis", "aiff", "m4a", "webm", "mp3"])
 def test_files_of_different_containers_that_are_joined(first: str, second: str) -> None:

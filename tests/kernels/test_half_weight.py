@@ -86,6 +86,7 @@ for columns in map(int, sys.argv[1:]):
 """
 
 
+@pytest.mark.slow
 def test_planned_bytes_are_those_that_a_packed_weight_takes() -> None:
     # A process of its own, whose malloc maps every weight: elsewhere the heap may hold freed pages, and nothing grows.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}

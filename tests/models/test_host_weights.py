@@ -103,6 +103,7 @@ def test_published_folders_of_16_bits_are_held_in_them(tmp_path: Path, stored: t
     assert needs.rows[0].size_bytes == host_weights.weight_bytes(engine.engine.runner.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processor", "dtype"),
     [

@@ -63,6 +63,7 @@ def test_thirty_layouts_name_their_source() -> None:
         assert entry["source"].split()[0] in ("github", "npm", "PyPI")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_gives_the_ids_and_texts_of_transformers(tmp_path: Path, name: str) -> None:
     assert_alike(LAYOUTS[name].write(tmp_path), reader=PreTrainedTokenizerFast if name in REBUILT else AutoTokenizer)
@@ -107,6 +108,7 @@ def counts_in_chat(folder: Path, source: str, token: str) -> list[tuple[int, str
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_added_token_that_a_template_writes_is_text_in_a_message(tmp_path: Path, name: str) -> None:
     """Special or not. Tokens of whitespace are no control tokens."""

@@ -78,6 +78,7 @@ def test_written_text_is_encoded_as_transformers_does(ours: Tokenizer, theirs: A
     assert_encoded_alike(ours, theirs, text)
 
 
+@pytest.mark.slow
 @given(text=st.text())
 def test_any_text_is_encoded_as_transformers_does(ours: Tokenizer, theirs: Any, text: str) -> None:
     assert_encoded_alike(ours, theirs, text)

@@ -55,6 +55,7 @@ def planned_bytes(fields: dict[str, Any]) -> int:
     return engine_needs(model, on_cpu=model.device == "cpu").rows[0].size_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size_bytes", "fields"), WEIGHTS, ids=str)
 def test_published_shapes_weigh_what_they_did(size_bytes: int, fields: dict[str, Any]) -> None:
     assert planned_bytes(fields) == size_bytes
@@ -76,6 +77,7 @@ def test_sizes_of_synthesis_are_those_of_the_prepared_model() -> None:
     assert weight_bytes(ModelSection(checkpoint="meltcore/voice"), True) == prepared
 
 
+@pytest.mark.slow
 def test_process_without_torch_has_the_sizes_of_one_with_it() -> None:
     code = (
         "import sys; from meltcore.engine.memory.memory_needs import engine_needs, read_model_sizes; "
@@ -90,6 +92,7 @@ def test_process_without_torch_has_the_sizes_of_one_with_it() -> None:
     assert child.stdout.split() == [*(str(engine_needs(model).budget_bytes) for model in models), "False"]
 
 
+@pytest.mark.slow
 def test_errors_of_the_child_are_those_of_models(tmp_path: Path) -> None:
     """An unknown architecture, and a size that ranks cannot divide; the sizes of another model arrive all the same."""
     (tmp_path / "config.json").write_text('{"architectures": ["Unheard"]}')

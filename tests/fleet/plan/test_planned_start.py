@@ -75,6 +75,7 @@ def test_gpu_that_is_not_visible_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         place_replicas(unplanned, "a")
 
 
+@pytest.mark.slow
 def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -> None:
     text = f"models: {{a: {{{QWEN}, max_num_seqs: 512}}, b: {{checkpoint: x, url: 'http://h'}}}}"
     text = text.replace("max_num_seqs: 4, ", "").replace("checkpoint: x, ", "")
