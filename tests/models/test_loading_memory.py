@@ -20,7 +20,7 @@ from meltcore.engine.worker import loading
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, split_rows
 from meltcore.models import loader
-from meltcore.models.checkpoints import gguf_weights
+from meltcore.models.checkpoints import gguf_weights, tensor_parts
 from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from meltcore.models.decoders.model import Model
 from meltcore.models.loader import build_model, fill_dummy_weights, load_weights
@@ -53,7 +53,8 @@ class Allocations(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_PART_BYTES", PART_BYTES)
+    for module in (loader, tensor_parts):
+        monkeypatch.setattr(module, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(gguf_weights, "_PART_VALUES", PART_BYTES // 4)
 
 

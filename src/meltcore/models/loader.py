@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -17,17 +15,18 @@ from meltcore.common.errors import ConfigError, ShardError
 from meltcore.common.host_memory import host_available_bytes
 from meltcore.common.sizes import size_text
 from meltcore.kernels.fp8.fp8 import FP8
-from meltcore.kernels.memory_pools import memory_pool
+from meltcore.kernels.memory_pools import free_cached_memory, memory_pool
 from meltcore.kernels.quant.ggml import random_blocks
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, split_rows, stored_dtypes
+from meltcore.layers.weight_loader import WeightLoader, split_rows, stored_dtypes
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.checkpoints.fairseq_weights import FairseqWeights
 from meltcore.models.checkpoints.finite_check import FiniteCheck
 from meltcore.models.checkpoints.safetensors_file import SafetensorsFile, open_decoder_files
 from meltcore.models.checkpoints.tensor_file import TensorEntry, TensorFile, is_derived
+from meltcore.models.checkpoints.tensor_parts import PART_BYTES, TensorPart, read_ahead, rows_per_part, split_into_parts
 from meltcore.models.configs.config_fields import Fields
 from meltcore.models.configs.quantization_config import AwqConfig, GptqConfig, read_quantization_config
 from meltcore.models.decoders.model import LoadableModel, Model
@@ -37,7 +36,13 @@ from meltcore.models.quantized.quantization import quantize_as_stored, quantize_
 from meltcore.models.registry import ARCHITECTURES
 from meltcore.settings.config import DType, Quantization
 
+if TYPE_CHECKING:
+    from meltcore.models.tasks.encoder import TextEncoder
+    from meltcore.models.tasks.indicf5 import IndicF5
+    from meltcore.models.tasks.indictrans2 import IndicTrans2
+
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
+TaskModel = TypeVar("TaskModel", "TextEncoder", "IndicF5", "IndicTrans2")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The standard deviation that published models are initialized with (initializer_range in config.json).
 DUMMY_WEIGHT_STD = 0.02
@@ -46,7 +51,6 @@ _MAX_NAMES_SHOWN = 5
 # Threads that read some tens of megabytes each: one thread copies from the page cache at 4 GB/s, and a disk is faster
 # with several requests in its queue.
 _NUM_READERS = 4
-_PART_BYTES = 32 * 2**20
 _FLOATING = {"F64", "F32", "F16", "BF16"}  # of safetensors and GGUF
 
 
@@ -255,6 +259,24 @@ def _has_weight_files(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.weight_files)
 
 
+def load_task_model(
+    model: TaskModel, checkpoint: Checkpoint, device: torch.device, dummy_seed: int | None, progress: Progress
+) -> TaskModel:
+    """Allocate a model of another task than generation, which is on the meta device, and load its weights.
+
+    With `dummy_seed` it gets random weights instead. Raises ConfigError if a file cannot be used, or if memory is not
+    enough.
+    """
+    check_memory(checkpoint.name, parameter_bytes(model), device, 1)
+    model = allocate(model, device)
+    if dummy_seed is None:
+        load_weights(model, checkpoint, progress)
+    else:
+        fill_dummy_weights(model, checkpoint, dummy_seed)
+    free_cached_memory(device)
+    return model
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Return a context in which new tensors have type `dtype` unless their constructor names another type."""
@@ -281,11 +303,11 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progres
         parts = _plan_reads(model, checkpoint, files)
         _check_tied_head(model, files)
         pin_memory = model.device.type == "cuda"  # a GPU copies from it directly, without the driver's staging buffer
-        buffers = [torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=pin_memory) for _ in range(_NUM_READERS + 1)]
+        buffers = [torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=pin_memory) for _ in range(_NUM_READERS + 1)]
         pool = stack.enter_context(ThreadPoolExecutor(_NUM_READERS))
         for file_index, (file, file_parts) in enumerate(zip(files, parts, strict=True)):
             check = FiniteCheck(file.path)
-            for part, values in _read_ahead(file, file_parts, pool, buffers):
+            for part, values in read_ahead(file, file_parts, pool, buffers):
                 if not part.is_read_in_place(values):
                     part.store(values, file)
                 check.add(file.stored_name(part.name), part.target if isinstance(part.target, torch.Tensor) else values)
@@ -310,13 +332,13 @@ def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
     yield from open_decoder_files(paths) if is_decoder else map(SafetensorsFile, paths)
 
 
-def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[TensorFile]) -> list[list[_Part]]:
+def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[TensorFile]) -> list[list[TensorPart]]:
     """Plan the reads of each file. Raises ConfigError unless the files hold each tensor of the model exactly once."""
     location = checkpoint.fairseq or (checkpoint.folder if checkpoint.gguf is None else checkpoint.gguf.path)
     loaders, fused_tensors = model.checkpoint_tensors(), model.fused_tensors()
     sources: dict[str, tuple[str, Path]] = {}  # from the model's tensor to the tensor and file that it is read from
     unexpected: list[str] = []
-    parts: list[list[_Part]] = [[] for _ in files]
+    parts: list[list[TensorPart]] = [[] for _ in files]
     checkpoint_names: tuple[str, ...]
     for file, file_parts in zip(files, parts, strict=True):
         for name, entry in file.entries.items():
@@ -337,7 +359,7 @@ def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[Te
                         + (f", as {other_name}" if other_name != name else "")
                     )
                 sources[checkpoint_name] = name, file.path
-            file_parts += _split_into_parts(name, entry, file.adapt(canonical_name, target, model.device), file)
+            file_parts += split_into_parts(name, entry, file.adapt(canonical_name, target, model.device), file)
     missing = sorted({files[0].stored_name(name) for name in loaders.keys() - sources.keys()})
     problems = [_describe_names("missing", missing), _describe_names("unexpected", sorted(unexpected))]
     if any(problems):
@@ -386,7 +408,7 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
         entry, dtypes = entries.get(name), stored_dtypes(target)
         ggml_type = None if entry is None else _held_format(entry, target)
         dtype = torch.uint8 if ggml_type else torch.int32 if dtypes == (torch.int32,) else model.dtype
-        for _, part in split_rows(target, _rows_per_part(target.shape, dtype.itemsize)):
+        for _, part in split_rows(target, rows_per_part(target.shape, dtype.itemsize)):
             if ggml_type is not None:
                 *rows, row_bytes = part.shape
                 shape = (*rows, ggml_type.columns(row_bytes))
@@ -402,10 +424,6 @@ def _held_format(entry: TensorEntry, target: WeightLoader) -> GgmlType | None:
     if stored_type is None or stored_type.columns(entry.shape[-1]) == target.shape[-1]:
         return None
     return stored_type.held.type
-
-
-def _rows_per_part(shape: Sequence[int], value_bytes: int) -> int:
-    return max(1, _PART_BYTES // max(1, math.prod(shape[1:]) * value_bytes))
 
 
 def _draw(values: torch.Tensor, name: str, generator: torch.Generator, *, is_fp8: bool) -> torch.Tensor:
@@ -425,71 +443,6 @@ def _draw(values: torch.Tensor, name: str, generator: torch.Generator, *, is_fp8
     if values.dim() == 1:
         return values.fill_(0.0 if name.endswith(".bias") else 1.0)
     return values.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator)
-
-
-class _Part(NamedTuple):
-    """One read of a file: the part `slices` of tensor `name`, and the target to which it is copied."""
-
-    name: str
-    slices: Index
-    target: WeightLoader
-
-    def target_memory(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the target's memory as [bytes] uint8, or None if the part must be converted before it is stored."""
-        target = self.target
-        if isinstance(target, torch.Tensor) and target.device.type == "cpu" and target.dtype == dtype:
-            return target.detach().view(-1).view(torch.uint8) if target.is_contiguous() else None
-        return None
-
-    def store(self, values: torch.Tensor, file: TensorFile) -> None:
-        """Copy the values of this read to the target. Raises ConfigError if the target rejects the values."""
-        try:
-            self.target.copy_(values)
-        except ValueError as error:
-            raise ConfigError(f"{file.path.name}: {file.stored_name(self.name)} {error}") from error
-
-    def is_read_in_place(self, values: torch.Tensor) -> bool:
-        """Return whether `values` already lie in the memory of the target."""
-        return isinstance(self.target, torch.Tensor) and self.target.data_ptr() == values.data_ptr()
-
-
-def _split_into_parts(name: str, entry: TensorEntry, target: WeightLoader, file: TensorFile) -> Iterator[_Part]:
-    """Yield the reads of the slices of a tensor that this rank holds.
-
-    Most tensors are read in parts of bounded size.
-    """
-    file.check_dtype(name, stored_dtypes(target))
-    dtype = file.dtype(name)
-    if entry.shape != tuple(target.shape):
-        mismatch = f"{list(entry.shape)}; the configuration asks for {list(target.shape)}"
-        raise ConfigError(f"{file.path.name}: {file.stored_name(name)} has shape {mismatch}")
-    for index, memory in target.slices if isinstance(target, ShardLoader) else (((), target),):
-        start = (index[0].start or 0) if index else 0
-        for rows, part in split_rows(memory, _rows_per_part(entry.shape, dtype.itemsize)):
-            part_index = (slice(start + rows.start, start + rows.stop), *index[1:])
-            yield _Part(name, index if part is memory else part_index, part)
-
-
-def _read_ahead(
-    file: TensorFile, parts: Iterable[_Part], pool: ThreadPoolExecutor, buffers: Sequence[torch.Tensor]
-) -> Iterator[tuple[_Part, torch.Tensor]]:
-    """Yield each part with its values in order, while threads read the following parts.
-
-    The values are valid until the next iteration. A part that needs no conversion is read into the target's memory if
-    that is on the host. Other parts are read into one of the buffers.
-    """
-    free_buffers = list(buffers)
-    reads_in_flight: deque[tuple[_Part, torch.Tensor, Future[torch.Tensor]]] = deque()
-    for part in (*parts, *[None] * len(buffers)):
-        if len(reads_in_flight) == len(buffers) or (part is None and reads_in_flight):
-            next_part, buffer, future = reads_in_flight.popleft()
-            yield next_part, future.result()
-            free_buffers.append(buffer)
-        if part is not None:
-            buffer = free_buffers.pop()
-            target_memory = part.target_memory(file.dtype(part.name))
-            target_buffer = buffer if target_memory is None else target_memory
-            reads_in_flight.append((part, buffer, pool.submit(file.read, part.name, part.slices, target_buffer)))
 
 
 def _describe_names(problem: str, names: list[str]) -> str:

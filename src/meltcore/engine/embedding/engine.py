@@ -6,29 +6,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from meltcore.common.errors import RequestError
-from meltcore.common.tasks import task_of_part
 from meltcore.engine.embedding.memory import MAX_BATCH_TOKENS, plan_embedding
-from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
-from meltcore.engine.host.sleep_memory import SleepableTask
-from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
-from meltcore.kernels.memory_pools import free_cached_memory
-from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint, open_task_checkpoint
+from meltcore.engine.host.device import byte_budget, has_budget
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
+from meltcore.engine.tasks.device_task import DeviceTask
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint
 from meltcore.models.configs.encoder_config import EncoderConfig
-from meltcore.models.loader import (
-    allocate,
-    check_memory,
-    fill_dummy_weights,
-    load_weights,
-    parameter_bytes,
-    planned_device,
-    task_dtype,
-)
+from meltcore.models.loader import load_task_model, parameter_bytes, planned_device, task_dtype
 from meltcore.models.tasks.encoder import TextEncoder
 from meltcore.protocol.embedding import Embed, EmbeddingOutputs, EmbeddingReady, EmbeddingResult
 from meltcore.settings.config import EngineConfig
@@ -49,7 +39,7 @@ class _Launched(NamedTuple):
     event: torch.cuda.Event | None
 
 
-class EmbeddingTask(SleepableTask, BatchTask[Embed, EmbeddingResult]):
+class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
     """Computes embeddings, or scores of pairs, with a BERT-class encoder on one device."""
 
     result, message = EmbeddingResult, EmbeddingOutputs
@@ -61,25 +51,19 @@ class EmbeddingTask(SleepableTask, BatchTask[Embed, EmbeddingResult]):
 
         Raises ConfigError if the checkpoint or a setting cannot work, or if memory is not enough for one input.
         """
-        start_s = time.monotonic()
-        task, is_dummy = task_of_part(__name__), config.load_format == "dummy"
-        check_options(config, task)
-        checkpoint = open_task_checkpoint(config.model, task, is_dummy=is_dummy)
-        self._device = choose_device(config.device)
+        super().__init__(config)
+        checkpoint = self._open_checkpoint(config)
         self._is_gpu = self._device.type == "cuda"
         self._launched: deque[_Launched] = deque()
         self._has_waited = False
-        super().__init__(config, self._device)
-        self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
-        dtype = task_dtype(config.dtype, self._device, on_gpu=torch.float16)
-        seed = config.seed if is_dummy else None
-        self.model = self._keep_model(partial(load_encoder, checkpoint, dtype, self._device, seed), progress)
+        seed = config.seed if self._is_dummy else None
+        self.model = self._keep_model(partial(load_encoder, checkpoint, self._dtype, self._device, seed), progress)
         self._max_tokens = self.model.config.input_limit(config.max_model_len)
         weight_bytes = parameter_bytes(self.model)
         self._batch_tokens, self.memory = plan_embedding(
             self.model.config,
             weight_bytes=weight_bytes,
-            element_size=dtype.itemsize,
+            element_size=self._dtype.itemsize,
             memory_bytes=byte_budget(config, self._device, weight_bytes),
             max_tokens=self._max_tokens,
             limit=MAX_BATCH_TOKENS[self._device.type],
@@ -93,7 +77,7 @@ class EmbeddingTask(SleepableTask, BatchTask[Embed, EmbeddingResult]):
         texts = [Embed(request_id="warm up", token_ids=bytes(_ID_BYTES * length)) for length in (1, 2)]
         for batch in (texts, texts[:1]):
             self._launch(batch)
-        self._load_s = time.monotonic() - start_s
+        self._load_s = time.monotonic() - self._start_s
 
     def cost(self, request: Embed) -> int:
         """Return the number of tokens of an input. Raises RequestError if the input cannot be computed."""
@@ -182,12 +166,7 @@ class EmbeddingTask(SleepableTask, BatchTask[Embed, EmbeddingResult]):
         """Return the limits of requests."""
         sizes = self.model.config
         return EmbeddingReady(
-            device=describe_device(self._device, 1),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            weights=self._weights,
-            memory=self.memory,
-            load_s=self._load_s,
-            max_cost=self.max_cost,
+            **self._ready_fields(),
             max_tokens=self._max_tokens,
             size=sizes.hidden_size,
             vocab_size=sizes.vocab_size,
@@ -207,14 +186,7 @@ def load_encoder(
 
     Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
     """
-    model = _meta_model(checkpoint, dtype)
-    check_memory(checkpoint.name, parameter_bytes(model), device, 1)
-    model = allocate(model, device)
-    if dummy_seed is None:
-        load_weights(model, checkpoint, progress)
-    else:
-        fill_dummy_weights(model, checkpoint, dummy_seed)
-    free_cached_memory(device)
+    model = load_task_model(_meta_model(checkpoint, dtype), checkpoint, device, dummy_seed, progress)
     model.prepare()
     return model
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -20,14 +20,10 @@ from meltcore.common.sizes import size_text
 from meltcore.engine.host.sleep import SleepResult
 from meltcore.kernels.graph_capture import hold_memory
 from meltcore.kernels.memory_pools import MemoryPools
-from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.config import EngineConfig
 
 Keep = Literal["host", "disk"]
-_Module = TypeVar("_Module", bound=nn.Module)
-_LoadedModule = TypeVar("_LoadedModule", bound=nn.Module, covariant=True)
-
 
 # Returns the weights of an engine and its caches.
 Tensors = Callable[[], tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]]
@@ -81,7 +77,7 @@ class GpuSleepMemory:
     def adopt(self, model: nn.Module) -> None:
         """See `SleepMemory`. Tensors of one storage, such as an LSTM's, stay together."""
         owners: dict[int, list[torch.Tensor]] = {}
-        for tensor in _held_tensors(model):
+        for tensor in held_tensors(model):
             owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         # One storage after another, and the old one freed before the next: a budget cannot hold all weights twice.
         for tensors in owners.values():
@@ -216,58 +212,8 @@ def require_memory(memory: SleepMemory | None) -> SleepMemory:
     return memory
 
 
-class LoadModel(Protocol[_LoadedModule]):
-    """Loads a model and its weights. Receives a function to which it reports its progress (stage, fraction)."""
-
-    def __call__(self, *, progress: Progress) -> _LoadedModule: ...  # noqa: D102
-
-
-class SleepableTask:
-    """The base class of tasks of a `BatchEngine`. It loads the task's model and lets it sleep.
-
-    A subclass loads its model with `_keep_model`, and sets `_caches` if it has caches.
-    """
-
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self._sleep_memory = make_sleep_memory(config, device, lambda: (self._model_tensors, self._caches))
-        self._caches: list[torch.Tensor] = []
-        self._model_tensors: list[torch.Tensor] = []
-        self._load: LoadModel[nn.Module] | None = None
-
-    def sleep(self, keep: Keep) -> SleepResult:
-        """Release memory while no request is known. Raises SleepError."""
-        return require_memory(self._sleep_memory).sleep(keep)
-
-    def wake(self) -> int:
-        """Allocate memory again. Return the bytes of weights that were copied. Raises SleepError."""
-        return require_memory(self._sleep_memory).wake(self._reload)
-
-    def _building(self) -> AbstractContextManager[None]:
-        """Return the context in which the task allocates its model, its caches and its graphs."""
-        return nullcontext() if self._sleep_memory is None else self._sleep_memory.building()
-
-    def _keep_model(self, load: LoadModel[_Module], progress: Progress) -> _Module:
-        """Load the task's model, which can sleep from now on. `load` must load the same weights every time."""
-        model = load(progress=progress)
-        if self._sleep_memory is not None:
-            self._sleep_memory.adopt(model)
-            self._model_tensors, self._load = _held_tensors(model), load
-        return model
-
-    def _sleep_rows(self) -> list[MemoryRow]:
-        """Return rows of the memory table for the memory that the first sleep needs."""
-        return [] if self._sleep_memory is None else self._sleep_memory.memory_rows()
-
-    @torch.inference_mode()
-    def _reload(self) -> None:
-        """Load the model again and copy its weights, since prepared weights are not the tensors of the checkpoint."""
-        assert self._load is not None
-        loaded_model = self._load(progress=lambda _stage, _part: None)
-        for current, loaded in zip(self._model_tensors, _held_tensors(loaded_model), strict=True):
-            current.copy_(loaded)
-
-
-def _held_tensors(model: nn.Module) -> list[torch.Tensor]:
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a model."""
     return [*model.parameters(), *model.buffers()]
 
 

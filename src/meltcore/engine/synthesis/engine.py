@@ -13,15 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.common.tasks import task_of_part
-from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
-from meltcore.engine.host.sleep_memory import SleepableTask
+from meltcore.engine.host.device import byte_budget, has_budget
 from meltcore.engine.memory.workspace import graph_node_bytes
 from meltcore.engine.synthesis.memory import (
     BUDGET_GRAPHS,
@@ -40,9 +38,8 @@ from meltcore.engine.synthesis.synthesis import (
     load_synthesis_model,
 )
 from meltcore.engine.synthesis.voices import dummy_voice, read_voices
-from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
-from meltcore.models.checkpoints.checkpoint import open_task_checkpoint
-from meltcore.models.loader import task_dtype
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
+from meltcore.engine.tasks.device_task import DeviceTask
 from meltcore.protocol.batch import TaskFinishReason
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesize, Synthesized
 from meltcore.settings.config import EngineConfig
@@ -84,10 +81,11 @@ class _Speech:
     plays_until_s: float = 0.0  # if playback began with the first sound
 
 
-class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
+class SynthesisTask(DeviceTask, BatchTask[Synthesize, Synthesized]):
     """Speaks texts with an IndicF5 model on one device."""
 
     result, message = Synthesized, SynthesisOutputs
+    gpu_dtype = torch.bfloat16
 
     def __init__(
         self, config: EngineConfig, progress: Callable[[str, float], None] = lambda _stage, _part: None
@@ -96,22 +94,17 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
 
         Raises ConfigError when the checkpoint, a voice or a setting cannot work.
         """
-        start_s = time.monotonic()
-        task, is_dummy = task_of_part(__name__), config.load_format == "dummy"
-        check_options(config, task)
-        checkpoint = open_task_checkpoint(config.model, task, is_dummy=is_dummy)
-        self._device = choose_device(config.device)
-        super().__init__(config, self._device)
-        self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
-        self._vocabulary = load_vocabulary(checkpoint, is_dummy=is_dummy)
+        super().__init__(config)
+        checkpoint = self._open_checkpoint(config)
+        self._vocabulary = load_vocabulary(checkpoint, is_dummy=self._is_dummy)
         self.model = self._keep_model(
             partial(
                 load_synthesis_model,
                 checkpoint,
-                task_dtype(config.dtype, self._device, on_gpu=torch.bfloat16),
+                self._dtype,
                 self._device,
                 self._vocabulary.size,
-                dummy_seed=config.seed if is_dummy else None,
+                dummy_seed=config.seed if self._is_dummy else None,
             ),
             progress,
         )
@@ -136,10 +129,10 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         self.memory += self._sleep_rows()
         with self._building():
             self._sampler = SpeechSampler(self.model, max_batch_frames, graph_limits)
-        self._voices = self._load_voices(config, checkpoint.folder if not is_dummy else None)
+        self._voices = self._load_voices(config, None if self._is_dummy else checkpoint.folder)
         self._plans: dict[str, tuple[_Speaker, list[TextChunk]]] = {}  # of requests that wait
         self._running: dict[str, _Speech] = {}
-        self._load_s = time.monotonic() - start_s
+        self._load_s = time.monotonic() - self._start_s
 
     def cost(self, request: Synthesize) -> int:
         """Return the number of frames of the longest chunk, including its reference.
@@ -205,12 +198,7 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
     def ready(self) -> SynthesisReady:
         """Return the ready message with the limits of requests."""
         return SynthesisReady(
-            device=describe_device(self._device, 1),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            weights=self._weights,
-            memory=self.memory,
-            load_s=self._load_s,
-            max_cost=self.max_cost,
+            **self._ready_fields(),
             voices=list(self._voices),
             sample_rate=self._mel.sample_rate,
             max_text=MAX_TEXT,

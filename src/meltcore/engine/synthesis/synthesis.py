@@ -20,18 +20,9 @@ from torch.nn import functional
 
 from meltcore.engine.synthesis.memory import GRAPHS
 from meltcore.engine.synthesis.synthesis_graphs import StepGraphs, StepInputs, step_velocity
-from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint
 from meltcore.models.configs.task_configs import IndicF5Config
-from meltcore.models.loader import (
-    allocate,
-    check_memory,
-    fill_dummy_weights,
-    load_weights,
-    parameter_bytes,
-    planned_device,
-    task_dtype,
-)
+from meltcore.models.loader import load_task_model, planned_device, task_dtype
 from meltcore.models.tasks.indicf5 import FILLER, IndicF5
 from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.synthesis.vocabulary import load_vocabulary
@@ -245,14 +236,7 @@ def load_synthesis_model(
 
     Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
     """
-    model = _meta_model(checkpoint, dtype, vocab_size)
-    check_memory(checkpoint.name, parameter_bytes(model), device, 1)
-    model = allocate(model, device)
-    if dummy_seed is not None:
-        fill_dummy_weights(model, checkpoint, dummy_seed)
-    else:
-        load_weights(model, checkpoint, progress)
-    free_cached_memory(device)
+    model = load_task_model(_meta_model(checkpoint, dtype, vocab_size), checkpoint, device, dummy_seed, progress)
     model.prepare(steps)
     return model
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 import torch
 
 from meltcore.common.errors import RequestError
-from meltcore.common.tasks import task_of_part
-from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
-from meltcore.engine.host.sleep_memory import SleepableTask
+from meltcore.engine.host.device import byte_budget, has_budget
 from meltcore.engine.memory.workspace import graph_node_bytes
-from meltcore.engine.tasks.batch_engine import BatchEngine, OneStepTask, check_options
+from meltcore.engine.tasks.batch_engine import BatchEngine, OneStepTask
+from meltcore.engine.tasks.device_task import DeviceTask
 from meltcore.engine.transcription.ctc import Emissions, ctc_greedy
 from meltcore.engine.transcription.memory import (
     BUDGET_TRANSCRIPTION_GRAPHS,
@@ -44,7 +42,7 @@ _SYNTHETIC_TOKEN_S = 0.25
 _WORD_START = "\u2581"
 
 
-class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
+class TranscriptionTask(DeviceTask, OneStepTask[Transcribe, Transcript]):
     """Transcribes clips with an IndicConformer model on one device."""
 
     result, message = Transcript, TranscriptionOutputs
@@ -56,14 +54,10 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
 
         Raises ConfigError when the checkpoint or a setting cannot work.
         """
-        start_s = time.monotonic()
-        check_options(config, task_of_part(__name__))
-        path = find_transcriber(config.model, dummy=config.load_format == "dummy")
+        super().__init__(config)
+        path = find_transcriber(config.model, dummy=self._is_dummy)
         assert path is not None, "the caller has found it"
-        device = choose_device(config.device)
-        super().__init__(config, device)
-        self._dtype = task_dtype(config.dtype, device, on_gpu=torch.float16)
-        self._weights: Literal["real", "dummy"] = "dummy" if config.load_format == "dummy" else "real"
+        device = self._device
         self._token_texts: dict[str, list[str]] = {}
 
         def load(*, progress: Progress) -> IndicConformer:
@@ -97,16 +91,15 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
         self.outside_bytes = graph_node_bytes(num_graphs, model_config.encoder.num_layers) if is_exact else 0
         self.model.prepare(max_shape)
         is_cuda = device.type == "cuda"
-        is_dummy = self._weights == "dummy"
-        self._frames_per_token = max(1, round(_SYNTHETIC_TOKEN_S / model_config.frame_s)) if is_dummy else None
+        synthetic_frames = max(1, round(_SYNTHETIC_TOKEN_S / model_config.frame_s))
+        self._frames_per_token = synthetic_frames if self._is_dummy else None
         self.memory += self._sleep_rows()
         with self._building():
             self._encoder_graphs = EncoderGraphs(self.model, graphs.encoder, graphs.clips) if is_cuda else None
             self._rnnt_graphs = (
                 TransducerGraphs(self.model, graphs.transducer, self._frames_per_token) if is_cuda else None
             )
-        self._device = device
-        self._load_s = time.monotonic() - start_s
+        self._load_s = time.monotonic() - self._start_s
 
     def cost(self, request: Transcribe) -> int:
         """Return the number of encoder frames of a clip.
@@ -146,17 +139,12 @@ class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
         """Return the ready message with the limits of requests."""
         features = self.model.config.features
         return TranscriptionReady(
-            device=describe_device(self._device, 1),
-            dtype=str(self._dtype).removeprefix("torch."),
-            weights=self._weights,
-            memory=self.memory,
-            load_s=self._load_s,
-            max_cost=self.max_cost,
+            **self._ready_fields(),
             languages=list(self._languages),
             sample_rate=features.sample_rate,
             min_samples=features.min_samples,
             max_samples=self.max_samples,
-            tokens="real" if self._weights == "real" else "synthetic",
+            tokens="synthetic" if self._is_dummy else "real",
         )
 
     def _encode(self, requests: Sequence[Transcribe], padded_cost: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,30 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
-
-import torch
 
 from meltcore.common.errors import RequestError
-from meltcore.common.tasks import task_of_part
 from meltcore.engine.core.waiting import cost_buckets
-from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
-from meltcore.engine.host.sleep_memory import SleepableTask
+from meltcore.engine.host.device import byte_budget, has_budget
 from meltcore.engine.memory.workspace import graph_node_bytes
-from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
+from meltcore.engine.tasks.device_task import DeviceTask
 from meltcore.engine.translation.beam_search import BeamSearch
 from meltcore.engine.translation.beam_state import BeamOptions
 from meltcore.engine.translation.memory import BUDGET_ENCODER_TOKENS, MAX_SLOTS, plan_slots, translation_workspace
 from meltcore.engine.translation.translation import load_translation_model
-from meltcore.models.checkpoints.checkpoint import open_task_checkpoint
 from meltcore.models.configs.task_configs import graph_rows
-from meltcore.models.loader import task_dtype
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
 from meltcore.settings.config import EngineConfig
 
 
-class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
+class TranslationTask(DeviceTask, BatchTask[Translate, Translated]):
     """Translates sentences with an IndicTrans2 checkpoint on one device."""
 
     result, message = Translated, TranslationOutputs
@@ -44,27 +38,22 @@ class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
 
         Raises ConfigError if the checkpoint or a setting cannot work, or if memory is not enough for one slot.
         """
-        start_s = time.monotonic()
-        task, is_dummy = task_of_part(__name__), config.load_format == "dummy"
-        check_options(config, task)
-        checkpoint = open_task_checkpoint(config.model, task, is_dummy=is_dummy)
-        self._device = choose_device(config.device)
-        super().__init__(config, self._device)
-        self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
+        super().__init__(config)
+        checkpoint = self._open_checkpoint(config)
         self._has_tokenizer = checkpoint.has_sentencepiece
         self.model = self._keep_model(
             partial(
                 load_translation_model,
                 checkpoint,
-                task_dtype(config.dtype, self._device, on_gpu=torch.float16),
+                self._dtype,
                 self._device,
-                dummy_seed=config.seed if is_dummy else None,
+                dummy_seed=config.seed if self._is_dummy else None,
             ),
             progress,
         )
         sizes = self.model.config
         self.max_source, max_new_tokens = sizes.sentence_limits(config.max_model_len)
-        self.options = BeamOptions(max_new_tokens=max_new_tokens, has_synthetic_lengths=is_dummy)
+        self.options = BeamOptions(max_new_tokens=max_new_tokens, has_synthetic_lengths=self._is_dummy)
         weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
         slot_bytes = BeamSearch.slot_bytes(self.model, self.options, self.max_source)
         is_exact, memory_bytes = has_budget(config, self._device), byte_budget(config, self._device, weight_bytes)
@@ -99,7 +88,7 @@ class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
         positions = self.max_source + self.options.num_beams * self.options.max_new_tokens
         self._slot_cost = next(bucket for bucket in cost_buckets(2 * positions) if bucket >= positions)
         self.max_cost = self.slots * self._slot_cost
-        self._load_s = time.monotonic() - start_s
+        self._load_s = time.monotonic() - self._start_s
 
     def cost(self, request: Translate) -> int:
         """Return the number of positions of a slot. Raises RequestError if the source cannot be translated."""
@@ -128,12 +117,7 @@ class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
     def ready(self) -> TranslationReady:
         """Return the limits of requests."""
         return TranslationReady(
-            device=describe_device(self._device, 1),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            weights=self._weights,
-            memory=self.memory,
-            load_s=self._load_s,
-            max_cost=self.max_cost,
+            **self._ready_fields(),
             slots=self.slots,
             max_source=self.max_source,
             vocab_size=self.model.config.encoder.vocab_size,

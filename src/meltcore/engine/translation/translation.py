@@ -8,17 +8,8 @@ import torch
 
 from meltcore.engine.translation.beam_search import BeamSearch
 from meltcore.engine.translation.beam_state import BeamOptions
-from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint
-from meltcore.models.loader import (
-    allocate,
-    check_memory,
-    fill_dummy_weights,
-    load_weights,
-    parameter_bytes,
-    planned_device,
-    task_dtype,
-)
+from meltcore.models.loader import load_task_model, parameter_bytes, planned_device, task_dtype
 from meltcore.models.tasks.indictrans2 import IndicTrans2
 from meltcore.settings.fleet_spec import ModelSection
 
@@ -35,14 +26,7 @@ def load_translation_model(
 
     Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
     """
-    model = _meta_model(checkpoint, dtype)
-    check_memory(checkpoint.name, parameter_bytes(model), device, 1)
-    model = allocate(model, device)
-    if dummy_seed is not None:
-        fill_dummy_weights(model, checkpoint, dummy_seed)
-    else:
-        load_weights(model, checkpoint, progress)
-    free_cached_memory(device)
+    model = load_task_model(_meta_model(checkpoint, dtype), checkpoint, device, dummy_seed, progress)
     model.prepare()
     return model
 
