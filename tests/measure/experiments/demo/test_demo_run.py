@@ -195,6 +195,9 @@ def test_model_that_fails_to_start_is_named(tmp_path: Path) -> None:
 
 def test_fleet_of_some_tasks_is_a_valid_file(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
+    write_fleet(tmp_path / "with.yaml", ("generation",), embedder=tmp_path / "model")
+    spec = load_fleet(tmp_path / "with.yaml")
+    assert (spec.models["minilm"].task, spec.models["minilm"].checkpoint) == ("embedding", str(tmp_path / "model"))
     write_fleet(path, ("generation", "transcription"))
     spec = load_fleet(path)
     assert (list(spec.models), spec.server.port) == (["sums", "tones"], 0)

