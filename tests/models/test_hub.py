@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
-from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.checkpoint import find_folder, open_checkpoint
 from meltcore.models.checkpoints.hub import download_gguf, hub_problem, hub_problems
 
 SPLIT = [f"BF16/M-BF16-0000{part}-of-00002.gguf" for part in (1, 2)]
@@ -30,6 +30,10 @@ REPOSITORIES = {
     "owner/upper-gguf": ["M-Q8_0.GGUF", "imatrix.GGUF"],
     "owner/both": ["config.json", "model.safetensors", "m-Q8_0.gguf"],
     "owner/usual": ["config.json", "model.safetensors"],
+    "owner/embedder": [
+        *("config.json", "modules.json", "1_Pooling/config.json", "2_Dense/config.json", "model.safetensors"),
+        *("onnx/config.json", "1_Pooling/notes.txt", "openvino/1_x/config.json"),
+    ],
 }
 Asked = list[tuple[str, tuple[str, ...]]]
 
@@ -123,6 +127,13 @@ def test_choice_of_what_stands_beside_a_model_is_refused_as_such(asked: Asked, c
 
 def without_network(*_: object) -> list[str]:
     raise OSError("no network\nand more")
+
+
+def test_modules_of_sentence_transformers_are_downloaded(asked: Asked) -> None:
+    find_folder("owner/embedder", "text")
+    find_folder("owner/embedder", "all")
+    texts = ("config.json", "modules.json", "1_Pooling/config.json", "2_Dense/config.json")
+    assert asked == [("owner/embedder", texts), ("owner/embedder", (*texts, "model.safetensors"))]
 
 
 def test_cached_file_is_found_without_a_connection(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

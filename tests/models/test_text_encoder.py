@@ -8,16 +8,22 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from encoder_tools import VOCAB, write_encoder
+from encoder_tools import VOCAB, write_encoder, write_unigram_tokenizer
 from torch.nn import functional
 
 from meltcore.common.errors import ConfigError
-from meltcore.engine.embedding.engine import load_encoder
+from meltcore.engine.embedding.engine import EmbeddingTask, load_pooling_model
 from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.configs.encoder_config import EncoderConfig
 from meltcore.models.tasks.encoder import TextEncoder
+from meltcore.protocol.embedding import Embed
+from meltcore.serve.tasks.generation.servable import check_servable
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import ModelSection
+from meltcore.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TOLERANCE = 1e-5
@@ -39,7 +45,9 @@ class Pair(NamedTuple):
 
 
 def load(folder: Path) -> TextEncoder:
-    return load_encoder(open_checkpoint(str(folder), files="all"), torch.float32, torch.device("cpu"))
+    model = load_pooling_model(open_checkpoint(str(folder), files="all"), torch.float32, torch.device("cpu"))
+    assert isinstance(model, TextEncoder)
+    return model
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=["-".join(map(str, kind)) for kind in KINDS])
@@ -48,6 +56,34 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("encoder")
     reference = write_encoder(folder, name, pooling=pooling, normalize=normalize)
     return Pair(load(folder), reference)
+
+
+# bge-m3's dense embeddings, and multilingual-e5-small, whose network is BERT's with XLM-RoBERTa's tokenizer.
+SENTENCEPIECE = [("XLMRobertaModel", "cls"), ("BertModel", "mean")]
+
+
+@pytest.mark.parametrize(("name", "pooling"), SENTENCEPIECE, ids=["bge-m3", "multilingual-e5"])
+def test_models_with_a_sentencepiece_tokenizer_are_served_in_float16(tmp_path: Path, name: str, pooling: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    reference = write_encoder(tmp_path, name, pooling=pooling)
+    write_unigram_tokenizer(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 48, "do_lower_case": false}')
+    assert check_servable(ModelSection(checkpoint=str(tmp_path), device="cpu", dtype="float16")).name == "embedding"
+    task = EmbeddingTask(EngineConfig(model=str(tmp_path), device="cpu", dtype="float16"))
+    assert task.ready().max_tokens == 48
+    texts, tokenizer = ["a cat", "reading a naïve text", "x"], Tokenizer.from_folder(tmp_path)
+    encoded = [tokenizer.encode(text, add_special_tokens=True) for text in texts]
+    published = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert encoded == [published(text).input_ids for text in texts]
+    task.start([Embed(request_id=str(i), token_ids=np.array(ids, np.int32).tobytes())
+                for i, ids in enumerate(encoded)], 0)  # fmt: skip
+    for ids, result in zip(encoded, task.step(), strict=True):
+        with torch.inference_mode():
+            [states] = reference(torch.tensor([ids])).last_hidden_state
+        pooled = states[0] if pooling == "cls" else states.mean(dim=0)
+        found = torch.frombuffer(bytearray(result.values), dtype=torch.float32)
+        assert functional.cosine_similarity(found, pooled, dim=0) > 0.999
 
 
 def random_rows(seed: int, *, same: bool = False) -> list[tuple[list[int], int]]:
@@ -62,7 +98,7 @@ def computed(model: TextEncoder, rows: list[tuple[list[int], int]]) -> torch.Ten
     lengths = torch.tensor([len(ids) for ids, _ in rows])
     flat = torch.tensor([token for ids, _ in rows for token in ids])
     with torch.inference_mode():
-        return model(flat, lengths, torch.tensor([start for _, start in rows]), int(lengths.max()))
+        return model(flat, lengths, torch.tensor([start for _, start in rows]), lengths.tolist())
 
 
 def expected(pair: Pair, rows: list[tuple[list[int], int]]) -> torch.Tensor:
@@ -181,11 +217,11 @@ def test_limits_come_from_the_files(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.05)])
 def test_a_gpu_computes_what_a_cpu_computes(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
     write_encoder(tmp_path, "BertModel")
-    on_gpu = load_encoder(open_checkpoint(str(tmp_path), files="all"), dtype, torch.device("cuda"))
+    on_gpu = load_pooling_model(open_checkpoint(str(tmp_path), files="all"), dtype, torch.device("cuda"))
     for same in (False, True):
         rows = random_rows(9, same=same)
         lengths = torch.tensor([len(ids) for ids, _ in rows])
         flat, starts = torch.tensor([token for ids, _ in rows for token in ids]), torch.tensor([at for _, at in rows])
         with torch.inference_mode():
-            found = on_gpu(*(each.cuda() for each in (flat, lengths, starts)), int(lengths.max()))
+            found = on_gpu(*(each.cuda() for each in (flat, lengths, starts)), lengths.tolist())
         torch.testing.assert_close(found.cpu(), computed(load(tmp_path), rows), atol=tolerance, rtol=0.0)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +38,8 @@ class Task:
             takes. It is empty if `needs` takes none.
         concurrency: The number of requests that run together if fleet.yaml gives no number.
         architectures: The architectures in config.json by which checkpoints of the task are recognized.
+        marked_architectures: Architectures of another task. Checkpoints with a file `marker` belong to this task.
+        marker: The name of that file.
         recognizes: Import path of the function that recognizes a checkpoint without a config.json: `recognizes(model,
             dummy=...)`. It is empty if architectures suffice.
         has_context: True if engines take a context length and a concurrency, which a plan may lower. The engines of
@@ -56,6 +59,8 @@ class Task:
     concurrency: int = 16
     routes: tuple[str, ...] = ()
     architectures: frozenset[str] = frozenset()
+    marked_architectures: frozenset[str] = frozenset()
+    marker: str = ""
     recognizes: str = ""
     settings: tuple[str, ...] = ()
     has_context: bool = False
@@ -157,10 +162,12 @@ _BUILT_IN = (
         concurrency=32,
         architectures=frozenset(
             (
-                *("BertModel", "XLMRobertaModel"),
+                *("BertModel", "XLMRobertaModel", "Qwen3Model"),
                 *("BertForSequenceClassification", "XLMRobertaForSequenceClassification"),
             )
         ),
+        marked_architectures=frozenset(("Qwen3ForCausalLM",)),
+        marker="modules.json",
         paths={"/v1/embeddings": "embeddings", "/v1/rerank": "rerank", "/v1/score": "score"},
         settings=("tokenizer", "max_model_len", "max_queue_tokens"),
         workload="meltcore.measure.load.tasks.embedding:TASK",
@@ -223,9 +230,16 @@ def recognized_task(model: str, *, dummy: bool) -> Task | None:
     return None
 
 
-def task_of_architectures(names: Collection[str]) -> Task:
-    """Return the task of a checkpoint by the architectures in its config.json. Unknown names give the default task."""
-    return next((task for task in tasks().values() if not task.architectures.isdisjoint(names)), DEFAULT)
+def task_of_architectures(names: Collection[str], folder: Path) -> Task:
+    """Return the task of a checkpoint by the architectures in its config.json and the files of its folder.
+
+    Unknown names give the default task.
+    """
+    for task in tasks().values():
+        is_marked = not task.marked_architectures.isdisjoint(names) and (folder / task.marker).exists()
+        if is_marked or not task.architectures.isdisjoint(names):
+            return task
+    return DEFAULT
 
 
 def load(path: str) -> Any:

@@ -37,12 +37,12 @@ from meltcore.models.registry import ARCHITECTURES
 from meltcore.settings.config import DType, Quantization
 
 if TYPE_CHECKING:
-    from meltcore.models.tasks.encoder import TextEncoder
     from meltcore.models.tasks.indicf5 import IndicF5
     from meltcore.models.tasks.indictrans2 import IndicTrans2
+    from meltcore.models.tasks.pooling_model import PoolingModel
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
-TaskModel = TypeVar("TaskModel", "TextEncoder", "IndicF5", "IndicTrans2")
+TaskModel = TypeVar("TaskModel", "IndicF5", "IndicTrans2", "PoolingModel")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The standard deviation that published models are initialized with (initializer_range in config.json).
 DUMMY_WEIGHT_STD = 0.02

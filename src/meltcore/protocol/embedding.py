@@ -33,12 +33,14 @@ class EmbeddingReady(BatchReady, tag="embedding_ready", array_like=True, frozen=
     """Reports that an embedding engine can serve.
 
     An input has at most `max_tokens` tokens, including special tokens. `size` is the number of values of an embedding.
+    With `has_pair_prompt` a reranker reads pairs in the prompt of Qwen3-Reranker.
     """
 
     max_tokens: int
     size: int
     vocab_size: int
     is_reranker: bool
+    has_pair_prompt: bool = False
 
     def describe_limits(self) -> str:
         """Return a text with the limits of requests."""

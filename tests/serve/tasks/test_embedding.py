@@ -14,7 +14,7 @@ from typing import Any
 
 import openai
 import pytest
-from encoder_tools import write_encoder
+from encoder_tools import write_decoder, write_encoder
 from server_harness import RunningServer, running, serve_command, server_config
 from waiting import WAIT_S
 
@@ -27,9 +27,10 @@ MAX_TOKENS = 66
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in ("embedder", "reranker")}
+    made = {name: tmp_path_factory.mktemp(name) for name in ("embedder", "reranker", "decoder")}
     write_encoder(made["embedder"], "BertModel")
     write_encoder(made["reranker"], "BertForSequenceClassification")
+    write_decoder(made["decoder"], is_reranker=True)
     return made
 
 
@@ -49,6 +50,11 @@ def embedder(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def reranker(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     yield from served(folders["reranker"], tmp_path_factory.mktemp("log") / "stderr")
+
+
+@pytest.fixture(scope="module")
+def decoder(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    yield from served(folders["decoder"], tmp_path_factory.mktemp("log") / "stderr")
 
 
 def vectors(server: RunningServer, inputs: Any, **fields: Any) -> list[list[float]]:
@@ -110,6 +116,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/rerank", {"query": "a", "documents": ["b " * 99]}, "documents", "maximum context length"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "must have 1 or as many"),
     ("/v1/score", {"text_1": [], "text_2": []}, "text_2", "1 to 2048"),
+    ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "reads no instruction"),
 ]
 
 
@@ -161,6 +168,59 @@ def test_a_reranker_scores_pairs_as_transformers_does(reranker: RunningServer, f
     refused = reranker.post("/v1/embeddings", {"input": "a"})
     assert (refused.status, refused.error["param"]) == (400, "model")
     assert "scripted is a reranker" in refused.error["message"]
+
+
+PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+)
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def published_scores(folder: Path, instruction: str, query: str, documents: list[str], most: int) -> list[float]:
+    """What the model card of Qwen3-Reranker computes with transformers, with at most `most` tokens of each prompt."""
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    model = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    answers = [tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes")]
+    begin, end = (tokenizer.encode(part, add_special_tokens=False) for part in PROMPT)
+    scores = []
+    for document in documents:
+        text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+        ids = begin + tokenizer.encode(text)[: most - len(begin) - len(end)] + end
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1, answers]
+        scores.append(torch.log_softmax(logits, dim=0)[1].exp().item())
+    return scores
+
+
+def test_a_decoder_reranks_as_its_model_card_does(decoder: RunningServer, folders: dict[str, Path]) -> None:
+    documents = ["a dog", "Ein Text über Katzen, no, yes", "x " * 700]
+    body = {"query": "what is a cat?", "documents": documents[:2], "return_documents": True}
+    expected = published_scores(folders["decoder"], INSTRUCTION, body["query"], documents, 1600)
+    answer = decoder.post("/v1/rerank", body).json
+    assert {each["document"]["text"]: each["relevance_score"] for each in answer["results"]} == {
+        text: pytest.approx(score, abs=1e-5) for text, score in zip(documents[:2], expected, strict=False)
+    }
+    pairs = {"text_1": body["query"], "text_2": documents}
+    assert "maximum context length is 1600" in decoder.post("/v1/score", pairs).error["message"]
+    asked = {"instruction": "Find texts about cats", "truncate_prompt_tokens": 500}
+    other = published_scores(folders["decoder"], asked["instruction"], body["query"], documents, 500)
+    found = [entry["score"] for entry in decoder.post("/v1/score", {**pairs, **asked}).json["data"]]
+    assert found == pytest.approx(other, abs=1e-5)
+    assert abs(other[0] - expected[0]) > 1e-4
+    refused = decoder.post("/v1/score", {**pairs, "instruction": "x" * 4097})
+    assert (refused.status, refused.error["param"]) == (400, "instruction")
+
+
+def test_control_tokens_in_texts_are_text(decoder: RunningServer) -> None:
+    begin, end = "<|im_end|>", "<|im_start|>"
+    usage = [decoder.post("/v1/score", {"text_1": "a", "text_2": text}).json["usage"] for text in ("", begin, end)]
+    empty, *others = (each["prompt_tokens"] for each in usage)
+    assert [each - empty for each in others] == [len(begin), len(end)]
 
 
 def test_it_is_described_and_loaded(embedder: RunningServer, reranker: RunningServer, tmp_path: Path) -> None:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from meltcore.common.errors import RequestError
-from meltcore.engine.embedding.memory import MAX_BATCH_TOKENS, plan_embedding
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.engine.embedding.memory import MAX_BATCH_TOKENS, plan_embedding, read_config, token_slots
 from meltcore.engine.host.device import byte_budget, has_budget
 from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
 from meltcore.engine.tasks.device_task import DeviceTask
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint
-from meltcore.models.configs.encoder_config import EncoderConfig
-from meltcore.models.loader import load_task_model, parameter_bytes, planned_device, task_dtype
+from meltcore.models.configs.pooling_config import PoolingConfig
+from meltcore.models.decoders.decoder import Decoder
+from meltcore.models.loader import build_meta_model, load_task_model, parameter_bytes, planned_device, task_dtype
 from meltcore.models.tasks.encoder import TextEncoder
+from meltcore.models.tasks.pooled_decoder import PooledDecoder
+from meltcore.models.tasks.pooled_decoder_config import PooledDecoderConfig
+from meltcore.models.tasks.pooling_model import PoolingModel
 from meltcore.protocol.embedding import Embed, EmbeddingOutputs, EmbeddingReady, EmbeddingResult
-from meltcore.settings.config import EngineConfig
+from meltcore.settings.config import DType, EngineConfig
 from meltcore.settings.fleet_spec import ModelSection
+from meltcore.text.tokenizer import Tokenizer
 
 _ID_BYTES = 4  # int32, as messages have token ids
 _TINY = 1e-12  # the smallest norm that a vector is divided by
@@ -40,7 +46,7 @@ class _Launched(NamedTuple):
 
 
 class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
-    """Computes embeddings, or scores of pairs, with a BERT-class encoder on one device."""
+    """Computes embeddings, or scores of pairs, with a text encoder or a decoder on one device."""
 
     result, message = EmbeddingResult, EmbeddingOutputs
 
@@ -53,15 +59,20 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
         """
         super().__init__(config)
         checkpoint = self._open_checkpoint(config)
+        sizes = read_config(checkpoint)
+        self._dtype = _dtype(config.dtype, sizes, self._device)
+        if not self._is_dummy:
+            _check_answers(sizes, checkpoint)
         self._is_gpu = self._device.type == "cuda"
         self._launched: deque[_Launched] = deque()
         self._has_waited = False
         seed = config.seed if self._is_dummy else None
-        self.model = self._keep_model(partial(load_encoder, checkpoint, self._dtype, self._device, seed), progress)
-        self._max_tokens = self.model.config.input_limit(config.max_model_len)
+        load = partial(load_pooling_model, checkpoint, self._dtype, self._device, seed)
+        self.model = self._keep_model(load, progress)
+        self._max_tokens = sizes.input_limit(config.max_model_len)
         weight_bytes = parameter_bytes(self.model)
         self._batch_tokens, self.memory = plan_embedding(
-            self.model.config,
+            sizes,
             weight_bytes=weight_bytes,
             element_size=self._dtype.itemsize,
             memory_bytes=byte_budget(config, self._device, weight_bytes),
@@ -73,10 +84,8 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
         progress("warming up", 0.0)
         # On a GPU one forward pass is launched while the one before it runs; their activations share memory.
         self.max_cost = self._batch_tokens * (2 if self._is_gpu else 1)
-        # A batch with padding and one without: kernels are compiled and loaded before requests.
-        texts = [Embed(request_id="warm up", token_ids=bytes(_ID_BYTES * length)) for length in (1, 2)]
-        for batch in (texts, texts[:1]):
-            self._launch(batch)
+        for lengths in self._warm_up_lengths():
+            self._launch([Embed(request_id="warm up", token_ids=bytes(_ID_BYTES * length)) for length in lengths])
         self._load_s = time.monotonic() - self._start_s
 
     def cost(self, request: Embed) -> int:
@@ -92,17 +101,29 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
             )
         if not 0 <= request.dimensions <= sizes.hidden_size:
             raise RequestError(f"dimensions is {request.dimensions}; embeddings have {sizes.hidden_size} values")
-        return len(token_ids)
+        return token_slots(sizes, len(token_ids))
+
+    def _warm_up_lengths(self) -> list[list[int]]:
+        """Return lengths of the texts of batches that compile and load all kernels, so that no request waits for it.
+
+        A batch has padding or none. A decoder has kernels for different numbers of tokens, and of texts.
+        """
+        batches = [[1, 2], [1]]
+        if self._is_gpu and token_slots(self.model.config, 1) > 1:
+            batches += [[min(2**power, self._max_tokens)] for power in range(2, self._max_tokens.bit_length() + 1)]
+            length = min(512, self._max_tokens)
+            batches.append([length] * (self._batch_tokens // token_slots(self.model.config, length)))
+        return batches
 
     def start(self, requests: Sequence[Embed], padded_cost: int) -> None:  # noqa: ARG002 - no kernel needs padding
         """Launch the forward passes of requests, each of at most as many tokens as memory was planned for."""
         first, tokens = 0, 0
         for index, request in enumerate(requests):
-            length = len(request.token_ids) // _ID_BYTES
-            if tokens + length > self._batch_tokens:
+            slots = token_slots(self.model.config, len(request.token_ids) // _ID_BYTES)
+            if tokens + slots > self._batch_tokens:
                 self._launched.append(self._launch(requests[first:index]))
                 first, tokens = index, 0
-            tokens += length
+            tokens += slots
         self._launched.append(self._launch(requests[first:]))
 
     def step(self) -> list[EmbeddingResult]:
@@ -145,7 +166,7 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
         packed = torch.empty(len(token_ids) + len(table), dtype=torch.int32, pin_memory=self._is_gpu)
         np.concatenate([token_ids, table], out=packed.numpy())
         ids, rows = packed.to(self._device, non_blocking=True).long().split([len(token_ids), 2 * len(requests)])
-        values = self.model(ids, *rows.view(2, -1), max(lengths))
+        values = self.model(ids, *rows.view(2, -1), lengths)
         if not self._is_gpu:
             return _Launched([*requests], values, None)
         on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -171,36 +192,64 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
             size=sizes.hidden_size,
             vocab_size=sizes.vocab_size,
             is_reranker=sizes.is_reranker,
+            has_pair_prompt=sizes.is_reranker and isinstance(sizes, PooledDecoderConfig),
         )
 
 
-def load_encoder(
+def load_pooling_model(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
     dummy_seed: int | None = None,
     *,
     progress: Progress = lambda _stage, _part: None,
-) -> TextEncoder:
+) -> PoolingModel:
     """Build the model and load its weights. With `dummy_seed` it gets random weights instead.
 
     Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
     """
-    model = load_task_model(_meta_model(checkpoint, dtype), checkpoint, device, dummy_seed, progress)
+    model = _meta_model(checkpoint, dtype)
+    if isinstance(model, PooledDecoder):
+        checkpoint = replace(checkpoint, config=dict(model.config.values))
+    model = load_task_model(model, checkpoint, device, dummy_seed, progress)
     model.prepare()
     return model
 
 
-def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> TextEncoder:
-    with torch.device("meta"):
-        return TextEncoder(EncoderConfig.read(checkpoint.config, checkpoint.folder)).set_dtype(dtype)
+def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PoolingModel:
+    config, meta = read_config(checkpoint), torch.device("meta")
+    if isinstance(config, PooledDecoderConfig):
+        decoder = build_meta_model(replace(checkpoint, config=dict(config.values)), dtype, meta)
+        assert isinstance(decoder, Decoder)
+        return PooledDecoder(config, decoder)
+    with meta:
+        return TextEncoder(config).set_dtype(dtype)
+
+
+def _dtype(name: DType, config: PoolingConfig, device: torch.device) -> torch.dtype:
+    """Return the type of weights and activations. Decoders overflow float16, in which encoders are more exact."""
+    is_decoder = isinstance(config, PooledDecoderConfig)
+    return task_dtype(name, device, on_gpu=torch.bfloat16 if is_decoder else torch.float16)
+
+
+def _check_answers(config: PoolingConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if a reranker's answers are other tokens than the prompt asks for."""
+    if isinstance(config, PooledDecoderConfig) and config.answer_ids is not None:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        found = tokenizer.token_id("no"), tokenizer.token_id("yes")
+        if found != config.answer_ids:
+            raise ConfigError(
+                f"{checkpoint.name}: the tokens of LogitScore are {config.answer_ids}, but those of no and yes are "
+                f"{found}; rerankers here have the prompt and the answers of Qwen3-Reranker"
+            )
 
 
 def weight_bytes(model: ModelSection, on_cpu: bool) -> int:
     """Return the bytes of a model's weights, for a plan."""
     assert model.checkpoint is not None
-    dtype = task_dtype(model.dtype, planned_device(on_cpu), on_gpu=torch.float16)
-    return parameter_bytes(_meta_model(open_checkpoint(model.checkpoint, files="config"), dtype))
+    checkpoint = open_checkpoint(model.checkpoint, files="config")
+    dtype = _dtype(model.dtype, read_config(checkpoint), planned_device(on_cpu))
+    return parameter_bytes(_meta_model(checkpoint, dtype))
 
 
 def embedding_engine(

@@ -13,6 +13,14 @@ from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, conc
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.encoder_config import EncoderConfig
+from meltcore.models.configs.pooling_config import PoolingConfig
+from meltcore.models.quantized.step_sizes import decoder_step
+from meltcore.models.tasks.pooled_decoder_config import (
+    GROUP_QUERIES,
+    PAGE_SIZE,
+    POOLED_ARCHITECTURES,
+    PooledDecoderConfig,
+)
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.fleet_spec import ModelSection
 
@@ -25,13 +33,42 @@ _HIDDEN_TENSORS = 12
 _RESERVE = 0.1
 
 
-def padded_limit(max_tokens: int) -> int:
+def read_config(checkpoint: Checkpoint) -> EncoderConfig | PooledDecoderConfig:
+    """Return the configuration of a model. Raises ConfigError for missing fields and unsupported values."""
+    is_decoder = not POOLED_ARCHITECTURES.isdisjoint(checkpoint.config.get("architectures") or [])
+    kind = PooledDecoderConfig if is_decoder else EncoderConfig
+    return kind.read(checkpoint.config, checkpoint.folder)
+
+
+def token_slots(config: PoolingConfig, num_tokens: int) -> int:
+    """Return the number of tokens for which an input takes memory. A decoder's inputs take whole pages."""
+    return -(-num_tokens // PAGE_SIZE) * PAGE_SIZE if isinstance(config, PooledDecoderConfig) else num_tokens
+
+
+def padded_limit(config: PoolingConfig, max_tokens: int) -> int:
     """Return the number of tokens to which the longest input is padded."""
-    return next(bucket for bucket in cost_buckets(2 * max_tokens) if bucket >= max_tokens)
+    slots = token_slots(config, max_tokens)
+    return next(bucket for bucket in cost_buckets(2 * slots) if bucket >= slots)
+
+
+def _step_bytes(config: EncoderConfig | PooledDecoderConfig, element_size: int, longest: int) -> tuple[int, int]:
+    """Return the bytes of a batch for each token, and those that do not depend on the number of tokens."""
+    pooled_bytes = 2 * config.hidden_size * 4
+    if isinstance(config, PooledDecoderConfig):
+        decoder = config.decoder
+        step = decoder_step(decoder, element_size)
+        cache_bytes = 2 * decoder.num_key_value_heads * decoder.head_dim * element_size
+        group_heads = decoder.num_attention_heads // decoder.num_key_value_heads
+        mask_bytes = 2 * GROUP_QUERIES * longest * group_heads * 4
+        fixed_bytes = step.fixed_bytes + config.most_tokens * step.position_bytes + mask_bytes
+        return step.token_bytes + cache_bytes + pooled_bytes, fixed_bytes
+    token_bytes = (_HIDDEN_TENSORS * config.hidden_size + 2 * config.intermediate_size) * element_size
+    # A mask of float values per pair of tokens, which some attention kernels make.
+    return token_bytes + pooled_bytes + longest * 4, 0
 
 
 def plan_embedding(
-    config: EncoderConfig,
+    config: EncoderConfig | PooledDecoderConfig,
     *,
     weight_bytes: int,
     element_size: int,
@@ -40,20 +77,20 @@ def plan_embedding(
     limit: int,
     is_exact: bool,
 ) -> tuple[int, list[MemoryRow]]:
-    """Return the maximum number of tokens of a batch with its padding, at most `limit`, and the memory table.
+    """Return the maximum number of tokens of a batch with its padding, and the memory table.
+
+    A batch has at most `limit` tokens, or is one longer input.
 
     With `is_exact` the engine has a budget on a GPU, and its workspace is computed instead of a fraction. Raises
     ConfigError if `memory_bytes` are not enough for one input of `max_tokens`.
     """
-    longest = padded_limit(max_tokens)
-    token_bytes = (_HIDDEN_TENSORS * config.hidden_size + 2 * config.intermediate_size) * element_size
-    # Pooling in float32, and a mask of float values per pair of tokens, which some attention kernels make.
-    token_bytes += 2 * config.hidden_size * 4 + longest * 4
-    workspace, factor = 0, 1 - _RESERVE
+    longest = padded_limit(config, max_tokens)
+    token_bytes, workspace = _step_bytes(config, element_size, longest)
+    factor = 1 - _RESERVE
     if is_exact:
-        workspace, factor = LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES, 1.0
+        workspace, factor = workspace + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES, 1.0
         token_bytes = int(token_bytes * (1 + BATCH_GAPS))
-    batch_tokens = min(limit, (int(memory_bytes * factor) - weight_bytes - workspace) // token_bytes)
+    batch_tokens = min(max(limit, longest), (int(memory_bytes * factor) - weight_bytes - workspace) // token_bytes)
     if batch_tokens < longest:
         needed_bytes = (weight_bytes + workspace + longest * token_bytes) / factor
         raise ConfigError(
@@ -63,7 +100,7 @@ def plan_embedding(
     rows = [
         MemoryRow("weights", weight_bytes),
         MemoryRow("activations", batch_tokens * token_bytes, f"of {batch_tokens:,} tokens per batch"),
-        *([MemoryRow("workspace", workspace, "of libraries")] if workspace else []),
+        *([MemoryRow("workspace", workspace, "of libraries and masks")] if workspace else []),
     ]
     return batch_tokens, rows
 
@@ -72,9 +109,10 @@ def embedding_needs(
     model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, weight_bytes: int
 ) -> PlannedEngine:
     """Return the memory that an engine of a model needs. `source` says where the sizes were read."""
-    config = EncoderConfig.read(checkpoint.config, checkpoint.folder)
+    config = read_config(checkpoint)
     max_tokens, limit = config.input_limit(model.max_model_len), MAX_BATCH_TOKENS["cpu" if on_cpu else "cuda"]
-    inputs = min(concurrency(model), max(1, limit // padded_limit(max_tokens)))
+    longest = padded_limit(config, max_tokens)
+    inputs = min(concurrency(model), max(1, limit // longest))
 
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
         batch_tokens, rows = plan_embedding(
@@ -86,7 +124,7 @@ def embedding_needs(
             limit=limit,
             is_exact=not on_cpu,
         )
-        return batch_tokens >= inputs * padded_limit(max_tokens), [*rows, unused(memory_bytes, rows)]
+        return batch_tokens >= inputs * longest, [*rows, unused(memory_bytes, rows)]
 
     budget, rows = budget_rows(model, divide)
     return PlannedEngine(model.task, budget, rows, max_tokens, inputs, source)

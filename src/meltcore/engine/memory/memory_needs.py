@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.tasks import DEFAULT, Task, load, recognized_task, task_of_architectures, tasks
+from meltcore.common.tasks import DEFAULT, Task, load, recognized_task, tasks
 from meltcore.engine.memory.memory_plan import smallest_budget
 from meltcore.engine.memory.model_sizes import SizeRequest, read_sizes
 from meltcore.engine.memory.workspace import sleep_rounding_bytes
@@ -151,7 +151,7 @@ def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
     except ConfigError as error:
         raise UnknownSizesError(str(error)) from error
     if checkpoint is not None:
-        task = task_of_architectures(checkpoint.config.get("architectures") or [])
+        task = checkpoint.task
     assert task is not None
     if model.task != task.name:
         # A server follows the checkpoint, so it would serve another task than the file says.

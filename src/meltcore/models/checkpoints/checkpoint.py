@@ -116,8 +116,12 @@ PUBLISHED_TRANSCRIBERS = {
 CheckpointFiles = Literal["config", "text", "all"]
 ASSETS_FOLDER = "assets"  # of ONNX and TorchScript files
 _TRANSCRIBER_PATTERNS = ["config.json", f"{ASSETS_FOLDER}/*"]
-# model.SRC, model.TGT: SentencePiece models of IndicTrans2; vocab.txt, prompts: of IndicF5
-_TEXT_PATTERNS = ["*.json", "*.jinja", "model.SRC", "model.TGT", "vocab.txt", "checkpoints/vocab.txt", "prompts/*"]
+# model.SRC, model.TGT: SentencePiece models of IndicTrans2; vocab.txt, prompts: of IndicF5; the last pattern is of the
+# modules of sentence-transformers, such as 1_Pooling.
+_TEXT_PATTERNS = [
+    *("*.json", "*.jinja", "model.SRC", "model.TGT", "vocab.txt", "checkpoints/vocab.txt", "prompts/*"),
+    "[0-9]_*/config.json",
+]
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,13 @@ class Checkpoint:
         if self.tokenizer_folder is not None or self.gguf is not None:
             return self.tokenizer_folder
         return self.folder
+
+    @property
+    def task(self) -> Task:
+        """The task of the model, by its architecture and the files of its folder."""
+        if self.gguf is not None:
+            return DEFAULT
+        return task_of_architectures(self.config.get("architectures") or [], self.folder)
 
     @property
     def has_sentencepiece(self) -> bool:
@@ -325,8 +336,8 @@ def open_task_checkpoint(name: str, task: Task, *, is_dummy: bool) -> Checkpoint
     does, and for an architecture of another task.
     """
     checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
-    names = checkpoint.config.get("architectures") or []
-    if task.architectures.isdisjoint(names):
+    if checkpoint.task is not task:
+        names = checkpoint.config.get("architectures") or []
         supported = ", ".join(task.architectures)
         raise ConfigError(f"{name}: config.json names {', '.join(names) or 'nothing'}; {task.title} runs {supported}")
     return checkpoint
@@ -381,7 +392,7 @@ def find_task(model: str, *, dummy: bool = False) -> Task:
         checkpoint = open_checkpoint(model, files="config" if dummy else "text")
     except ConfigError:
         return DEFAULT
-    return task_of_architectures(checkpoint.config.get("architectures") or [])
+    return checkpoint.task
 
 
 def is_on_hub(model: str) -> bool:

@@ -97,7 +97,7 @@ RULES: dict[str, Rule] = {
     # Of text encoders, and of the files of sentence-transformers
     "layer_norm_eps": _FRACTION,
     "type_vocab_size": _COUNT,
-    "pad_token_id": Rule("a whole number of at least 0", _is_id),
+    **dict.fromkeys(("pad_token_id", "true_token_id", "false_token_id"), Rule("a whole number of at least 0", _is_id)),
     "position_embedding_type": _TEXT,
     "is_decoder": _FLAG,
     "add_cross_attention": _FLAG,

@@ -341,6 +341,10 @@ class Decoder(Model):
         logits = self.lm_head.logits(hidden, out)
         return logits if self.config.logits_scaling == 1.0 else logits.div_(self.config.logits_scaling)
 
+    def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the output head for tokens: [tokens] int64 -> [tokens, hidden_size]."""
+        return self.lm_head.weight.embeddings(token_ids, None)
+
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
         """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""
         loaders = named_tensors(f"{self.prefix}embed_tokens", self.embedding.tensors())

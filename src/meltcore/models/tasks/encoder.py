@@ -6,7 +6,7 @@ biases in all linear layers. A reranker has a classification head above the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from meltcore.layers.embedding import make_embedding
 from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.configs.encoder_config import EncoderConfig
 from meltcore.models.tasks.indictrans2 import linear_tensors, norm_tensors
+from meltcore.models.tasks.pooling_model import PoolingModel
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
 # Without cuDNN, which compiles a kernel for each shape: 4 ms of CPU time for each of a batch's layers (H200).
@@ -108,8 +109,10 @@ def _add_norm(hidden: torch.Tensor, added: torch.Tensor, norm: nn.LayerNorm) -> 
     return add_layer_norm(hidden, added.to(hidden.dtype), norm.weight, norm.bias, norm.eps)
 
 
-class TextEncoder(nn.Module):
+class TextEncoder(PoolingModel):
     """The whole model. Weights must be loaded and `prepare` called before it is used."""
+
+    config: EncoderConfig
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -140,10 +143,6 @@ class TextEncoder(nn.Module):
         head_dim = self.config.hidden_size // self.config.num_heads
         return self.device.type == "cuda" and self.dtype.itemsize == 2 and head_dim % 8 == 0
 
-    def prepare(self) -> None:
-        """Turn gradients off. Weights must not change afterwards."""
-        self.requires_grad_(False).eval()
-
     def set_dtype(self, dtype: torch.dtype) -> TextEncoder:
         """Convert the weights to `dtype` and return the model.
 
@@ -158,18 +157,10 @@ class TextEncoder(nn.Module):
         return self
 
     def forward(
-        self, token_ids: torch.Tensor, lengths: torch.Tensor, second_starts: torch.Tensor, max_row_len: int
+        self, token_ids: torch.Tensor, lengths: torch.Tensor, second_starts: torch.Tensor, row_lens: Sequence[int]
     ) -> torch.Tensor:
-        """Return float32 embeddings [rows, size], or a reranker's logits [rows, 1].
-
-        Args:
-            token_ids: [tokens] int64, the tokens of all rows one after another.
-            lengths: [rows] int64, the tokens of each row, at least 1.
-            second_starts: [rows] int64, the position at which the second text of a pair begins, whose tokens have type
-                1. A row of one text has a position at or after its end.
-            max_row_len: the largest of `lengths`.
-        """
-        config, num_tokens, num_rows = self.config, len(token_ids), len(lengths)
+        """See `PoolingModel.forward`."""
+        config, num_tokens, num_rows, max_row_len = self.config, len(token_ids), len(lengths), max(row_lens)
         starts = lengths.cumsum(0) - lengths
         rows = torch.repeat_interleave(lengths, output_size=num_tokens)
         positions = torch.arange(num_tokens, device=self.device) - starts[rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
@@ -21,6 +21,14 @@ from meltcore.text.tokenizer import Tokenizer
 MAX_INPUTS = 2048  # of one request, as OpenAI's API has it
 # Messages of a replica that the queue lets through: enough short ones for a batch of the engine.
 _SLOT_TOKENS, _MIN_SLOTS = 32, 64
+# The prompt of Qwen3-Reranker, from its model card.
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_MAX_INSTRUCTION = 4096  # characters
+_PROMPT_BEGIN = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class Embedded(NamedTuple):
@@ -80,20 +88,32 @@ class EmbeddingBackend(BatchBackend):
         )
         return await self._results([(each, 0) for each in ids], "input", limit, dimensions or 0)
 
-    async def score(self, pairs: Sequence[tuple[str, str]], param: str, truncate: int | None) -> Scores:
+    async def score(
+        self, pairs: Sequence[tuple[str, str]], param: str, truncate: int | None, instruction: str | None
+    ) -> Scores:
         """Return a score for each pair of texts. `param` is the request's field with the second texts, for errors.
 
         For an embedding model the score is the cosine of the two embeddings, and equal texts are embedded once. Texts
         are cut to `truncate` tokens as in `embed`. Raises RequestError (400, 429, 500, 503, 504).
         """
         ready: EmbeddingReady = self._loaded()
+        if instruction is not None and not ready.has_pair_prompt:
+            raise RequestError(f"{self.names[0]} reads no instruction; leave it out", param="instruction")
+        if instruction is not None and len(instruction) > _MAX_INSTRUCTION:
+            raise RequestError(
+                f"instruction has {len(instruction)} characters; at most {_MAX_INSTRUCTION} are read with each pair",
+                param="instruction",
+            )
         limit = _truncation(truncate, ready.max_tokens)
         context = None if limit else ready.max_tokens
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         if ready.is_reranker:
             # A text that is far too long is refused before any pair is tokenized.
             await encode_all(self._text, texts, param, add_special_tokens=False, context=context)
-            encoded = await _encode_pairs(self._text, pairs)
+            encode = self._text.encode_pair
+            if ready.has_pair_prompt:
+                encode = partial(_encode_prompt, self._text, limit, instruction or _INSTRUCTION)
+            encoded = await _encode_pairs(encode, pairs, has_prompt=ready.has_pair_prompt)
             found = await self._results(encoded, param, limit, 0)
             logits = [array("f", values)[0] for values in found.values]
             return Scores([0.5 * (1 + math.tanh(logit / 2)) for logit in logits], found.num_tokens)
@@ -143,16 +163,32 @@ def _truncation(truncate: int | None, most: int) -> int | None:
     return most if truncate == -1 else truncate
 
 
-async def _encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+def _encode_prompt(
+    tokenizer: Tokenizer, limit: int | None, instruction: str, query: str, document: str
+) -> tuple[list[int], int]:
+    """Return the token ids of Qwen3-Reranker's prompt for a pair, with a document cut to a prompt of `limit` tokens.
+
+    The three parts are tokenized apart, as the model card does. Control tokens in the texts are plain text.
+    """
+    begin, end = (tokenizer.encode(part, add_special_tokens=False) for part in (_PROMPT_BEGIN, _PROMPT_END))
+    text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    body = tokenizer.control_tokens.encode(text, [])
+    return [*begin, *(body if limit is None else body[: max(0, limit - len(begin) - len(end))]), *end], 0
+
+
+async def _encode_pairs(
+    encode: Callable[[str, str], tuple[list[int], int]], pairs: Sequence[tuple[str, str]], *, has_prompt: bool
+) -> list[tuple[list[int], int]]:
     """Return (token ids, index of the second text's first token) for each pair.
 
-    Long texts are tokenized on a thread.
+    Long texts are tokenized on a thread, and so are several prompts.
     """
 
     def work() -> list[tuple[list[int], int]]:
-        return [tokenizer.encode_pair(*pair) for pair in pairs]
+        return [encode(*pair) for pair in pairs]
 
-    if sum(len(first) + len(second) for first, second in pairs) <= INLINE_CHARS:
+    prompt_chars = _MAX_INSTRUCTION if has_prompt else 0
+    if sum(len(first) + len(second) + prompt_chars for first, second in pairs) <= INLINE_CHARS:
         return work()
     return await asyncio.to_thread(work)
 

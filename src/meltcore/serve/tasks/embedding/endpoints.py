@@ -39,7 +39,13 @@ class EmbeddingRequest(_Common, kw_only=True):
     dimensions: int | None = None
 
 
-class RerankRequest(_Common, kw_only=True):
+class _ScoringRequest(_Common, kw_only=True):
+    """The fields of both routes that score pairs. Rerankers that follow instructions read `instruction`."""
+
+    instruction: str | None = None
+
+
+class RerankRequest(_ScoringRequest, kw_only=True):
     """The body of POST /v1/rerank.
 
     The answer has the `top_n` best documents, with their texts if `return_documents` is true.
@@ -51,7 +57,7 @@ class RerankRequest(_Common, kw_only=True):
     return_documents: bool = False
 
 
-class ScoreRequest(_Common, kw_only=True):
+class ScoreRequest(_ScoringRequest, kw_only=True):
     """The body of POST /v1/score. It has pairs of texts, or one first text with several second texts."""
 
     text_1: str | list[str]
@@ -96,9 +102,9 @@ class _ScoringEndpoint(Endpoint):
         self,
         exchange: Exchange,
         backend: EmbeddingBackend,
+        form: _ScoringRequest,
         pairs: list[tuple[str, str]],
         param: str,
-        truncate: int | None,
     ) -> Scores:
         """Return the scores of 1 to MAX_INPUTS pairs within the time limit.
 
@@ -107,7 +113,8 @@ class _ScoringEndpoint(Endpoint):
         if not 1 <= len(pairs) <= MAX_INPUTS:
             raise RequestError(f"{param} must have 1 to {MAX_INPUTS} texts; got {len(pairs)}", param=param)
         async with exchange.timeout(self._config.timeouts.request_s):
-            scores = await while_connected(exchange.scope, backend.score(pairs, param, truncate))
+            work = backend.score(pairs, param, form.truncate_prompt_tokens, form.instruction)
+            scores = await while_connected(exchange.scope, work)
         exchange.fields |= {"inputs": len(pairs), "prompt_tokens": scores.num_tokens}
         return scores
 
@@ -130,7 +137,7 @@ class RerankEndpoint(_ScoringEndpoint):
             raise RequestError(f"top_n is {form.top_n}; it must be at least 1", param="top_n")
         backend: EmbeddingBackend = self.find_model(exchange, form.model)
         pairs = [(form.query, document) for document in form.documents]
-        scores = await self.scores(exchange, backend, pairs, "documents", form.truncate_prompt_tokens)
+        scores = await self.scores(exchange, backend, form, pairs, "documents")
         ranked = sorted(enumerate(scores.values), key=lambda each: -each[1])[: form.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in ranked]
         if form.return_documents:
@@ -161,7 +168,7 @@ class ScoreEndpoint(_ScoringEndpoint):
             )
         backend: EmbeddingBackend = self.find_model(exchange, form.model)
         pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
-        scores = await self.scores(exchange, backend, pairs, "text_2", form.truncate_prompt_tokens)
+        scores = await self.scores(exchange, backend, form, pairs, "text_2")
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.values)]
         answer = {"id": exchange.identity, "object": "list", "model": backend.names[0], "data": data}
         await exchange.answer_json(answer | {"usage": _usage(scores.num_tokens)})
