@@ -256,8 +256,10 @@ def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[Daem
         if limit_s is None and process.returncode == 0:
             return ConfigError(f"the server was ended before it was ready; its log: {log}")
         if limit_s is None:
-            return ConfigError(_last_line(log) or f"the server ended with exit status {process.returncode}; see {log}")
-        return ConfigError(f"the server was not ready within {limit_s:g} s; its last line: {_last_line(log)}")
+            ended = f"the server ended with exit status {process.returncode}; see {log}"
+            return ConfigError((_last_line(log) or ended) + _log_fault(log))
+        last = f"its last line: {_last_line(log)}{_log_fault(log)}"
+        return ConfigError(f"the server was not ready within {limit_s:g} s; {last}")
 
     return process.wait_for(poll, limit_s, failure)
 
@@ -290,6 +292,16 @@ def _has_answered(rows: list[dict[str, Any]]) -> bool:
     return bool(rows) and all(
         row["status"] in ("ready", "sleeping", "failed") or row["model"] in pending for row in rows
     )
+
+
+def _log_fault(log: Path) -> str:
+    """Return a text that says why a log cannot be written, as on a full disk, or "". It then lacks the last lines."""
+    try:
+        with log.open("ab") as file:
+            file.write(b"\n")
+    except OSError as error:
+        return f"; more of its log is lost, because {log} cannot be written: {error.strerror}"
+    return ""
 
 
 def _last_line(log: Path) -> str:

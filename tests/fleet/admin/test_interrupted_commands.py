@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,20 +180,28 @@ def test_logs_of_models_with_similar_names_are_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exit_status", "error"),
-    [(0, "the server was ended before it was ready; its log: .*daemon.log"), (2, "the fleet does not fit")],
+    ("exit_status", "name", "error"),
+    [
+        (0, "daemon.log", "the server was ended before it was ready; its log: .*daemon.log"),
+        (2, "daemon.log", "the fleet does not fit"),
+        (2, "/dev/full", "exit status 2; see .*; more of its log is lost, because /dev/full .*: No space left on dev"),
+    ],
 )
 def test_end_of_a_server_that_starts_in_the_background_is_told_apart_from_a_fault(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_status: int, error: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_status: int, name: str, error: str
 ) -> None:
-    """`meltcore down` meanwhile made the last line of the log the error of `up --daemon`."""
-    log = tmp_path / "daemon.log"
+    """`meltcore down` meanwhile made the last line of the log the error of `up --daemon`.
+
+    On a full disk the error named the log alone, which was empty.
+    """
+    log = tmp_path / name
 
     class EndedProcess(LoggedProcess):
         returncode, pid = exit_status, 1
 
         def start(self) -> Any:
-            log.write_text("meltcore up: the fleet does not fit\n")
+            with suppress(OSError):
+                log.write_text("meltcore up: the fleet does not fit\n")
             return self
 
         def send(self, data: bytes) -> Any:
