@@ -250,7 +250,7 @@ def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[Daem
 
     def poll() -> tuple[DaemonRecord, list[dict[str, Any]]] | None:
         record = next((record for record in running() if record.pid == process.pid), None)
-        return (record, rows) if record is not None and _has_answered(rows := _rows(record)) else None
+        return (record, rows) if record is not None and _has_answered(rows := engine_rows(record)) else None
 
     def failure(limit_s: float | None) -> ConfigError:
         if limit_s is None and process.returncode == 0:
@@ -264,8 +264,8 @@ def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[Daem
     return process.wait_for(poll, limit_s, failure)
 
 
-def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
-    """Return the server's rows of `meltcore ps`. The list is empty while the server does not answer yet."""
+def engine_rows(record: DaemonRecord) -> list[dict[str, Any]]:
+    """Return the server's rows of `meltcore ps`. The list is empty while the server does not answer."""
     from meltcore.fleet.admin.admin import call_admin
 
     with suppress(ConfigError):  # not up yet, or just gone: the caller looks at the process

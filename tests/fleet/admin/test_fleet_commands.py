@@ -113,7 +113,7 @@ def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.
     assert first["node"] is None
     assert str(first["pid"]) in table
     Path(first["log"]).write_text("loading\nhalf a line")
-    assert main(["logs", "first", "-n", "1"]) == 0
+    assert main(["logs", "one", "-n", "1"]) == 0
     assert capsys.readouterr().out == "half a line\n"
     assert main(["logs"]) == 0
     assert "first  | loading" in capsys.readouterr().out

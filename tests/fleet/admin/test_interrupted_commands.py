@@ -163,7 +163,10 @@ def test_log_of_a_daemon_replaces_no_file_in_use(monkeypatch: pytest.MonkeyPatch
 
 
 def test_logs_of_models_with_similar_names_are_apart(tmp_path: Path) -> None:
-    """`a/b` and `a--b` had one log, `qwen` and `qwen.1` too, and a name of many slashes was too long for a file."""
+    """`a/b` and `a--b` had one log, `qwen` and `qwen.1` too, and a name of many slashes was too long for a file.
+
+    Logs of removed models were among all logs, and aliases were unknown.
+    """
     names = {"a/b": 1, "a--b": 1, "qwen": 2, "qwen.1": 1, "qwen.1.2": 1, "q" + "/" * 127: 2}
     written = {}
     for name, replicas in names.items():
@@ -177,6 +180,10 @@ def test_logs_of_models_with_similar_names_are_apart(tmp_path: Path) -> None:
         assert {log.name.partition("@")[0] for log in found} == {name}
     with pytest.raises(ConfigError, match=r"no log of qwen\.2 in .*; it has a/b, a--b, q/"):
         find_logs(tmp_path, "", "qwen.2")
+    aliases = {"a/b": ["near"], "qwen": ["q", "one"]}  # of the fleet after a reload
+    assert {log.path for log in find_logs(tmp_path, "", None, aliases)} == {*written["a/b"], *written["qwen"]}
+    assert [log.path for log in find_logs(tmp_path, "", "one", aliases)] == written["qwen"]
+    assert [log.path for log in find_logs(tmp_path, "", "a--b", aliases)] == written["a--b"], "it was removed"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """One engine in `meltcore ps`. The names of the fields are the columns of the table and the keys of --json."""
+    """One engine in `meltcore ps`. The names of the fields are the keys of --json, and most are columns of the table."""
 
     model: str
     replica: int
@@ -48,6 +48,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     open_requests: int
     port: int
     log: str
+    aliases: tuple[str, ...]
     gpus: int = 0  # that it takes memory_bytes of, each; 0 on a CPU and for other servers
     node: str | None = None  # of a cluster, where pid is; "": it runs on none now; None: no engine of a cluster
 
@@ -327,6 +328,7 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
         open_requests=round(model.stats.open_requests(replica.index)),
         port=port,
         log=str(replica.log or ""),
+        aliases=model.config.aliases,
         gpus=len(replica.gpu_names),
         node=replica.process.node,
     )
@@ -355,6 +357,7 @@ def _upstream_row(model: UpstreamModel, replica: int, port: int) -> EngineRow:
         open_requests=round(model.stats.open_requests(replica)),
         port=port,
         log=str(server.log) if server is not None else "",
+        aliases=model.config.aliases,
     )
 
 
