@@ -219,7 +219,7 @@ def test_restarted_api_server_that_cannot_read_a_model_serves_the_others(damaged
         servers = server.api_server_pids()
         for pid in servers:
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: server.stderr.count("it serves the other models") == 2, "two API servers that have failed")
+        wait_until(lambda: server.stderr.count(" cannot serve first: ") == 2, "two API servers that have failed")
         assert complete(server, "second").status == 200
         refused = complete(server, "first")
         assert refused.status == 503

@@ -281,6 +281,7 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
         "meltcore: added: third",
         "meltcore: removed: first",
         "meltcore: changed: second",
+        "meltcore: models that were added or changed load now; `meltcore ps` shows when they are ready",
     ]
     assert find_fleet(None).model == "second, third"
     for stream in streams:  # what was open has been finished
@@ -362,7 +363,7 @@ def test_reload_with_keys_adds_a_model_and_refuses_a_changed_key(
         wait_until(lambda: status("first", "first-secret") == 200, "ready")
         fleet.write({"first": {}, "second": {}}, keys=keys)
         assert main(["reload"]) == 0, capsys.readouterr().err
-        assert capsys.readouterr().out == "meltcore: added: second\nmeltcore: unchanged: first\n"
+        assert capsys.readouterr().out.startswith("meltcore: added: second\nmeltcore: unchanged: first\nmeltcore: mod")
         wait_until(lambda: status("second", "other-secret") == 200, "the added model")
         key.write_text("second-secret\n")
         assert main(["reload"]) == 2

@@ -18,6 +18,7 @@ import pytest
 from waiting import WAIT_S
 
 import meltcore
+from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import Size
 from meltcore.common.process import LoggedProcess, start_ticks
@@ -95,6 +96,37 @@ def write_record(command: str, port: int, log: str = "") -> None:
     assert ticks is not None
     record = daemon.DaemonRecord(os.getpid(), ticks, port, f"http://127.0.0.1:{port}", "m", log)
     (daemon.state_dir() / f"{command}-{port}.json").write_bytes(msgspec.json.encode(record))
+
+
+@pytest.mark.parametrize("command", [["reload"], ["restart"], ["sleep", "a"], ["wake", "a"]], ids=lambda each: each[0])
+def test_interrupted_change_of_a_fleet_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    write_record("up", 8001)
+    monkeypatch.setattr("meltcore.fleet.admin.admin.call_admin", interrupt)
+    assert main(command) == 130
+    assert capsys.readouterr().err.splitlines() == [
+        "meltcore: the fleet goes on with it; `meltcore ps` shows its models",
+        f"meltcore {command[0]}: interrupted",
+    ]
+
+
+def test_ps_says_of_which_model_a_reason_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal reasons of two models were one line, without a name."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    write_record("up", 8001)
+    row = {"replica": 0, "task": "generation", "state": "loading", "status": "loading", "reason": "loading: starting"}
+    row |= {"pid": None, "memory_bytes": 0, "restarts": 0, "open_requests": 0, "port": 8001, "node": None}
+    rows = [row | {"model": "a"}, row | {"model": "b"}, row | {"model": "b", "replica": 1}]
+    monkeypatch.setattr("meltcore.fleet.admin.admin.call_admin", lambda *_: rows)
+    assert main(["ps"]) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == ["a: loading: starting", "b: loading: starting"]
 
 
 def test_down_finds_fleets_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

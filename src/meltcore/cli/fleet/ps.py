@@ -75,5 +75,5 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         lines.append(Row([Cell(cell) for cell in cells]))
     width = None if sys.stdout.isatty() else _WIDTH
     print_table(Table(columns, lines), Console(highlight=False, width=width))
-    for reason in dict.fromkeys(row["reason"] for row in rows if row["reason"]):
-        print(reason)
+    for name, reason in dict.fromkeys((row["model"], row["reason"]) for row in rows if row["reason"]):
+        print(f"{name}: {reason}")

@@ -16,15 +16,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Let the fleet read its file again, and print which models have changed.
+    """Let the fleet read its file again, and print which models have changed. Their loading is not awaited.
 
     Raises ConfigError if the file is invalid. No model has changed then.
     """
-    from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
+    from meltcore.fleet.admin.admin import change_fleet
     from meltcore.fleet.daemon import find_fleet
 
-    changes = call_admin(find_fleet(args.port).admin, "POST", "/reload", CHANGE_LIMIT_S)
+    changes = change_fleet(find_fleet(args.port).admin, "/reload")
     for what, names in changes.items():
         if names:
             print(f"meltcore: {what}: {', '.join(names)}")
+    if changes["added"] or changes["changed"]:
+        print("meltcore: models that were added or changed load now; `meltcore ps` shows when they are ready")
     return 0

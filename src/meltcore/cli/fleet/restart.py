@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Restart the engines, and wait until each is ready. Raises ConfigError if an engine does not come back."""
-    from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
+    from meltcore.fleet.admin.admin import change_fleet
     from meltcore.fleet.daemon import find_fleet
 
     query = {} if args.model is None else {"model": args.model}
-    names = call_admin(find_fleet(args.port).admin, "POST", "/restart", CHANGE_LIMIT_S, **query)
+    names = change_fleet(find_fleet(args.port).admin, "/restart", **query)
     print(f"meltcore: restarted {', '.join(names)}")
     return 0

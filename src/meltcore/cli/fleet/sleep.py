@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Put the model to sleep, and wait until it sleeps. Raises ConfigError if the model cannot sleep."""
-    from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
+    from meltcore.fleet.admin.admin import change_fleet
     from meltcore.fleet.daemon import find_fleet
 
-    name = call_admin(find_fleet(args.port).admin, "POST", "/sleep", CHANGE_LIMIT_S, model=args.model)
+    name = change_fleet(find_fleet(args.port).admin, "/sleep", model=args.model)
     print(f"meltcore: sleeps: {name}")
     return 0

@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Wake the model, and wait until it can serve. Raises ConfigError if the model does not wake."""
-    from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
+    from meltcore.fleet.admin.admin import change_fleet
     from meltcore.fleet.daemon import find_fleet
 
-    name = call_admin(find_fleet(args.port).admin, "POST", "/wake_up", CHANGE_LIMIT_S, model=args.model)
+    name = change_fleet(find_fleet(args.port).admin, "/wake_up", model=args.model)
     print(f"meltcore: awake: {name}")
     return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -34,7 +35,7 @@ from meltcore.serve.upstream.http_connection import UpstreamError, ask, connect
 _START_LIMIT_S, _START_POLL_S = 10.0, 0.005
 _CLOSE_LIMIT_S = 2.0
 _PS_LIMIT_S = 10.0
-CHANGE_LIMIT_S = 3600.0  # of a restart: every model may drain and load
+_CHANGE_LIMIT_S = 3600.0  # of a restart: every model may drain and load
 
 
 class AdminServer:
@@ -146,3 +147,15 @@ def call_admin(path: str, method: str, route: str, limit_s: float = _PS_LIMIT_S,
     if answer.status != HTTPStatus.OK:
         raise ConfigError(str(content["error"]))
     return content
+
+
+def change_fleet(path: str, route: str, **query: str) -> Any:
+    """Send a request to change the fleet whose admin socket is at `path`, and return the answer.
+
+    Ctrl-C ends the wait alone, and a line says so. Raises ConfigError as `call_admin`.
+    """
+    try:
+        return call_admin(path, "POST", route, _CHANGE_LIMIT_S, **query)
+    except KeyboardInterrupt:
+        print("meltcore: the fleet goes on with it; `meltcore ps` shows its models", file=sys.stderr)
+        raise

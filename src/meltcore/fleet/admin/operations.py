@@ -34,7 +34,7 @@ _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """One engine in `meltcore ps`. The names of the fields are the keys of --json, and most are columns of the table."""
+    """One engine in `meltcore ps`. The names of the fields are the keys of --json, and most are table columns."""
 
     model: str
     replica: int

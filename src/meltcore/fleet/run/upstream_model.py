@@ -232,4 +232,4 @@ def check_upstream(name: str, config: ModelSection) -> None:
         upstream_command(name, config, 0, 1)
     for path in config.upstream_paths:
         if path not in (known := forwarded_paths()):
-            raise ConfigError(f"{name}: paths may be {', '.join(known)}; got {path!r}")
+            raise ConfigError(f"models.{name}.paths: got {path!r}; may be {', '.join(known)}")

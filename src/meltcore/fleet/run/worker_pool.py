@@ -305,7 +305,8 @@ class WorkerPool:
         if not opened.done():
             opened.set_exception(ConfigError(message.message))
         elif _is_open(opened):  # the others have loaded it
-            text = f"API server process {worker.worker_id}: {message.message}"
+            name = self._models[message.model].name
+            text = f"API server process {worker.worker_id} cannot serve {name}: {message.message}"
             if not self._policy.continues_without_api_server(is_serving=False):
                 self._fail(text)
                 return
