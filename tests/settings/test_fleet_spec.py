@@ -15,7 +15,7 @@ from meltcore.common.options import Size
 from meltcore.fleet.admin.operations import check_startable
 from meltcore.fleet.plan.placement import engine_config
 from meltcore.settings.config import SharingSection
-from meltcore.settings.fleet_checks import FleetError, check_fleet
+from meltcore.settings.fleet_checks import FleetError, check_fleet, model_error
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
 from meltcore.settings.fleet_spec import FleetSpec, KeySection
 
@@ -184,7 +184,14 @@ models:
             "models.a.priority: got 'interactiv'; must be interactive, standard or batch (did you mean interactive?)",
         ),
         ("models: {a b: {checkpoint: x}}", "models.a b: got 'a b'; must be a name of letters"),
-        ("models: {a: {checkpoint: x, device: gpu}}", "models.a.device: got 'gpu'; must be auto, cuda or cpu"),
+        (
+            "models: {a: {checkpoint: x, device: gpu}}",
+            "models.a.device: got 'gpu'; must be auto, cuda, cpu or a list of GPU numbers such as [0]",
+        ),
+        (
+            "models: {a: {checkpoint: x, device: 0}}",
+            "models.a.device: got 0; must be auto, cuda, cpu or a list of GPU numbers such as [0]",
+        ),
         ("models: {a: {checkpoint: x, device: [-1]}}", "models.a.device[0]: got -1; must be int >= 0"),
         ("models: {a: {checkpoint: x, tensor_parallel_size: 3}}", "got 3; must be 1, 2, 4 or 8"),
         ("models: {a: {}}", "models.a: has none of them; give a checkpoint"),
@@ -297,6 +304,13 @@ def test_fault_is_named_with_file_key_value_and_limit(text: str, message: str) -
         parse_fleet(text, "my/fleet.yaml")
     assert str(raised.value).startswith("my/fleet.yaml: ")
     assert message in str(raised.value)
+
+
+def test_error_about_a_model_names_keys_instead_of_flags() -> None:
+    error = ConfigError("--data-parallel-size 2: Raise --memory, or lower --max-model-len to the 64 of --nothing")
+    text = "models.a.replicas 2: Raise models.a.memory, or lower models.a.max_model_len to the 64 of --nothing"
+    assert model_error("a", error) == text
+    assert model_error("a", ConfigError("no such folder")) == "models.a: no such folder"
 
 
 def test_key_in_place_of_a_variable_name_is_not_repeated() -> None:

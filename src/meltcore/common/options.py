@@ -185,6 +185,11 @@ def flag_of(config: type, name: str) -> str:
     return str(_declared(config)[name]["flag"] or "--" + _UNIT_SUFFIX.sub("", name).replace("_", "-"))
 
 
+def fields_by_flag(config: type) -> dict[str, str]:
+    """Return the fields of `config` that are options, by flag."""
+    return {flag_of(config, name): name for name in _declared(config)}
+
+
 def number(
     number_type: type[int] | type[float],
     *,

@@ -308,7 +308,7 @@ class Supervisor:
             task = await asyncio.to_thread(find_task, config) if config.kind == "engine" else None
         except MeltcoreError as error:
             failed = self._add_model(name, None)
-            failed.fail(str(error))
+            failed.fail(self._options.policy.error_text(name, error))
             return failed
         model = self._add_model(name, task)
         self.turns.add(model)
@@ -418,7 +418,8 @@ class Supervisor:
         while self._stats.open_requests() and time.monotonic() < deadline_s and not engines_ended.done():
             await asyncio.wait({engines_ended}, timeout=POLL_S)
         if not engines_ended.done() and self._stats.open_requests():
-            error = f"the server is going down, and {limit_s:g} s (--drain-timeout) were not enough for this answer"
+            key = "--drain-timeout, or timeouts.drain_s of a fleet"
+            error = f"the server is going down, and {limit_s:g} s ({key}) were not enough for this answer"
             for number in self.models:
                 self._pool.broadcast(EndRequests(number, error, 503, "server_stopping"))
             while self._stats.open_requests() and time.monotonic() < deadline_s + ERROR_DELIVERY_S:

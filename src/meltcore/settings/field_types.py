@@ -91,7 +91,10 @@ GpuId: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
 CallParser: TypeAlias = Literal[
     "auto", "none", "hermes", "qwen3_coder", "mistral", "functiongemma", "llama3_json", "pythonic"
 ]
-Device: TypeAlias = Literal["auto", "cuda", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
+Device: TypeAlias = (
+    Annotated[Literal["auto", "cuda", "cpu"], Meta(extra={"other_form": "a list of GPU numbers such as [0]"})]
+    | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
+)
 
 
 class FleetSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import string
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.options import braces_fault, server_url_fault
+from meltcore.common.options import braces_fault, fields_by_flag, server_url_fault
 from meltcore.common.tasks import DEFAULT, setting_tasks, tasks
 from meltcore.settings.config import SharingSection
 from meltcore.settings.fleet_spec import PLACEHOLDERS, FleetSpec, LimitsSection, ModelSection
@@ -60,6 +61,13 @@ class FleetError(ConfigError):
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"{path}: {message}" if path else message)
         self.path, self.message = path, message
+
+
+def model_error(name: str, error: Exception) -> str:
+    """Return the text of an error about the model `name` of a fleet. Keys of the file replace the flags of `serve`."""
+    path, fields = f"models.{name}", fields_by_flag(ModelSection)
+    text = re.sub("--[a-z-]+", lambda flag: f"{path}.{fields[flag[0]]}" if flag[0] in fields else flag[0], str(error))
+    return text if text.startswith(path) else f"{path}: {text}"
 
 
 def check_fleet(spec: FleetSpec, *, is_planned: bool = True) -> None:

@@ -229,7 +229,8 @@ def _convert_leaf(value: Any, hint: Any, base: Any, meta: tuple[Any, ...], path:
     except msgspec.ValidationError as error:
         expected = extra.get("expected") or str(error).removeprefix("Expected ").partition(", got")[0].replace("`", "")
         quotes = "; put it in quotes" if base is str and isinstance(value, int | float) else ""
-        needed = f"{_names(allowed, 'or')}{_hint(value, allowed)}" if allowed else f"{expected}{quotes}"
+        named = (*allowed, extra["other_form"]) if "other_form" in extra else allowed
+        needed = f"{_names(named, 'or')}{_hint(value, allowed)}" if allowed else f"{expected}{quotes}"
         raise FleetError(path, f"got {_shown_setting(value, extra)}; must be {needed}") from error
 
 

@@ -306,6 +306,23 @@ def test_other_events_are_refused() -> None:
         assert replica.state == state
 
 
+def test_error_of_an_engine_names_keys_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def live() -> None:
+        life = Life(monkeypatch, tmp_path)
+        try:
+            life.policy.pauses.append(None)
+            life.run(life.model._start_all())
+            await until(lambda: life.processes, "the process", 20.0)
+            life.process.placed.set_result(None)
+            life.process.ready.set_exception(ConfigError("lower --max-num-seqs, or start it without --no-such"))
+            await life.is_in("failed")
+            assert life.replica.reason == "lower models.near.max_num_seqs, or start it without --no-such"
+        finally:
+            await life.end()
+
+    asyncio.run(live())
+
+
 def test_server_of_a_command_lives_by_the_same_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def live() -> None:
         life = Life(monkeypatch, tmp_path, upstream=True)

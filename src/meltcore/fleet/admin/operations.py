@@ -24,6 +24,7 @@ from meltcore.serve.requests.keys import resolve_keys
 from meltcore.serve.requests.tracing import resolve_tracing
 from meltcore.serve.tasks.generation.servable import check_servable
 from meltcore.serve.tasks.generation.text_model import find_task
+from meltcore.settings.fleet_checks import model_error
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def _check_checkpoints(fleet: PlacedFleet, running: Mapping[str, ModelSection]) 
             try:
                 find_task(model) if model.load_format == "dummy" else check_servable(model)
             except ConfigError as error:
-                raise ConfigError(f"models.{name}: {error}") from error
+                raise ConfigError(model_error(name, error)) from error
 
 
 async def _wait_loaded(model: Model, loading: asyncio.Task[None]) -> None:

@@ -15,6 +15,7 @@ from meltcore.engine.memory.memory_needs import (
     read_model_sizes,
 )
 from meltcore.fleet.plan.context_memory import ASSUMED, ContextMemory
+from meltcore.settings.fleet_checks import model_error
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 # Of the process of an engine on a CPU beside its budget: interpreter, torch and their libraries. Not measured.
@@ -125,8 +126,8 @@ def named_needs(name: str, model: ModelSection) -> PlannedEngine:
         if model.memory is not None:  # the file knows them
             seqs = model.max_num_seqs or 0
             return PlannedEngine(model.task, int(model.memory), [], model.max_model_len, seqs, "file")
-        raise UnknownSizesError(f"models.{name}: {error}") from error
+        raise UnknownSizesError(model_error(name, error)) from error
     except TaskMismatchError as error:
         raise TaskMismatchError(f"models.{name}.task: {error}") from error
     except ConfigError as error:
-        raise ConfigError(f"models.{name}: {error}") from error
+        raise ConfigError(model_error(name, error)) from error

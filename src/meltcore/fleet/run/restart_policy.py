@@ -16,6 +16,7 @@ from typing import NamedTuple
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.fleet.run.replica import EngineExit, ReplicaState
 from meltcore.settings.config import ModelStatus
+from meltcore.settings.fleet_checks import model_error
 
 ENGINE_DEAD = "the engine has died"
 SERVER_ENDS = "the engine has died; the server is going down"
@@ -91,6 +92,10 @@ class RestartPolicy(ABC):
         """
 
     @abstractmethod
+    def error_text(self, name: str, error: MeltcoreError) -> str:
+        """Return the text of an error about the model `name`. It names settings as the user has written them."""
+
+    @abstractmethod
     def start_limit_s(self, start_s: float) -> float | None:
         """Return how many seconds an engine may take from its start to its first answer, or None for no limit.
 
@@ -162,6 +167,10 @@ class NeverRestart(RestartPolicy):
             return ConfigError(f"{name}: {error}") if name else error
         return None
 
+    def error_text(self, name: str, error: MeltcoreError) -> str:
+        """Return the text, which names flags."""
+        return str(error)
+
     def start_limit_s(self, start_s: float) -> float | None:
         """Return None, because a person watches the progress and needs no limit."""
         return None
@@ -232,6 +241,10 @@ class RestartAfterPause(RestartPolicy):
         The report of the failed start has already named the engine.
         """
         return errors[0][1] if errors and len(errors) == num_replicas else None
+
+    def error_text(self, name: str, error: MeltcoreError) -> str:
+        """Return the text with keys of fleet.yaml instead of flags."""
+        return model_error(name, error).removeprefix(f"models.{name}: ")
 
     def start_limit_s(self, start_s: float) -> float | None:
         """Return the limit that fleet.yaml has."""

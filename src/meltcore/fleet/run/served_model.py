@@ -100,6 +100,8 @@ class ServedModel(SupervisedModel[Replica]):
                 return await self._start_placed(replica)
             except EnginePendingError as error:
                 await self._wait_for_room(replica, str(error))
+            except ConfigError as error:
+                raise ConfigError(self._parts.policy.error_text(self.name, error)) from error
             await self.may_run.wait()
 
     async def _start_placed(self, replica: Replica) -> EngineReady:

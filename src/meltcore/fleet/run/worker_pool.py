@@ -301,12 +301,12 @@ class WorkerPool:
             self._assign_pending()
 
     def _on_model_failed(self, worker: APIServerWorker, message: ModelFailed) -> None:
-        opened = self._opened[message.model]
+        opened, name = self._opened[message.model], self._models[message.model].name
+        reason = self._policy.error_text(name, ConfigError(message.message))
         if not opened.done():
-            opened.set_exception(ConfigError(message.message))
+            opened.set_exception(ConfigError(reason))
         elif _is_open(opened):  # the others have loaded it
-            name = self._models[message.model].name
-            text = f"API server process {worker.worker_id} cannot serve {name}: {message.message}"
+            text = f"API server process {worker.worker_id} cannot serve {name}: {reason}"
             if not self._policy.continues_without_api_server(is_serving=False):
                 self._fail(text)
                 return
