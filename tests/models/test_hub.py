@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from transformers import AutoConfig
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints import hub
 from meltcore.models.checkpoints.checkpoint import find_folder, open_checkpoint
 from meltcore.models.checkpoints.hub import download_gguf, hub_problem, hub_problems
 
@@ -203,3 +206,20 @@ def write() -> Callable[[Path], Path]:
         return finish(writer, path)
 
     return write_header
+
+
+def test_hub_that_sends_nothing_ends_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client waits without a limit for the list of a repository's files."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_SILENCE_LIMIT_S", 0.05)
+    hub._limit_silence()
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(httpx.ReadTimeout):
+        huggingface_hub.get_session().get(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=None)
+
+
+def test_without_downloads_the_advice_is_one_that_plan_can_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`meltcore plan` sets HF_HUB_OFFLINE, and its error told users to unset it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for model in ("owner/none", "owner/none-GGUF:Q8_0"):
+        with pytest.raises(ConfigError, match=r"not in the cache .* as `meltcore plan` does; download them before"):
+            open_checkpoint(model, files="all")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import call_with_timeout
@@ -25,7 +25,11 @@ from meltcore.models.checkpoints.weight_files import (
 )
 from meltcore.models.configs.json_file import read_json
 
+if TYPE_CHECKING:
+    import httpx
+
 _MAX_NAMES_SHOWN = 30
+_SILENCE_LIMIT_S = 60.0  # of the hub while it answers a request
 
 
 class HubId(NamedTuple):
@@ -56,11 +60,12 @@ def download_folder(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     repository = model.partition(":")[0]
+    _limit_silence()
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many unrelated types; each means that the download failed
         raise ConfigError(
-            f"{model}: not a local folder, and its download from the hub failed: {_first_line(error)}"
+            f"{model}: not a local folder, and its download from the hub failed: {_reason(error)}"
         ) from error
 
 
@@ -199,6 +204,7 @@ def _list_files(hub_id: HubId) -> list[str]:
     """Return the files of a repository. Without a connection these are the files in the cache."""
     from huggingface_hub import list_repo_files, snapshot_download
 
+    _limit_silence()
     try:
         return list_repo_files(hub_id.repository)
     except Exception as error:
@@ -207,8 +213,22 @@ def _list_files(hub_id: HubId) -> list[str]:
         except Exception:
             if hub_id.choice is None:  # the download of the usual files reports it
                 return []
-            raise ConfigError(f"{hub_id.repository}: its files cannot be listed: {_first_line(error)}") from error
+            raise ConfigError(f"{hub_id.repository}: its files cannot be listed: {_reason(error)}") from error
         return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _limit_silence() -> None:
+    """Give each request to the hub a time limit between two packets. The hub's client has none for most requests."""
+    from huggingface_hub import get_session
+
+    hooks = get_session().event_hooks["request"]
+    if _limit_request not in hooks:
+        hooks.append(_limit_request)
+
+
+def _limit_request(request: httpx.Request) -> None:
+    limits = request.extensions["timeout"]
+    request.extensions["timeout"] = {phase: limit or _SILENCE_LIMIT_S for phase, limit in limits.items()}
 
 
 def _is_named(name: str, choice: str) -> bool:
@@ -232,5 +252,13 @@ def _choice_error(model: str, hub_id: HubId, names: list[str], chosen: list[str]
     )
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    if constants.HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
+        return (
+            "its files are not in the cache of this machine, and nothing is downloaded while HF_HUB_OFFLINE is set, as "
+            "`meltcore plan` does; download them before, by `hf download`"
+        )
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
