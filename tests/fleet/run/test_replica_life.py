@@ -323,6 +323,28 @@ def test_error_of_an_engine_names_keys_of_the_file(monkeypatch: pytest.MonkeyPat
     asyncio.run(live())
 
 
+def test_api_servers_open_a_model_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model whose tokenizer an API server never finished to load was loading for ever."""
+
+    async def live() -> None:
+        life = Life(monkeypatch, tmp_path)
+        try:
+            endless = asyncio.get_running_loop().create_future
+            life.pool.model_failed = lambda _: endless()
+            life.pool.open_model = lambda _: endless()
+            life.policy.start_limit_s = Mock(side_effect=[None, 0.01])  # type: ignore[method-assign]
+            loading = asyncio.create_task(life.model.load())
+            await until(lambda: life.processes, "the process", 20.0)
+            life.process.placed.set_result(None)
+            life.process.ready.set_result(LIMITS)
+            with pytest.raises(ConfigError, match=r"not all API server processes have opened it within 0\.01 s"):
+                await loading
+        finally:
+            await life.end()
+
+    asyncio.run(live())
+
+
 def test_server_of_a_command_lives_by_the_same_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def live() -> None:
         life = Life(monkeypatch, tmp_path, upstream=True)

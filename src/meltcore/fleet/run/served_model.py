@@ -87,7 +87,13 @@ class ServedModel(SupervisedModel[Replica]):
         self.update_status()
 
     async def _open(self, limits: EngineReady) -> None:
-        self.synthetic_tokenizer = await self._parts.pool.open_model(self._opened(limits))
+        limit_s = self._parts.policy.start_limit_s(self._parts.timeouts.start_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                self.synthetic_tokenizer = await self._parts.pool.open_model(self._opened(limits))
+        except TimeoutError:
+            text = f"not all API server processes have opened it within {limit_s:g} s (timeouts.start_s)"
+            raise ConfigError(text) from None
         self.limits = limits
 
     async def _start(self, replica: Replica) -> EngineReady:

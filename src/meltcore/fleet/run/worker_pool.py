@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -53,6 +54,7 @@ _COMMAND = (sys.executable, "-m", "meltcore.serve.api_server_main")
 _ALLOCATOR = {"PYTHONMALLOC": "malloc"}
 _EXIT_LIMIT_S = 4.0  # from asking a worker to exit until it is killed; it closes its connections meanwhile
 _RETRY_S = 0.05
+ASSIGN_LIMIT_S = 60.0  # for a worker that serves all open models to take a connection
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 4
 ModelMessage = OpenModel | StatusChanged | EndRequests | ReplicaStarted | ReplicaEnded
@@ -122,7 +124,9 @@ class WorkerPool:
         self._on_unreadable = on_unreadable
         self._workers: list[APIServerWorker] = []
         self._watches: set[asyncio.Task[None]] = set()
-        self._pending: deque[socket.socket] = deque()  # connections that no worker could take yet
+        # Connections that no worker could take yet, with the times at which they are closed.
+        self._pending: deque[tuple[float, socket.socket]] = deque()
+        self._retry: asyncio.TimerHandle | None = None
         self._models: dict[int, AddModel] = {}  # as a worker that starts later is sent them
         # Done once all workers can serve a model, with whether its tokenizer is a substitute.
         self._opened: dict[int, asyncio.Future[bool]] = {}
@@ -202,9 +206,9 @@ class WorkerPool:
     def assign(self, connection: socket.socket) -> None:
         """Pass `connection` to the worker with the fewest connections.
 
-        If there is no worker, the next one to start gets it.
+        If there is no worker, the next one to start gets it, or it is closed after ASSIGN_LIMIT_S.
         """
-        self._pending.append(connection)
+        self._pending.append((time.monotonic() + ASSIGN_LIMIT_S, connection))
         if len(self._pending) == 1:
             self._assign_pending()
 
@@ -219,8 +223,9 @@ class WorkerPool:
             await asyncio.wait(self._watches, timeout=_EXIT_LIMIT_S)
         self.kill()
         await asyncio.gather(*self._watches, return_exceptions=True)
-        for connection in self._pending:
+        for _, connection in self._pending:
             connection.close()
+        self._pending.clear()
 
     def kill(self) -> None:
         """Kill all processes immediately."""
@@ -233,19 +238,24 @@ class WorkerPool:
                 worker.process.kill()
 
     def _assign_pending(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
         closed_counts = self._stats.closed_connections()
         available_workers = [worker for worker in self._workers if self._is_available(worker)]
         while self._pending and available_workers:
             for worker in sorted(
                 available_workers, key=lambda worker: worker.assigned - closed_counts[worker.worker_id]
             ):
-                if worker.channel is not None and worker.channel.send_connection(self._pending[0]):
+                if worker.channel is not None and worker.channel.send_connection(self._pending[0][1]):
                     self._pending.popleft()
                     worker.assigned += 1
                     break
             else:  # all are busy, and their buffers full
-                asyncio.get_running_loop().call_later(_RETRY_S, self._assign_pending)
-                return
+                break
+        while self._pending and self._pending[0][0] < time.monotonic():
+            self._pending.popleft()[1].close()
+        if self._pending:
+            self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._assign_pending)
 
     def _is_available(self, worker: APIServerWorker) -> bool:
         """Return whether a worker serves all models that other workers serve.
