@@ -36,7 +36,7 @@ from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.fleet.processes.stuck_watch import StuckWatch
 from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
 from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher, place_replicas
-from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, log_folder
+from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, new_log_folder
 from meltcore.fleet.run.replica import Replica, ReplicaState
 from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
 from meltcore.fleet.run.served_model import ServedModel
@@ -109,7 +109,7 @@ def serve(
     port = int(listener.getsockname()[1])
     admin = None if options.admin_port is None else bind("127.0.0.1", options.admin_port)
     if options.log_folder is not None:
-        options = replace(options, log_folder=_new_log_folder(options.log_folder, port))
+        options = replace(options, log_folder=new_log_folder(options.log_folder, port))
     raise_file_limit()
     folder = SocketFolder("server")
 
@@ -268,8 +268,10 @@ class Supervisor:
         await self._launcher.connect()
         await self._pool.start()
         # Engines with a budget first, together: one without takes all that is free of its GPU. Other servers last.
-        for name in sorted(self.fleet.spec.models, key=self._start_order):
-            await self.add_fleet_model(name)
+        names = sorted(self.fleet.spec.models, key=self._start_order)
+        found = {name: asyncio.create_task(self._find_task(name)) for name in names}
+        for name in names:
+            self._add_and_load(name, await found[name])
         self.turns.start()
 
     def _start_order(self, name: str) -> int:
@@ -303,12 +305,23 @@ class Supervisor:
 
         Its task `loading` is done when the model is ready or has failed.
         """
-        config = self.fleet.spec.models[name]
+        return self._add_and_load(name, await self._find_task(name))
+
+    async def _find_task(self, name: str) -> Task | MeltcoreError | None:
+        """Return the task of a model's checkpoint, or the error that prevents it. Upstream models have None."""
+        config, limit_s = self.fleet.spec.models[name], self.fleet.spec.timeouts.start_s
         try:
-            task = await asyncio.to_thread(find_task, config) if config.kind == "engine" else None
+            async with asyncio.timeout(limit_s):
+                return await asyncio.to_thread(find_task, config) if config.kind == "engine" else None
+        except TimeoutError:
+            return ConfigError(f"its configuration was not read within {limit_s:g} s (timeouts.start_s)")
         except MeltcoreError as error:
+            return error
+
+    def _add_and_load(self, name: str, task: Task | MeltcoreError | None) -> ServedModel | UpstreamModel:
+        if isinstance(task, MeltcoreError):
             failed = self._add_model(name, None)
-            failed.fail(self._options.policy.error_text(name, error))
+            failed.fail(self._options.policy.error_text(name, task))
             return failed
         model = self._add_model(name, task)
         self.turns.add(model)
@@ -477,15 +490,3 @@ async def _rotate_logs(options: FleetOptions) -> None:
         return own + ([] if options.log_folder is None else list(options.log_folder.glob("*.log")))
 
     await keep_small(files, options.log_limit_bytes)
-
-
-def _new_log_folder(parent: Path, port: int) -> Path:
-    """Return the folder for the logs of a fleet on `port`, emptied. Raises ConfigError if the folder cannot be used."""
-    folder = log_folder(parent, port)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*.log"):
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"the folder of logs, {folder}, cannot be used: {error.strerror}") from error
-    return folder

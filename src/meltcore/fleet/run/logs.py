@@ -41,6 +41,18 @@ def log_folder(state: Path, port: int) -> Path:
     return state / f"fleet-{port}"
 
 
+def new_log_folder(parent: Path, port: int) -> Path:
+    """Return the folder for the logs of a fleet on `port`, emptied. Raises ConfigError if the folder cannot be used."""
+    folder = log_folder(parent, port)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.log"):
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"the folder of logs, {folder}, cannot be used: {error.strerror}") from error
+    return folder
+
+
 def find_logs(
     folder: Path, server_log: str, model: str | None, aliases: Mapping[str, Collection[str]] | None = None
 ) -> list[LogFile]:
