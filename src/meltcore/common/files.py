@@ -139,12 +139,12 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, content: bytes, *, overwrite: bool = True, hint: str = "") -> None:
+def write_atomic(path: Path, content: bytes, *, overwrite: bool = True, hint: str = "", start: bytes = b"") -> None:
     """Write a file atomically: a crash leaves either the complete old file or the complete new one.
 
     A symbolic link stays, and its target is written. Devices, pipes, and the targets of standard output and standard
-    error are written directly. Raises ConfigError if the file cannot be written, or if it exists without `overwrite`
-    (the message ends with `hint`).
+    error are written directly. Raises ConfigError if the file cannot be written, or if it exists without `overwrite`,
+    or is not empty and begins with other bytes than `start` (the message ends with `hint`).
     """
     if path.exists() and not path.is_dir() and ((fd := _standard_fd(path)) is not None or not path.is_file()):
         try:
@@ -153,8 +153,18 @@ def write_atomic(path: Path, content: bytes, *, overwrite: bool = True, hint: st
         except OSError as error:
             raise _write_error(path, error) from error
         return
+    if start and path.is_file() and (beginning := _beginning(path, len(start))) not in (b"", start):
+        raise ConfigError(f"{path} exists and begins with {beginning[:16]!r}; {hint}")
     with atomic_output(path, overwrite=overwrite, hint=hint) as temporary_path:
         temporary_path.write_bytes(content)
+
+
+def _beginning(path: Path, num_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(num_bytes)
+    except OSError as error:
+        raise _write_error(path, error) from error
 
 
 def _standard_fd(path: Path) -> int | None:

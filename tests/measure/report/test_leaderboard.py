@@ -167,6 +167,18 @@ def test_command_writes_the_page_and_a_table(tmp_path: Path, capsys: pytest.Capt
     assert [row["name"] for row in rows] == ["fast", "slow"]
 
 
+def test_page_replaces_no_file_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan --html fleet.yaml` replaced the fleet, and `compare --page` a result."""
+    file = written(tmp_path, "mine", entry("mine").run)
+    before = Path(file).read_text()
+    assert main(["leaderboard", file, "--output", file]) == 2
+    assert "exists and begins with b'{" in (told := capsys.readouterr().err)
+    assert "; only a page of meltcore is replaced" in told
+    assert Path(file).read_text() == before
+    (tmp_path / "empty").touch()
+    assert main(["leaderboard", file, "--output", str(tmp_path / "empty")]) == 0
+
+
 def test_command_refuses_unlike_results_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [written(tmp_path, "a", entry("a").run), written(tmp_path, "b", entry("b", weights="real").run)]
     page = tmp_path / "leaderboard.html"

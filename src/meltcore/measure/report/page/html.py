@@ -21,8 +21,12 @@ def render_html(page: Page) -> str:
 
 
 def write_page(path: Path, page: Page) -> Path:
-    """Write the rendered page to `path` atomically, and return the path."""
-    write_atomic(path, render_html(page).encode())
+    """Write the rendered page to `path` atomically, and return the path.
+
+    Raises ConfigError if `path` cannot be written, or is a file that is neither empty nor such a page.
+    """
+    html = render_html(page).encode()
+    write_atomic(path, html, start=html.partition(b"<title>")[0], hint="only a page of meltcore is replaced")
     return path
 
 
