@@ -83,6 +83,43 @@ def test_interruption_keeps_measurements_and_is_unknown(
     assert (folder / "certificate.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "verdict", "code", "reason"),
+    [
+        (ZeroDivisionError("a bug"), "UNKNOWN", 3, "ZeroDivisionError: a bug"),
+        (GpuLostError("GPU 0 is lost"), "FAIL", 2, "GPU 0 is lost"),
+    ],
+)
+def test_error_of_one_check_keeps_the_reports_of_the_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    verdict: str,
+    code: int,
+    reason: str,
+) -> None:
+    """Nothing was written: the reports of an hour were lost by the last check."""
+    scripted = node(h200s(1))
+    run = scripted.run
+
+    def fails(command: Sequence[str], *rest: Any) -> CompletedRun:
+        if command[-1] == "memory":
+            raise error
+        return run(command, *rest)
+
+    monkeypatch.setattr(scripted, "run", fails)
+    assert certify(monkeypatch, scripted, "--json", "--out", str(tmp_path)) == code
+    found = json.loads(capsys.readouterr().out)
+    verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
+    assert verdicts == {**dict.fromkeys(("state", "gemm", "host"), "PASS"), "memory": verdict} | {
+        "collectives": "NOT_APPLICABLE"
+    }
+    assert f"Memory bandwidth: not finished: {reason}" in found["unverified"]
+    [folder] = tmp_path.iterdir()
+    assert (folder / "certificate.html").exists()
+
+
 def test_without_driver_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pynvml")
     from meltcore.common.gpus.driver import NoDriverError, Nvml

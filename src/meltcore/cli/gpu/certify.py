@@ -93,9 +93,10 @@ def _certify(args: argparse.Namespace) -> int:
     from pynvml import NVMLError
     from rich.console import Console
 
+    from meltcore.cli.output import OutputError
     from meltcore.common.gpus.driver import Nvml, connect
     from meltcore.common.gpus.select import select_gpus
-    from meltcore.measure.documents.node import CERTIFICATE_FILE, read_certificate
+    from meltcore.measure.documents.node import CERTIFICATE_FILE, CheckReport, read_certificate
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.node.certify.checks.run import certify, check_hours
     from meltcore.measure.node.certify.expectations import make_baseline
@@ -109,6 +110,11 @@ def _certify(args: argparse.Namespace) -> int:
     node = Node(connect(Nvml))
     gpus = select_gpus(node.nvml, args.gpu)
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, soft_wrap=True)
+
+    def print_report(report: CheckReport) -> None:
+        with suppress(OutputError):  # the page below fails likewise, when the certificate is written
+            print_blocks([check_line(report)], console)
+
     with RunFolder.create_or_remove(args.out, "certify") as folder:
         try:
             with console.status("reading the GPUs") as status:
@@ -120,7 +126,7 @@ def _certify(args: argparse.Namespace) -> int:
                     hours=args.hours,
                     baseline=baseline,
                     on_start=status.update,
-                    on_report=lambda report: print_blocks([check_line(report)], console),
+                    on_report=print_report,
                 )
         finally:
             with suppress(NVMLError):  # the process ends soon, whether the driver answers or not

@@ -1,5 +1,6 @@
 """Certifies a node: takes a snapshot, runs every check of the tier, and gives one verdict that fails closed."""
 
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.gpus.driver import GpuLostError
 from meltcore.common.gpus.select import GpuDevice
 from meltcore.measure.documents.node import Certificate, CheckReport, Finding, Tier, overall
 from meltcore.measure.documents.verdicts import SEVERITY, CheckVerdict, worst_verdict
@@ -67,8 +69,8 @@ def certify(
     """Run every check of `tier` on `gpus`, and return the certificate. Files go to `folder`.
 
     `on_start` receives the title of each check when it starts, and `on_report` its report. Ctrl-C ends the run. Checks
-    that did not finish are UNKNOWN. Raises ConfigError for several MIG devices (a process sees only one) and for a soak
-    without hours.
+    that did not finish, as after an error of their own, are UNKNOWN. Raises ConfigError for several MIG devices (a
+    process sees only one) and for a soak without hours.
     """
     if sum(gpu.info.mig for gpu in gpus) > 1:
         raise ConfigError("certify takes one MIG device at a time: a process can use only one")
@@ -94,14 +96,11 @@ def certify(
     try:
         for check in checks:
             on_start(check.title)
-            reports.append(check.run(context))
+            reports.append(_run(check, context))
             on_report(reports[-1])
     except KeyboardInterrupt:
         # What was measured before an interruption is kept.
-        reports += [
-            CheckReport(name=check.name, title=check.title, verdict="UNKNOWN", reason="not finished: interrupted")
-            for check in checks[len(reports) :]
-        ]
+        reports += [_unfinished(check, "interrupted") for check in checks[len(reports) :]]
     finally:
         try:
             telemetry.close()
@@ -122,6 +121,21 @@ def certify(
         unverified=unverified_lines(reports),
         notes=notes,
     )
+
+
+def _run(check: HardwareCheck, context: CertifyContext) -> CheckReport:
+    """Return the report of a check. An error of the check itself must not lose the reports of the others."""
+    try:
+        return check.run(context)
+    except GpuLostError as error:
+        return msgspec.structs.replace(_unfinished(check, str(error)), verdict="FAIL")
+    except Exception as error:
+        traceback.print_exc()
+        return _unfinished(check, f"{type(error).__name__}: {error}")
+
+
+def _unfinished(check: HardwareCheck, reason: str) -> CheckReport:
+    return CheckReport(name=check.name, title=check.title, verdict="UNKNOWN", reason=f"not finished: {reason}")
 
 
 def check_hours(tier: Tier, hours: float) -> None:
