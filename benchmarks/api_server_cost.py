@@ -24,6 +24,7 @@ from pathlib import Path
 
 from bench_output import Row, write_result
 
+from meltcore.cli.signals import signals_as_ctrl_c
 from meltcore.measure.experiments.servers import MeltcoreServer
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels
@@ -138,4 +139,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with signals_as_ctrl_c():
+        main()

@@ -126,12 +126,13 @@ def write_result(
     subject: str = "",
     gpus: int = 1,
     script: str | None = None,
+    out: Path | None = None,
 ) -> Path:
-    """Merges the rows into benchmarks/results/SCRIPT/GPU.json and prints them as a table. Returns the file's path.
+    """Merges the rows into a result file and prints them as a table. Returns the file's path.
 
     versions: of the packages that matter and of the peers. notes: what a reader must know beside the rows, such as what
     was skipped and why. subject: the model or server that was measured. gpus: how many of the machine's GPUs were used.
-    script: None for the running one.
+    script: None for the running one. out: None writes benchmarks/results/SCRIPT/GPU.json.
     """
     fingerprint = take_fingerprint()
     names = [gpu.name for gpu in fingerprint.gpus]
@@ -151,7 +152,7 @@ def write_result(
         **({"notes": list(notes)} if notes else {}),
         "rows": [row.as_json() for row in rows],
     }
-    path = RESULTS / script / f"{machine_name(names, gpus)}.json"
+    path = out or RESULTS / script / f"{machine_name(names, gpus)}.json"
     merge_run(path, run)
     print_table(f"{script}: {subject}" if subject else script, rows, notes)
     return path

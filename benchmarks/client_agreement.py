@@ -20,6 +20,8 @@ from pathlib import Path
 
 from bench_output import SCRIPTED_SERVER, Row, Target, write_result
 
+from meltcore.cli.signals import signals_as_ctrl_c
+
 CONCURRENCY, REQUESTS = 10, 100
 TTFT_MS, ITL_MS, TOKENS = 100.0, 20.0, 64
 # Waves of requests, one after another on each connection.
@@ -113,4 +115,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with signals_as_ctrl_c():
+        main()

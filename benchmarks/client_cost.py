@@ -25,6 +25,8 @@ import msgspec
 import uvloop
 from bench_output import SCRIPTED_SERVER, Row, Target, write_result
 
+from meltcore.cli.signals import signals_as_ctrl_c
+
 SCENES = ((500, 100, 50.0), (10_000, 16, 1000.0))  # streams, tokens of each, ms between two: both 10,000 events/s
 TARGET = Target(2.0, of="ratio")
 TTFT_MS = 4000.0  # all streams are open before the first event
@@ -214,4 +216,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with signals_as_ctrl_c():
+        main()

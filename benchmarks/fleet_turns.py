@@ -29,6 +29,7 @@ import torch
 from bench_output import Row, Target, need_gpu, write_result
 from plan_memory import GIB, LIMIT_S, POLL_S, dummy_fleet, running_fleet, used_bytes
 
+from meltcore.cli.signals import signals_as_ctrl_c
 from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import running
 from meltcore.fleet.plan.context_memory import find_contexts
@@ -195,4 +196,5 @@ def clip() -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with signals_as_ctrl_c():
+        sys.exit(main())

@@ -37,6 +37,7 @@ import msgspec
 import uvloop
 from bench_output import SCRIPTED_SERVER, Row, Target, write_result
 
+from meltcore.cli.signals import signals_as_ctrl_c
 from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.measure.load.wire.connection import HttpConnection, connect, resolve_target
 from meltcore.measure.load.wire.connection import Target as Address
@@ -412,4 +413,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with signals_as_ctrl_c():
+        main()

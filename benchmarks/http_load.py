@@ -30,6 +30,7 @@ from pathlib import Path
 
 from bench_output import Row, Target, need_gpu, write_result
 
+from meltcore.cli.signals import signals_as_ctrl_c
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.experiments.servers import MeltcoreServer
 from meltcore.measure.load.config import LoadConfig
@@ -252,4 +253,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with signals_as_ctrl_c():
+        main()

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from bench_output import Row, Target, need_gpu, write_result
 
+from meltcore.cli.signals import signals_as_ctrl_c
 from meltcore.common.gpus.driver import NoDriverError, Nvml
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.experiments.servers import MeltcoreServer
@@ -235,4 +236,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with signals_as_ctrl_c():
+        sys.exit(main())

@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, nargs="+", default=[], help="Peers' result files of the same run.")
     parser.add_argument("--peer-subject", help="Subject of the peer's run in that file (default: the model).")
     parser.add_argument("--subject", help="Subject of the run in the result file (default: the model).")
+    parser.add_argument("--out", type=Path, help="Result file (default: the tracked results/offline/GPU.json).")
     args = parser.parse_args()
     need_gpu(args.tp, args.model)
 
@@ -202,7 +203,7 @@ def main() -> None:
         row.limit_share = shares.get(row.work)
         row.target = TARGETS.get((subject, args.tp), {}).get((row.work, row.unit))
     versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
-    write_result(rows, versions, notes, subject=subject, gpus=args.tp)
+    write_result(rows, versions, notes, subject=subject, gpus=args.tp, out=args.out)
 
 
 if __name__ == "__main__":

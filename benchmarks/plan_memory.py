@@ -29,6 +29,7 @@ import httpx
 import msgspec
 import yaml
 
+from meltcore.cli.signals import signals_as_ctrl_c
 from meltcore.common.process import end_group, start
 from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import running
@@ -208,4 +209,5 @@ def requests(fleet: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with signals_as_ctrl_c():
+        sys.exit(main())

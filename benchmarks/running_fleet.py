@@ -20,6 +20,7 @@ from simulated_cluster import VOCAB_SIZE
 
 import meltcore.fleet.plan.cluster
 import meltcore.fleet.ray.cluster_driver
+from meltcore.cli.signals import signals_as_ctrl_c
 from meltcore.common.process import end_group, start
 from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import find_fleet, fleet_options, serve_recorded
@@ -111,11 +112,12 @@ def running(command: Sequence[str], log: Path, environment: Mapping[str, str]) -
     with log.open("wb") as output:
         process = start(command, stdout=output, stderr=output, environment=os.environ | dict(environment))
     try:
-        wait(lambda: "listening on" in log.read_text() or process.poll() is not None, "the address", _START_LIMIT_S)
-        if process.poll() is not None:
-            raise SystemExit(log.read_text())
-        (url,) = re.findall(r"listening on (\S+)", log.read_text())
-        yield Fleet(process, url)
+        with signals_as_ctrl_c():
+            wait(lambda: "listening on" in log.read_text() or process.poll() is not None, "the address", _START_LIMIT_S)
+            if process.poll() is not None:
+                raise SystemExit(log.read_text())
+            (url,) = re.findall(r"listening on (\S+)", log.read_text())
+            yield Fleet(process, url)
     finally:
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)

@@ -131,8 +131,7 @@ def num_elements(tensors: dict[str, torch.Tensor]) -> int:
 
 
 def _without_out(arguments: list[str]) -> list[str]:
-    """The command line without --out."""
-    if "--out" not in arguments:
-        return arguments
-    at = arguments.index("--out")
-    return arguments[:at] + arguments[at + 2 :]
+    """The command line without --out, however it is written."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--out")
+    return parser.parse_known_args(arguments)[1]

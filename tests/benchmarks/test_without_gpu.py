@@ -40,6 +40,15 @@ NEED_A_GPU = [
 ]
 
 
+def test_scripts_that_start_servers_end_them_at_sigterm() -> None:
+    """`timeout` sends SIGTERM, which ended the script alone and left its server."""
+    starts = ("MeltcoreServer(", "str(SCRIPTED_SERVER)", "meltcore.fleet.daemon import")
+    texts = {path.name: path.read_text() for path in FOLDER.glob("*.py")}
+    starters = {name for name, text in texts.items() if any(start in text for start in starts)}
+    assert starters >= {"api_server_cost.py", "client_cost.py", "fleet_turns.py", "http_load.py", "running_fleet.py"}
+    assert not [name for name in starters if "with signals_as_ctrl_c()" not in texts[name]]
+
+
 def run(monkeypatch: pytest.MonkeyPatch, script: str, *words: str) -> object:
     """What the script leaves with."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import random
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -162,4 +163,5 @@ def test_a_second_of_training_leaves_a_measured_checkpoint(
     evaluation = json.loads((tmp_path / "evaluation.json").read_text())
     assert evaluation["parameters"] > 10_000
     assert all(found["problems"] in (4, 16) for found in evaluation["kinds"].values())
+    assert evaluation["command"].endswith(shlex.join(["--workers=1", *options])), "without --out=PATH"
     assert "0.02 minutes" in (tmp_path / "README.md").read_text()

@@ -131,11 +131,8 @@ class GenerationEngine:
         self._eos_token_ids = frozenset(
             token_id for token_id in self.checkpoint.eos_token_ids if token_id < self.vocab_size
         )
-        self._num_added = 0
-        self._steps = 0
+        self._num_added = self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._step_s = 0.0
-        self._prompt_tokens = 0
-        self._generated_tokens = 0
         self.load_s = time.monotonic() - start_s
 
     def _prepare(
