@@ -13,7 +13,6 @@ import resource
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +40,7 @@ from meltcore.fleet.run.replica import Replica, ReplicaState
 from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
-from meltcore.fleet.run.supervised_model import POLL_S, ServerContext
+from meltcore.fleet.run.supervised_model import ServerContext, wait_while
 from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.run.worker_pool import WorkerPool, worker_count
 from meltcore.fleet.swap.mps import MpsDaemon
@@ -427,16 +426,12 @@ class Supervisor:
         for model in self.models.values():
             model.drain("the server is going down and takes no new requests")
         self._log.write("draining", open_requests=self._stats.open_requests(), limit_s=limit_s)
-        deadline_s = time.monotonic() + limit_s
-        while self._stats.open_requests() and time.monotonic() < deadline_s and not engines_ended.done():
-            await asyncio.wait({engines_ended}, timeout=POLL_S)
-        if not engines_ended.done() and self._stats.open_requests():
+        if not await wait_while(lambda: self._stats.open_requests() and not engines_ended.done(), limit_s):
             key = "--drain-timeout, or timeouts.drain_s of a fleet"
             error = f"the server is going down, and {limit_s:g} s ({key}) were not enough for this answer"
             for number in self.models:
                 self._pool.broadcast(EndRequests(number, error, 503, "server_stopping"))
-            while self._stats.open_requests() and time.monotonic() < deadline_s + ERROR_DELIVERY_S:
-                await asyncio.wait({engines_ended}, timeout=POLL_S)
+            await wait_while(self._stats.open_requests, ERROR_DELIVERY_S)
 
     # --- events
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +15,7 @@ from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.run.engines import place_replicas
 from meltcore.fleet.run.replica import Replica
 from meltcore.fleet.run.served_model import ServedModel
-from meltcore.fleet.run.supervised_model import POLL_S
+from meltcore.fleet.run.supervised_model import POLL_S, wait_while
 from meltcore.fleet.run.upstream_model import UpstreamModel, UpstreamServer, check_upstream
 from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
@@ -230,11 +229,10 @@ class FleetOperations:
         """Refuse new requests to a model, let its open requests finish within the drain limit, and end its engines."""
         limit_s = self._supervisor.fleet.spec.timeouts.drain_s
         model.drain(reason)
-        await _wait_idle(model, limit_s)
-        if model.stats.total("in_flight"):
+        if not await wait_while(lambda: model.stats.total("in_flight"), limit_s):
             error = f"{reason}, and {limit_s:g} s were not enough for this answer"
             self._supervisor.broadcast(EndRequests(model.number, error, 503, "model_stopping"))
-            await _wait_idle(model, _END_LIMIT_S)
+            await wait_while(lambda: model.stats.total("in_flight"), _END_LIMIT_S)
         if model.loading is not None:
             model.loading.cancel()
         await model.stop()
@@ -260,17 +258,6 @@ async def _wait_loaded(model: Model, loading: asyncio.Task[None]) -> None:
     """Wait until a model is loaded, has failed, or is pending because no node has memory for it."""
     while not loading.done() and not (isinstance(model, ServedModel) and model.is_pending):
         await asyncio.wait({loading}, timeout=POLL_S)
-
-
-async def _wait_idle(model: Model, limit_s: float) -> None:
-    """Wait until a model has no open requests, for at most `limit_s`."""
-    deadline_s = time.monotonic() + limit_s
-    stopped = asyncio.create_task(asyncio.sleep(limit_s))
-    try:
-        while model.stats.total("in_flight") and time.monotonic() < deadline_s:
-            await asyncio.wait({stopped}, timeout=POLL_S)
-    finally:
-        stopped.cancel()
 
 
 def check_startable(spec: FleetSpec) -> FleetSpec:

@@ -32,6 +32,14 @@ REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to 
 _R = TypeVar("_R", bound=BaseReplica[Any])
 
 
+async def wait_while(condition: Callable[[], object], limit_s: float) -> bool:
+    """Wait until `condition` is false, for at most `limit_s`. Return whether it is. It may read shared memory."""
+    deadline_s = time.monotonic() + limit_s
+    while condition() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - no event tells of shared memory
+        await asyncio.sleep(POLL_S)
+    return not condition()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerContext:
     """The objects of a server that all its models share."""
@@ -306,9 +314,7 @@ class SupervisedModel(ABC, Generic[_R]):
             replica.apply("drain")
             self.stats.drain_replica(replica.index)
             self.update_status()
-            deadline_s = time.monotonic() + drain_limit_s
-            while self.stats.open_requests(replica.index) and time.monotonic() < deadline_s and replica.task:
-                await asyncio.wait({replica.task}, timeout=POLL_S)
+            await wait_while(lambda: self.stats.open_requests(replica.index) and replica.task, drain_limit_s)
         self.stats.mark_replica_dead(replica.index)
         await self._end_process(replica)
         replica.begin("replace")

@@ -11,10 +11,9 @@ import time
 from typing import Any, Literal, TypeVar
 
 from meltcore.fleet.run.replica import BaseReplica
-from meltcore.fleet.run.supervised_model import POLL_S, SupervisedModel
+from meltcore.fleet.run.supervised_model import SupervisedModel, wait_while
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.admission import MODEL_ASLEEP
-from meltcore.serve.requests.stats import ModelStats
 
 OVERDUE = "the model is put to sleep for another one, and the time for its open requests is over; send it again"
 WAKE_LIMIT_S = 120.0  # for an engine's answer, when it is put to sleep or woken
@@ -84,24 +83,15 @@ async def _sleep(model: SupervisedModel[Any], replica: BaseReplica[Any], keep: K
 
 async def _drain(model: SupervisedModel[Any], replica: int, limit_s: float) -> None:
     """Wait until a replica has no open requests. Requests that exceed the limit are ended."""
-    if not await _wait_idle(model.stats, replica, limit_s):
+    if not await wait_while(lambda: model.stats.open_requests(replica), limit_s):
         model.broadcast(EndRequests(model.number, OVERDUE, 503, MODEL_ASLEEP, replica))
-        await _wait_idle(model.stats, replica, _END_LIMIT_S)
-
-
-async def _wait_idle(stats: ModelStats, replica: int, limit_s: float) -> bool:
-    deadline_s = time.monotonic() + limit_s
-    while stats.open_requests(replica) and time.monotonic() < deadline_s:  # noqa: ASYNC110 - counts in shared memory
-        await asyncio.sleep(POLL_S)
-    return not stats.open_requests(replica)
+        await wait_while(lambda: model.stats.open_requests(replica), _END_LIMIT_S)
 
 
 async def _wait_started(model: SupervisedModel[Any], limit_s: float) -> None:
     """Wait until each engine serves or its first start has failed. Engines that exceed the limit are ended."""
     starting = ("unloaded", "waiting", "loading")
-    deadline_s = time.monotonic() + limit_s
-    while any(each.state in starting for each in model.replicas) and time.monotonic() < deadline_s:  # noqa: ASYNC110
-        await asyncio.sleep(POLL_S)
+    await wait_while(lambda: any(each.state in starting for each in model.replicas), limit_s)
     for each in model.replicas:
         if each.state in starting:
             each.process.fail(f"it was not loaded within {limit_s:g} s")
