@@ -26,11 +26,11 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.fleet.daemon import PlannedFleet, engine_rows, find_fleet, running, state_dir
     from meltcore.fleet.run.logs import find_logs, log_folder, print_logs
 
-    port, server_log, aliases = args.port, "", None
+    port, server_log, aliases = args.port, "", dict[str, list[str]]()
     if port is None or any(record.port == port for record in running(PlannedFleet.command)):
         record = find_fleet(port)
         port, server_log = record.port, record.log
-        aliases = {row["model"]: row["aliases"] for row in engine_rows(record)} or None  # None: it does not answer
+        aliases = {row["model"]: row["aliases"] for row in engine_rows(record)}
     logs = find_logs(log_folder(state_dir(), port), server_log, args.model, aliases)
     print_logs(logs, args.lines, follow=args.follow, out=lambda line: print(line, flush=args.follow))
     return 0

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, NamedTuple
 
 from meltcore.common.errors import ConfigError
@@ -54,19 +55,19 @@ def new_log_folder(parent: Path, port: int) -> Path:
 
 
 def find_logs(
-    folder: Path, server_log: str, model: str | None, aliases: Mapping[str, Collection[str]] | None = None
+    folder: Path, server_log: str, model: str | None, aliases: Mapping[str, Collection[str]] = MappingProxyType({})
 ) -> list[LogFile]:
     """Return the logs of a model, or of all models and the server. Raises ConfigError if there is no log.
 
-    `aliases` has the aliases of each model of a fleet that runs. The log of a model that was removed from the fleet is
-    found only by its name.
+    `aliases` has the aliases of each model of a fleet that runs and answers. The log of a model that was removed from
+    the fleet is then found only by its name.
     """
     engines = [LogFile(path.stem.replace("%", "/"), path) for path in sorted(folder.glob("*.log"))]
     if model is None:
         own = [LogFile(SERVER, Path(server_log))] if server_log else []
-        found = own + [log for log in engines if aliases is None or log.name.partition("@")[0] in aliases]
+        found = own + [log for log in engines if not aliases or log.name.partition("@")[0] in aliases]
     else:
-        model = next((name for name, others in (aliases or {}).items() if model in others), model)
+        model = next((name for name, others in aliases.items() if model in others), model)
         found = [log for log in engines if log.name.partition("@")[0] == model]
     if not found:
         known = f"it has {', '.join(log.name for log in engines)}" if engines else "no engine has started"
