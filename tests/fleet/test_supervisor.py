@@ -36,7 +36,7 @@ def started(start_s: float) -> list[tuple[str, Any]]:
     return added
 
 
-def test_tasks_of_all_models_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_all_models_are_found_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each model waited for the hub's answers about all models before it."""
     together = threading.Barrier(2, timeout=WAIT_S)
     monkeypatch.setattr(supervisor, "find_task", lambda _: together.wait() * 0)

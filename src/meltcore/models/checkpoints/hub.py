@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import call_with_timeout
@@ -24,9 +24,6 @@ from meltcore.models.checkpoints.weight_files import (
     uses_index,
 )
 from meltcore.models.configs.json_file import read_json
-
-if TYPE_CHECKING:
-    import httpx
 
 _MAX_NAMES_SHOWN = 30
 _SILENCE_LIMIT_S = 60.0  # of the hub while it answers a request
@@ -226,7 +223,7 @@ def _limit_silence() -> None:
         hooks.append(_limit_request)
 
 
-def _limit_request(request: httpx.Request) -> None:
+def _limit_request(request: Any) -> None:  # of httpx, which the hub's client imports
     limits = request.extensions["timeout"]
     request.extensions["timeout"] = {phase: limit or _SILENCE_LIMIT_S for phase, limit in limits.items()}
 
