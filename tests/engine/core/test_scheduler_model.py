@@ -163,6 +163,7 @@ class World:
             max_model_len=max_model_len,
         )
         self.restored = self.lost_with_page = self.lost_to_room = 0  # snapshots
+        self.held = 0  # followers, in all steps
         self.passed = 0  # starts of a sequence before one of a lower rank, which waited for a slot for its counts
         self.slid = self.slid_hits = (
             0  # null pages of scheduled sequences, and those at their start from a cached prefix
@@ -233,6 +234,7 @@ class World:
     def check_order(self, started: list[Request]) -> None:
         """A starting request overtakes only those that wait for a penalty slot, while none is free, or for a leader."""
         held = {request.id for followers in self.scheduler._followers.values() for request in followers}
+        self.held += len(held)
         waiting = [request for request in self.requests if request.status is RequestStatus.WAITING]
         waiting = [request for request in waiting if request.id not in held]
         for request in started:
@@ -328,7 +330,15 @@ def draw_layout(choice: random.Random) -> PageLayout:
     return PageLayout(tuple(PageGroup(sum(sizes[:i]), sizes[i], window) for i, window in enumerate(windows)))
 
 
-def drive(choice: random.Random, steps: int, *, recurrent: bool, penalised: bool, mixed: bool = False) -> World:
+def drive(
+    choice: random.Random,
+    steps: int,
+    *,
+    recurrent: bool = False,
+    penalised: bool = False,
+    mixed: bool = False,
+    several_answers: bool = False,
+) -> World:
     """One random history: adds, aborts and steps over tiny pools, then run to the end."""
     max_model_len = choice.choice([40, 400, 600, 600] if mixed else [40, 150, 400, 400, 400])
     seqs = choice.choice([1, 5, 8, 8])
@@ -357,7 +367,7 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool, penalised: bool
             prompt = draw_prompt(choice, max_model_len - 1, (5, 5, 5, 6) if mixed else (5, 6))
             world.add(prompt, sampling, priority=choice.choice([0, 0, 0, 1, -1]))
             leader = world.requests[-1]
-            for _ in range(choice.choice([0, 0, 0, 0, 1, 4])):  # several answers to its prompt
+            for _ in range(choice.choice([0, 0, 1, 4]) if several_answers else 0):
                 world.add(prompt, sampling, leader.priority[0], leader)
         if world.requests and choice.random() < 0.1:
             world.abort(choice.randrange(len(world.requests)))
@@ -380,18 +390,21 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool, penalised: bool
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
-@given(choice=st.randoms(use_true_random=False), recurrent=st.booleans(), penalised=st.booleans(), mixed=st.booleans())
-def test_random_histories_keep_all_invariants_and_texts(
-    choice: random.Random, recurrent: bool, penalised: bool, mixed: bool
-) -> None:
+@given(
+    choice=st.randoms(use_true_random=False),
+    kinds=st.fixed_dictionaries(
+        {name: st.booleans() for name in ("recurrent", "penalised", "mixed", "several_answers")}
+    ),
+)
+def test_random_histories_keep_all_invariants_and_texts(choice: random.Random, kinds: dict[str, bool]) -> None:
     """Hypothesis draws every step of the history, so that a failing history shrinks to a short one."""
-    drive(choice, steps=30, recurrent=recurrent, penalised=penalised, mixed=mixed)
+    drive(choice, steps=30, **kinds)
 
 
-def histories(steps: int, *, recurrent: bool = False, penalised: bool = False, mixed: bool = False) -> Iterator[World]:
+def histories(steps: int, **kinds: bool) -> Iterator[World]:
     seed = 0
     while steps > 0:
-        world = drive(random.Random(seed), steps=100, recurrent=recurrent, penalised=penalised, mixed=mixed)
+        world = drive(random.Random(seed), steps=100, **kinds)
         steps -= world.steps
         seed += 1
         yield world
@@ -510,3 +523,15 @@ def test_long_histories_with_few_penalty_slots_preempt_and_overtake() -> None:
         preemptions += world.scheduler.preemptions
         passed += world.passed
     assert min(preemptions, passed) > 50
+
+
+@pytest.mark.slow
+def test_long_histories_of_several_answers_preempt_and_share_prompts() -> None:
+    held = preemptions = hits = 0
+    for kinds in ({}, {"mixed": True, "recurrent": True}):
+        for world in histories(4_000, several_answers=True, **kinds):
+            held += world.held
+            preemptions += world.scheduler.preemptions
+            hits += world.scheduler.prefix_hit_tokens
+    assert min(held, preemptions) > 50
+    assert hits > 10_000

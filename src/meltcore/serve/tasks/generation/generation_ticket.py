@@ -103,7 +103,7 @@ class Choice(Child):
         self.index = len(ticket.children)
         super().__init__(ticket, waiting_tokens=len(prompt) if leader is None else 0)
         self.leader = leader
-        self.prompt_token_ids = pack_token_ids(prompt) if leader is None else leader.prompt_token_ids
+        self.prompt_token_ids: bytes = pack_token_ids(prompt) if leader is None else leader.prompt_token_ids
         self.prompt_tokens = len(prompt)
         self.params = params
         self.tokenizer = tokenizer

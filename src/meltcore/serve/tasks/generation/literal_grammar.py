@@ -138,7 +138,7 @@ class LiteralWriter:
         words = f"{style.words[True]} | {style.words[False]}"
         return {"string": style.string, "boolean": words, "null": style.words[None]}.get(name, "")
 
-    def _members(self, schema: Mapping[str, Any], heads: Mapping[str, str]) -> str:
+    def _members(self, schema: Mapping[str, Any], heads: dict[str, str]) -> str:
         """Return the fields in the order of the schema. Those that are not required may be left out."""
         fields, required = schema["properties"] if heads else {}, listed(schema, "required")
         first = rest = ""  # the fields from one on: where none precedes them, and where one does
