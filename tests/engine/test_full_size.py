@@ -17,7 +17,7 @@ from full_size_tools import Comparison, Subject, write_checkpoint
 
 FLOAT32_TOLERANCE = 1e-4  # the largest difference against the largest logit
 ROUTED = 0.8  # of the tokens, at least: those before which no router's choice hangs on rounding
-DECIDED = 500  # tokens whose top-two gap the noise cannot turn round, in every run
+DECIDED = 500  # tokens whose top-two gap the noise cannot turn round, in every run; of few, 65 in 100
 # How far our bfloat16 may be from float32, in units of how far transformers' is: another order of sums has another
 # largest outlier, but the same spread.
 RMS_SLACK, LARGEST_SLACK = 1.05, 1.5
@@ -36,7 +36,7 @@ SMALL = {
 FEWER_TOKENS = {"vocab_size": 8192, "eos_token_id": 1, "bos_token_id": None}
 # For each: the published configuration, where it runs, tokens an answer, and what is changed in the configuration.
 SUBJECTS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "small": ("Qwen/Qwen3-0.6B", "cpu", 48, SMALL),
+    "small": ("Qwen/Qwen3-0.6B", "cpu", 24, SMALL),
     "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", "cuda", 128, {}),
     # At its full width; eight of its layers are as many weights as Qwen3-0.6B has.
     "Qwen2.5-1.5B": ("Qwen/Qwen2.5-1.5B-Instruct", "cuda", 128, {"num_hidden_layers": 8}),
@@ -73,14 +73,16 @@ def on_device(subject: str, *more: str) -> Any:
     return pytest.param(subject, *more, marks=[pytest.mark.gpu, pytest.mark.xdist_group(subject)] if on_gpu else ())
 
 
-# The second family differs inside a layer; what the engine does around layers is the same, so two ways are enough.
+# The second family differs inside a layer; what the engine does around layers is the same, so two ways are enough. So
+# is the small one in bfloat16; in float32 it goes all ways.
 CASES = [
-    *(on_device("small", way) for way in WAYS),
+    *(on_device("small", way) for way in ("together", "chunked", "preempted")),
     *(on_device("Qwen3-0.6B", way) for way in WAYS),
     *(on_device("Qwen2.5-1.5B", way) for way in ("chunked", "preempted")),
 ]
-# In bfloat16 a router's ties fall either way, in transformers as here, and the noise is that of other experts.
+# In bfloat16 a router's ties fall either way, in transformers as here, and the noise comes from other experts.
 EXACT_CASES = [
+    *(on_device("small", way) for way in ("alone", "threes", "one step ahead", "cached")),
     *(on_device("Qwen3.5-35B-A3B", way) for way in ("together", "chunked", "one step ahead")),
     *(on_device(name, "one step ahead") for name in ("Qwen3.5-35B-A3B, all experts", "Qwen3-30B-A3B")),
 ]
@@ -160,7 +162,7 @@ def test_bfloat16_error_is_within_rounding_noise(subject: Subject, way: str) -> 
     )
     assert rms <= RMS_SLACK * noise_rms
     assert largest <= LARGEST_SLACK * noise
-    assert int(decided.sum()) >= DECIDED
+    assert int(decided.sum()) >= min(DECIDED, 0.65 * len(decided))
     assert int(wrong.sum()) == 0
 
 

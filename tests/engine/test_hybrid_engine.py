@@ -52,9 +52,9 @@ def test_chunked_and_batched_prompts_give_the_same_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, budget: int, overlap: bool
 ) -> None:
     seen = hybrid_tools.open_hybrid(folder, monkeypatch, max_num_batched_tokens=budget, overlap=overlap)
-    prompts = {f"r{index}": tools.random_prompt(1 + 37 * index, index) for index in range(4)}
+    prompts = {f"r{index}": tools.random_prompt(1 + 23 * index, index) for index in range(4)}
     for request_id, prompt in prompts.items():
-        seen.add(request_id, prompt)
+        seen.add(request_id, prompt, max_tokens=4)
     assert_as_alone(seen, folder, monkeypatch, prompts)
 
 
@@ -87,10 +87,10 @@ def test_warm_up_writes_only_the_padding_page_and_the_null_slot(folder: Path, mo
 def test_preempted_sequences_resume_with_same_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    prompts = {f"r{index}": tools.random_prompt(100, 50 + index) for index in range(3)}
+    prompts = {f"r{index}": tools.random_prompt(120, 50 + index) for index in range(3)}
     seen = hybrid_tools.open_hybrid(folder, monkeypatch, overlap=overlap, pages=5, max_model_len=300)
     for request_id, prompt in prompts.items():
-        seen.add(request_id, prompt, max_tokens=40)
+        seen.add(request_id, prompt, max_tokens=16)
     assert_as_alone(seen, folder, monkeypatch, prompts)
     assert seen.engine.stats().preemptions_total > 0
 

@@ -48,7 +48,7 @@ def test_attention_of_the_test_checkpoint_is_peaked(reference: PreTrainedModel) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "max_tokens"), [(1, 70), (63, 8), (64, 8), (65, 8), (200, 60)])
+@pytest.mark.parametrize(("length", "max_tokens"), [(1, 70), (63, 4), (64, 4), (65, 4), (254, 6)])
 def test_prefill_then_decode_equals_transformers(
     reference: PreTrainedModel, checkpoint: Path, length: int, max_tokens: int
 ) -> None:
@@ -63,7 +63,7 @@ def test_prefill_then_decode_equals_transformers(
 @pytest.mark.parametrize("budget", [1, 7, 64, 100])
 def test_chunked_prefill_equals_transformers(reference: PreTrainedModel, checkpoint: Path, budget: int) -> None:
     seen = tools.open_engine(checkpoint, max_num_batched_tokens=budget)
-    lengths = (80, 20) if budget == 1 else (150, 90)  # of pages of 64 tokens
+    lengths = (70, 8) if budget == 1 else (150, 90)  # of pages of 64 tokens
     prompts = {
         name: tools.random_prompt(length, seed) for name, length, seed in zip("ab", lengths, (1, 2), strict=True)
     }
@@ -76,9 +76,9 @@ def test_chunked_prefill_equals_transformers(reference: PreTrainedModel, checkpo
 @pytest.mark.parametrize("overlap", [False, True])
 def test_many_sequences_of_different_lengths(reference: PreTrainedModel, checkpoint: Path, overlap: bool) -> None:
     seen = tools.open_engine(checkpoint, overlap=overlap, max_num_batched_tokens=96)
-    prompts = {f"r{index}": tools.random_prompt(1 + 37 * index, index) for index in range(12)}
+    prompts = {f"r{index}": tools.random_prompt(1 + 23 * index, index) for index in range(12)}
     for index, (request_id, prompt) in enumerate(prompts.items()):
-        seen.add(request_id, prompt, max_tokens=3 + 5 * index)
+        seen.add(request_id, prompt, max_tokens=3 + 2 * index)
     assert_parity(seen, reference, prompts)
 
 
@@ -102,10 +102,10 @@ def test_cached_prefix_equals_transformers(family: str, reference: PreTrainedMod
 def test_preempted_request_resumes_with_same_logits(
     reference: PreTrainedModel, checkpoint: Path, overlap: bool
 ) -> None:
-    prompts = {f"r{index}": tools.random_prompt(100, 50 + index) for index in range(4)}
+    prompts = {f"r{index}": tools.random_prompt(120, 50 + index) for index in range(4)}
     seen = tools.open_engine(checkpoint, overlap=overlap, pages=8, max_model_len=300)
     for request_id, prompt in prompts.items():
-        seen.add(request_id, prompt, max_tokens=60)  # the third page of each begins at the 29th
+        seen.add(request_id, prompt, max_tokens=16)  # the third page of each begins at the 9th
     assert_parity(seen, reference, prompts)
     assert seen.engine.stats().preemptions_total > 0
 

@@ -72,8 +72,8 @@ def test_prefill_then_decode_equals_transformers(
 ) -> None:
     seen = tools.open_engine(checkpoint)
     assert seen.engine.scheduler.layout.column_pages == network.sub_groups()
-    prompt = tools.random_prompt(30, 30)
-    seen.add("one", prompt, max_tokens=140)
+    prompt = tools.random_prompt(60, 30)
+    seen.add("one", prompt, max_tokens=80)
     assert worst_error(seen, reference, {"one": prompt}) <= TOLERANCE
 
 
@@ -149,7 +149,7 @@ def test_prompt_logprobs_beyond_the_window(reference: PreTrainedModel, checkpoin
 @pytest.mark.slow
 def test_pages_are_free_once_they_left_the_window(network: sliding_tools.Network, checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint, enable_prefix_caching=False)
-    seen.add("one", tools.random_prompt(100, 0), max_tokens=200)
+    seen.add("one", tools.random_prompt(100, 0), max_tokens=100)
     full = network.layers.count("f") * network.sub_groups() // len(network.layers)
     sliding = network.sub_groups() - full
     for _ in seen.outputs():

@@ -123,10 +123,10 @@ def test_dead_or_hanging_rank_ends_the_engine_during_a_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["joining the ranks", "making the model"])
-def test_dead_rank_ends_loading(stage: str, start: StartEngineClient) -> None:
+def test_dead_rank_ends_loading(start: StartEngineClient) -> None:
+    """While the ranks join; test_ranks.py kills one later."""
     client = start()
-    while not (isinstance(message := client.receive(), Loading) and message.stage == stage):
+    while not (isinstance(message := client.receive(), Loading) and message.stage == "joining the ranks"):
         pass
     os.kill(rank_of(client), signal.SIGKILL)
     while not isinstance(message := client.receive(), EngineFailed):
