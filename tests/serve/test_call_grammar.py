@@ -298,6 +298,14 @@ def test_the_text_of_a_custom_tool_follows_its_grammar(name: str, call: str, tex
     assert accepted is is_valid
 
 
+@pytest.mark.parametrize("name", ["pythonic", "functiongemma"])
+def test_no_grammar_has_the_text_of_a_custom_tool_where_strings_are_no_json(name: str) -> None:
+    form = make_format(name, "<start_function_call>", "<end_function_call>", "<escape>")
+    options: Any = {"is_forced": True, "is_parallel": False}
+    assert call_grammar(form, [PING, text_function("patch", None)], **options) is not None
+    assert call_grammar(form, [PING, PATCH], **options) is None
+
+
 def test_names_and_schemas_cannot_leave_their_place() -> None:
     odd = Function('a"b\nstart: "x"', parameters={"properties": {'k"\n': {"enum": ['v"\n']}}})
     for name in ("hermes", "qwen3_coder"):

@@ -141,13 +141,10 @@ class CustomForm(ToolForm, kw_only=True):
     format: AnyText | GrammarText | None = None
 
 
-class NamespaceForm(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class NamespaceForm(ToolForm, kw_only=True):
     """Tools with a common name. The model sees each as NAMESPACE.TOOL, below the description of its namespace."""
 
-    type: str
-    name: str
     tools: list[msgspec.Raw]
-    description: str | None = None
 
 
 def full_name(namespace: str | None, name: str) -> str:

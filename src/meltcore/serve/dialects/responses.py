@@ -89,7 +89,7 @@ _ITEMS: Mapping[str, type[ConversationItem]] = {
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": OutputItem,
 }
-_TOOLS: Mapping[str, type[ToolForm]] = {"function": FunctionForm, "custom": CustomForm}
+_TOOLS: dict[str, type[ToolForm]] = {"function": FunctionForm, "custom": CustomForm}
 
 
 def chat_of(request: ResponsesRequest) -> tuple[ChatRequest, dict[str, CalledTool]]:
@@ -195,7 +195,7 @@ def _text(content: str | Sequence[Content]) -> str:
 
 def _tools(raw: msgspec.Raw, where: str, *, is_inner: bool = False) -> Iterator[tuple[Tool, str | None]]:
     """Yield a tool, or all tools of a namespace with its name."""
-    forms = _TOOLS if is_inner else {**_TOOLS, "namespace": NamespaceForm}
+    forms = _TOOLS if is_inner else _TOOLS | {"namespace": NamespaceForm}
     form = _decode(raw, _known(forms, _decode(raw, ItemHead, where).type or "", f"{where}.type"), where)
     check_supported(form, f"{where}.", _NEUTRAL)
     if isinstance(form, NamespaceForm):

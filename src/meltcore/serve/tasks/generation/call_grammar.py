@@ -46,6 +46,10 @@ def call_grammar(
     needs_mark = not is_forced and (answer is not None or (calls is not None and calls.has_marks))
     if calls is None or (needs_mark and not (calls.has_marks and writer.is_token(calls.opens[0]))):
         return None
+    if any(isinstance(function, TextFunction) and function.grammar is not None for function in functions) and (
+        calls.body == "python" or calls.prefix
+    ):
+        return None  # its strings are no JSON
     begin, between, end, call = "", "", "", "call"
     if calls.body == "xml":
         rules = [writer.tagged(function) for function in functions]

@@ -98,8 +98,8 @@ def tool_grammar(request: ChatRequest, form: AnswerFormat, answer: RequestedGram
     candidates = tuple(each for each in found if each is not None)
     if len(candidates) < len(found):
         raise RequestError(
-            f"{param}: nothing can enforce how this model calls; leave out strict, response_format, and a tool_choice "
-            "that forces a call",
+            f"{param}: nothing can enforce how this model calls; leave out strict, grammars of tools, "
+            "response_format, and a tool_choice that forces a call",
             param=param,
         )
     return RequestedGrammar(param, candidates)
