@@ -33,6 +33,7 @@ REPOSITORIES = {
     "owner/upper-gguf": ["M-Q8_0.GGUF", "imatrix.GGUF"],
     "owner/both": ["config.json", "model.safetensors", "m-Q8_0.gguf"],
     "owner/usual": ["config.json", "model.safetensors"],
+    "owner/bin": ["config.json", "pytorch_model.bin", "tf_model.h5"],
     "owner/embedder": [
         *("config.json", "modules.json", "1_Pooling/config.json", "2_Dense/config.json", "model.safetensors"),
         *("onnx/config.json", "1_Pooling/notes.txt", "openvino/1_x/config.json"),
@@ -132,11 +133,16 @@ def without_network(*_: object) -> list[str]:
     raise OSError("no network\nand more")
 
 
-def test_modules_of_sentence_transformers_are_downloaded(asked: Asked) -> None:
+def test_modules_of_sentence_transformers_and_a_pytorch_file_are_downloaded(asked: Asked) -> None:
     find_folder("owner/embedder", "text")
     find_folder("owner/embedder", "all")
     texts = ("config.json", "modules.json", "1_Pooling/config.json", "2_Dense/config.json")
-    assert asked == [("owner/embedder", texts), ("owner/embedder", (*texts, "model.safetensors"))]
+    find_folder("owner/bin", "all")
+    assert asked == [
+        ("owner/embedder", texts),
+        ("owner/embedder", (*texts, "model.safetensors")),
+        ("owner/bin", ("config.json", "pytorch_model.bin")),
+    ]
 
 
 def test_cached_file_is_found_without_a_connection(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +69,10 @@ def test_models_with_a_sentencepiece_tokenizer_are_served_in_float16(tmp_path: P
 
     reference = write_encoder(tmp_path, name, pooling=pooling)
     write_unigram_tokenizer(tmp_path)
+    if name == "XLMRobertaModel":  # bge-m3 is published as a pytorch_model.bin alone
+        (tmp_path / "model.safetensors").unlink()
+        positions = {"embeddings.position_ids": torch.arange(66)[None]}
+        torch.save(positions | reference.state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 48, "do_lower_case": false}')
     assert check_servable(ModelSection(checkpoint=str(tmp_path), device="cpu", dtype="float16")).name == "embedding"
     task = EmbeddingTask(EngineConfig(model=str(tmp_path), device="cpu", dtype="float16"))
@@ -84,6 +89,22 @@ def test_models_with_a_sentencepiece_tokenizer_are_served_in_float16(tmp_path: P
         pooled = states[0] if pooling == "cls" else states.mean(dim=0)
         found = torch.frombuffer(bytearray(result.values), dtype=torch.float32)
         assert functional.cosine_similarity(found, pooled, dim=0) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"embeddings.word_embeddings.weight": torch.zeros(4, 8).T}, "must be a contiguous tensor"),
+        ([torch.zeros(2)], "must hold tensors by name"),
+        ({"embeddings.word_embeddings.weight": torch.zeros(4, 8)}, "has shape"),
+    ],
+)
+def test_a_pytorch_file_that_is_no_model_is_refused(folder: Path, tmp_path: Path, content: Any, message: str) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "model.safetensors").unlink()
+    torch.save(content, copy / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=message):
+        load(copy)
 
 
 def random_rows(seed: int, *, same: bool = False) -> list[tuple[list[int], int]]:

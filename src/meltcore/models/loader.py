@@ -27,6 +27,8 @@ from meltcore.models.checkpoints.finite_check import FiniteCheck
 from meltcore.models.checkpoints.safetensors_file import SafetensorsFile, open_decoder_files
 from meltcore.models.checkpoints.tensor_file import TensorEntry, TensorFile, is_derived
 from meltcore.models.checkpoints.tensor_parts import PART_BYTES, TensorPart, read_ahead, rows_per_part, split_into_parts
+from meltcore.models.checkpoints.torch_file import TorchFile
+from meltcore.models.checkpoints.weight_files import TORCH_FILE
 from meltcore.models.configs.config_fields import Fields
 from meltcore.models.configs.quantization_config import AwqConfig, GptqConfig, read_quantization_config
 from meltcore.models.decoders.model import LoadableModel, Model
@@ -329,7 +331,10 @@ def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
     if not paths:
         raise ConfigError(f"{checkpoint.folder} {checkpoint.no_weights_reason}")
     is_decoder = any(name in ARCHITECTURES for name in Fields(checkpoint.config).optional("architectures", []))
-    yield from open_decoder_files(paths) if is_decoder else map(SafetensorsFile, paths)
+    if paths[0].name == TORCH_FILE:
+        yield TorchFile(paths[0])
+    else:
+        yield from open_decoder_files(paths) if is_decoder else map(SafetensorsFile, paths)
 
 
 def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[TensorFile]) -> list[list[TensorPart]]:

@@ -30,6 +30,7 @@ from meltcore.models.checkpoints.hub import (
 )
 from meltcore.models.checkpoints.weight_files import (
     INDEX,
+    TORCH_FILE,
     files_without_index,
     has_weights,
     indexed_files,
@@ -213,13 +214,18 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The safetensors files of the model itself in name order, which may be none.
+        """The safetensors files of the model itself in name order, or else a pytorch_model.bin. There may be none.
+
+        A pytorch_model.bin of a model for generation is not read.
 
         Raises ConfigError when the index names a missing file or no file, and when a numbered shard is missing.
         """
         present = [path.name for path in self.folder.iterdir()]
         if not uses_index(present):
-            return [self.folder / name for name in files_without_index(present, str(self.folder))]
+            names = files_without_index(present, str(self.folder))
+            if not names and TORCH_FILE in present and self.task is not DEFAULT:
+                names = [TORCH_FILE]
+            return [self.folder / name for name in names]
         names = indexed_files(read_json(self.folder / INDEX))
         missing = [name for name in names if not (self.folder / name).exists()]
         if missing:

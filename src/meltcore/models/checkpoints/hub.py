@@ -17,6 +17,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.process import call_with_timeout
 from meltcore.models.checkpoints.weight_files import (
     INDEX,
+    TORCH_FILE,
     files_without_index,
     has_weights,
     indexed_files,
@@ -80,7 +81,8 @@ def download_checkpoint(model: str, text_patterns: Sequence[str], *, with_weight
     if not with_weights:
         return download_folder(model, _exact_patterns(chosen))
     if not uses_index(names):
-        return download_folder(model, _exact_patterns([*chosen, *files_without_index(names, model)]))
+        weights = files_without_index(names, model) or [name for name in names if name == TORCH_FILE]
+        return download_folder(model, _exact_patterns([*chosen, *weights]))
     folder = download_folder(model, _exact_patterns([*chosen, INDEX]))
     shards = indexed_files(read_json(folder / INDEX))
     return download_folder(model, _exact_patterns([*chosen, INDEX, *shards]))

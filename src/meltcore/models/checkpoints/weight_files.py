@@ -12,6 +12,7 @@ from meltcore.models.configs.config_fields import Fields
 
 WHOLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TORCH_FILE = "pytorch_model.bin"  # what some older checkpoints of other tasks than generation have instead
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 # Files that stand beside a model: adapters, the same weights in Mistral's own names, the state of a training.
 _OTHER_FILES = re.compile(
