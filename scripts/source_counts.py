@@ -43,7 +43,10 @@ CHAT_FORMS = {
     ),
     "token ids": ("the prompt of a chat after its template", "until its choice has packed them"),
     "SamplingParams": ("how tokens are chosen", "border of the engine, with each prompt"),
-    "Choice": ("one prompt, its text so far, its detokenizer", "as long as its ticket, at one replica after another"),
+    "Choice": (
+        "one answer to a prompt: its text so far, its detokenizer",
+        "as long as its ticket, at one replica after another",
+    ),
     "AddRequest": ("prompt, sampling, priority", "border of the engine"),
     "Request": ("tokens and pages of one sequence", "from its arrival in the engine to its last token"),
     "Chunk": ("its tokens in one step", "one step"),

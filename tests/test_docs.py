@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 from functools import cache
@@ -11,6 +12,7 @@ from pathlib import Path
 import check_site
 import performance_tables
 import pytest
+from code_tables import UNKNOWN_FIELDS
 
 from meltcore.cli.main import COMMANDS, Command, command_parser
 from meltcore.common.errors import RequestError
@@ -264,6 +266,13 @@ def test_api_page_lists_what_an_unsupported_field_accepts(field: str, accepted: 
     assert accepted in values if accepted else values == ["null"]
     with pytest.raises(RequestError, match=field):
         decode('"something else"')
+
+
+@pytest.mark.parametrize("field", UNKNOWN_FIELDS)
+def test_field_of_vllm_that_is_not_known_is_refused_by_name(field: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], field: None}
+    with pytest.raises(RequestError, match=f"{field}: this field is not known here"):
+        decode_request(json.dumps(body).encode(), ChatRequest)
 
 
 def test_gemma_template_of_the_api_page_writes_its_turns() -> None:

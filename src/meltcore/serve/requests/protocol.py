@@ -177,6 +177,7 @@ class _Sampling(JsonRequest, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
+    session_id: str | None = None
     # Known, not supported.
     bad_words: Any = None
     length_penalty: Any = None
@@ -250,7 +251,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 UNUSED = frozenset(
     (
         *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("safety_identifier", "store"),
+        *("safety_identifier", "session_id", "store"),
     )
 )
 # The values of unsupported fields that are accepted.
