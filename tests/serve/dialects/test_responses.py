@@ -15,7 +15,7 @@ from waiting import WAIT_S
 from meltcore.common.errors import RequestError
 from meltcore.serve.dialects.response_forms import ResponsesRequest
 from meltcore.serve.dialects.response_writer import REASONING, CalledTool, write_reasoning
-from meltcore.serve.dialects.responses import chat_of
+from meltcore.serve.dialects.responses import INLINE_ITEMS, chat_of
 from meltcore.serve.requests.protocol import NamedTool, decode_request
 from meltcore.serve.tasks.generation.text_function import TextFunction
 
@@ -104,6 +104,14 @@ def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI, written: str)
 
     assert shown(joined) == shown(whole)
     assert joined.usage == whole.usage
+
+
+@pytest.mark.slow
+def test_a_long_conversation_is_translated_on_a_thread(client: openai.OpenAI) -> None:
+    items: Any = [{"role": "user", "content": "x"}] * INLINE_ITEMS + [{"role": "user", "content": "last" + END}]
+    assert client.responses.create(model=MODEL, input=items).output_text == "last"
+    with pytest.raises(openai.BadRequestError, match=r"input\[501\].type"):
+        client.responses.create(model=MODEL, input=[*items, {"type": "other"}])
 
 
 @pytest.mark.slow

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.tasks.generation.text_function import quote_grammar, text_function, text_input
+from meltcore.serve.tasks.generation.text_function import (
+    MAX_DEFINITION_CHARS,
+    quote_grammar,
+    text_function,
+    text_input,
+)
 from meltcore.text.grammar import GrammarCompiler
 from meltcore.text.tokenizer import Tokenizer
 
@@ -80,6 +86,19 @@ def test_parts_without_a_json_form_are_named(part: str, named: str) -> None:
         quote_grammar(f"start: {part}")
     assert named in caught.value.message
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("pattern", ["[" * 60_000, "[\\", "[a\\]", '"' * 60_000, "(" * 60_000])
+def test_the_work_for_a_grammar_is_linear(pattern: str) -> None:
+    """An expression with a quadratic search took 25 s for 30,000 brackets without an end."""
+    with suppress(RequestError):
+        quote_grammar(f"start: /{pattern}/")
+
+
+def test_a_long_grammar_is_refused_by_its_length() -> None:
+    assert text_function("tool", None, "a" * MAX_DEFINITION_CHARS).grammar is not None
+    with pytest.raises(RequestError, match="'tool' has 65537 characters; the limit is 65536"):
+        text_function("tool", None, "a" * (MAX_DEFINITION_CHARS + 1))
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,9 @@ class ResponsesWriter(AnswerWriter):
         return [self._item_event(part, f"{_CONTENT_TYPES[part.kind]}.delta", delta=text, **_position(part))]
 
     def _part_ended(self, part: Part) -> list[bytes]:
+        if part.kind == "call" and not part.is_complete:
+            return []  # without an end clients neither run the call nor send it back
         item = self._item(part, "completed" if part.is_complete else "incomplete")
-        events = []
         if part.kind != "call":
             content = _content(part)
             events = [
@@ -111,8 +112,6 @@ class ResponsesWriter(AnswerWriter):
             ]
         elif not self._is_custom(part):
             events = [self._item_event(part, "function_call_arguments.done", name=item["name"], arguments=part.content)]
-        elif not part.is_complete:
-            return []  # the client has seen nothing of it
         else:
             begun = item | {"input": ""}
             events = [
@@ -196,7 +195,7 @@ class ResponsesWriter(AnswerWriter):
             fields = {"call_id": part.call_id, "name": tool.name}
             fields |= {} if tool.namespace is None else {"namespace": tool.namespace}
             if tool.is_custom:
-                fields |= {"type": "custom_tool_call", "input": text_input(part.content) if part.is_complete else ""}
+                fields |= {"type": "custom_tool_call", "input": text_input(part.content)}
             else:
                 fields |= {"type": "function_call", "arguments": part.content}
         if "content" in fields and status != "in_progress":

@@ -6,6 +6,7 @@ whole conversation each time. https://platform.openai.com/docs/api-reference/res
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -56,6 +57,7 @@ from meltcore.serve.tasks.generation.completions import GenerationEndpoint, Make
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.generation.text_function import TextFunction, text_function
 
+INLINE_ITEMS = 500  # of a conversation; more are translated on a thread
 # The values of unsupported fields that are accepted, beside null.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -268,5 +270,7 @@ class ResponsesEndpoint(GenerationEndpoint):
     async def read_request(self, exchange: Exchange) -> tuple[ChatRequest, MakeWriter]:
         """Read the request as a chat. Raises RequestError (400, 413), ClientDisconnectedError."""
         request = await self.read(exchange, ResponsesRequest)
-        chat, tools = chat_of(request)
+        # Each item takes up to 20 us; other requests wait meanwhile.
+        is_long = len(request.input) > INLINE_ITEMS and not isinstance(request.input, str)
+        chat, tools = await asyncio.to_thread(chat_of, request) if is_long else chat_of(request)
         return chat, partial(ResponsesWriter, request, tools)

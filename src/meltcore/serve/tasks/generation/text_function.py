@@ -16,6 +16,7 @@ import msgspec
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import Function
 
+MAX_DEFINITION_CHARS = 65_536  # rewriting this many takes up to 50 ms on the event loop
 _SCHEMA = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -44,7 +45,7 @@ _LARK = re.compile(
     re.VERBOSE,
 )
 # Parts of a regular expression that may match such a character; all others stay as they are.
-_ATOM = re.compile(r"\\[pP]\{\w+\}|\\x[0-9a-fA-F]{2}|\\[^bBAz]|\[\^?\]?(?:\\.|[^\]\\])*\]|[.\"\x00-\x1f\x7f]")
+_ATOM = re.compile(r"\\[pP]\{\w+\}|\\x[0-9a-fA-F]{2}|\\[^bBAz]|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|[.\"\x00-\x1f\x7f]")
 _NESTED = re.compile(r"\[|&&|~~|--")
 _ESCAPED, _SLASH = re.compile(r"\\.", re.DOTALL), re.compile(r"(\\.)|/", re.DOTALL)
 
@@ -58,9 +59,18 @@ class TextFunction(Function, kw_only=True):
 def text_function(
     name: str, description: str | None, definition: str | None = None, syntax: Literal["lark", "regex"] = "lark"
 ) -> TextFunction:
-    """Return a custom tool as a function. The model reads its grammar in its description."""
+    """Return a custom tool as a function. The model reads its grammar in its description.
+
+    Raises RequestError (400) for a grammar that is too long.
+    """
     if definition is None:
         return TextFunction(name, description, _SCHEMA)
+    if len(definition) > MAX_DEFINITION_CHARS:
+        raise RequestError(
+            f"tools: the grammar of {name[:128]!r} has {len(definition)} characters; the limit is "
+            f"{MAX_DEFINITION_CHARS}",
+            param="tools",
+        )
     shown = f"The input follows this {'Lark grammar' if syntax == 'lark' else 'regular expression'}:\n{definition}"
     grammar = definition if syntax == "lark" else "start: /" + _SLASH.sub(_escape_slash, definition) + "/"
     return TextFunction(name, "\n".join(filter(None, [description, shown])), _SCHEMA, strict=True, grammar=grammar)
