@@ -114,10 +114,7 @@ def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 name = delta["type"].removesuffix("_delta")
                 blocks[-1][name] += delta[name]
         elif event["type"] == "content_block_stop" and blocks[-1]["type"] == "tool_use":
-            try:
-                blocks[-1]["input"] = json.loads(arguments or "{}")
-            except ValueError:  # a broken call, which no whole answer has
-                blocks.pop()
+            blocks[-1]["input"] = json.loads(arguments or "{}")
     return blocks
 
 
@@ -188,7 +185,7 @@ def test_blocks_of_an_answer_have_their_order_and_numbers() -> None:
         "output_tokens": 3,
     }
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert [event["index"] for event in events if "index" in event][:7] == [0, 0, 0, 0, 1, 1, 1]
+    assert [event["index"] for event in events if "index" in event] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_items_of_an_answer() -> None:

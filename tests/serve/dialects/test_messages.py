@@ -83,7 +83,7 @@ def test_calls_of_an_answer_and_their_results(client: anthropic.Anthropic) -> No
     assert client.messages.create(**fields("", messages=history, tools=TOOLS)).content[0].text == "and now?"
 
 
-@pytest.mark.parametrize("written", ["hello", CALL, f"Look.{CALL}{EMPTY}", "a <tool_call> that is none"])
+@pytest.mark.parametrize("written", ["hello", CALL, f"Look.{CALL}{EMPTY}", f"{CALL[:-20]}oh</tool_call>"])
 def test_a_stream_joins_to_the_whole_answer(client: anthropic.Anthropic, written: str) -> None:
     whole = client.messages.create(**fields(written, tools=TOOLS))
     with client.messages.stream(**fields(written, tools=TOOLS)) as stream:

@@ -23,20 +23,16 @@ from meltcore.serve.requests.protocol import (
     JsonSchema,
     JsonSchemaFormat,
     NamedTool,
+    StreamOptions,
     Tool,
     ToolCall,
 )
 from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.generation.completions import GenerationEndpoint, MakeWriter
-from meltcore.serve.tasks.generation.generation_ticket import Choice
+from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-_DELTAS = {
-    "reasoning": ("thinking_delta", "thinking"),
-    "text": ("text_delta", "text"),
-    "call": ("input_json_delta", "partial_json"),
-}
 
 
 class _Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
@@ -251,30 +247,52 @@ def _tool(tool: ToolDefinition, param: str) -> Tool:
 
 
 class MessageWriter(AnswerWriter):
-    """Writes answers of /v1/messages: blocks of reasoning, text and tool calls."""
+    """Writes answers of /v1/messages: blocks of reasoning, text and tool calls.
+
+    A call is sent once it is complete, as Anthropic does by default. Its clients end with an error at one that breaks.
+    """
 
     id_prefix = "msg_"
     stream_object = full_object = "message"
+
+    def __init__(self, ticket: GenerationTicket, model: str, options: StreamOptions) -> None:
+        super().__init__(ticket, model, options)
+        self._blocks: list[dict[str, Any]] = []  # what has ended
 
     def _answer_started(self) -> list[bytes]:
         return [server_event("message_start", message=self._message([], None))]
 
     def _part_started(self, part: Part) -> list[bytes]:
-        return [server_event("content_block_start", index=part.index, content_block=_block(part))]
+        if part.kind == "call":
+            return []
+        return [self._block_event("start", content_block=_block(part))]
 
     def _part_continued(self, part: Part, text: str) -> list[bytes]:
-        kind, name = _DELTAS[part.kind]
-        return [server_event("content_block_delta", index=part.index, delta={"type": kind, name: text})]
+        if part.kind == "call":
+            return []
+        name = "thinking" if part.kind == "reasoning" else "text"
+        return [self._block_event("delta", delta={"type": f"{name}_delta", name: text})]
 
     def _part_ended(self, part: Part) -> list[bytes]:
-        return [server_event("content_block_stop", index=part.index)]
+        events, block = [], _block(part)
+        if part.kind == "call":
+            if not part.is_complete:
+                return []
+            events.append(self._block_event("start", content_block=block | {"input": {}}))
+            events.append(self._block_event("delta", delta={"type": "input_json_delta", "partial_json": part.content}))
+        events.append(self._block_event("stop"))
+        self._blocks.append(block)
+        return events
+
+    def _block_event(self, name: str, **fields: Any) -> bytes:
+        return server_event(f"content_block_{name}", index=len(self._blocks), **fields)
 
     def _answer_ended(self, choice: Choice) -> list[bytes]:
         usage = {"output_tokens": self._ticket.output_tokens}
         return [server_event("message_delta", delta=_stop(choice), usage=usage), server_event("message_stop")]
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        return self._message([_block(part) for part in self._parts], choice)
+        return self._message(self._blocks, choice)
 
     def _message(self, content: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
         ticket = self._ticket
