@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,6 +146,20 @@ def test_answers_to_one_prompt_share_its_pages(server: RunningServer, client: op
     order = sorted(range(4), key=lambda index: means[index], reverse=True)
     best = client.completions.create(**settings, seed=11, n=2, best_of=4)
     assert [choice.text for choice in best.choices] == [texts[index] for index in order[:2]]
+
+
+def test_each_of_several_answers_follows_the_grammar(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=BUNDLED_MODEL,
+        messages=QUESTION,
+        n=4,
+        temperature=1.5,
+        seed=3,
+        extra_body={"structured_outputs": {"regex": "[a-z]{3}-[0-9]{2}"}},
+    )
+    texts = [choice.message.content or "" for choice in answer.choices]
+    assert all(re.fullmatch("[a-z]{3}-[0-9]{2}", text) for text in texts)
+    assert len(set(texts)) > 1
 
 
 def test_bias_forces_and_forbids_a_token(server: RunningServer, client: openai.OpenAI) -> None:

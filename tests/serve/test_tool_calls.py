@@ -72,6 +72,9 @@ def test_calls_of_an_answer(client: openai.OpenAI) -> None:
     assert calls[0].id != calls[1].id
     assert all(call.id.startswith("call_") for call in calls)
     assert ask(client, CALL).choices[0].message.content is None
+    both = ask(client, CALL, n=2).choices
+    assert [(choice.index, choice.finish_reason) for choice in both] == [(0, "tool_calls"), (1, "tool_calls")]
+    assert both[0].message.tool_calls[0].id != both[1].message.tool_calls[0].id
 
 
 def test_tokenize_takes_tools(server: RunningServer) -> None:

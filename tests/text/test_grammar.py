@@ -95,3 +95,15 @@ def test_refused_grammar_says_why_in_a_short_text(grammar: str, reason: str) -> 
     assert len(str(error.value)) <= MAX_ERROR_CHARS + 3
     with pytest.raises(RequestError, match=reason):
         compiler.matcher(grammar)
+
+
+def test_grammar_of_too_many_symbols_is_refused_before_it_reaches_an_engine() -> None:
+    """llguidance's validation counts no symbols. Its compilation panics, which a client must not read."""
+    compiler = GrammarCompiler(Tokenizer.synthetic_bytes(300), [END])
+    too_big = "the grammar is too big: it has more than 65525 symbols"
+    many = f'start: {"x? " * 70_000}\nx: "a"\n'
+    with pytest.raises(ValueError, match=f"^{too_big}$"):
+        compiler.check(many)
+    with pytest.raises(RequestError, match=f"is refused: {too_big}$"):
+        compiler.matcher(many)
+    assert compiler.check(f'start: {"x? " * 22_000}\nx: "a"\n') == []

@@ -18,6 +18,9 @@ from meltcore.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 2**21
 MAX_ERROR_CHARS = 400
+# llguidance counts the symbols of a grammar in 16 bits, but only while it compiles: then it panics. A symbol takes two
+# bytes of text or more, so a shorter grammar has fewer.
+_MAX_SYMBOLS, _UNCOUNTED_BYTES = 2**16 - 11, 2**16
 # Compiled grammars that are kept. A copy costs about 20 us, where a compilation takes 1.5 ms to seconds.
 _MAX_KEPT = 64
 # They bound what a grammar may cost: fuel for the first regular expressions (50,000 units a millisecond), for one mask
@@ -67,6 +70,8 @@ class GrammarCompiler:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_LIMITS)
         if is_error:
             raise ValueError(_shorten(messages[0]))
+        if len(grammar.encode()) > _UNCOUNTED_BYTES:
+            self._compile(grammar)
         return [_shorten(message) for message in messages]
 
     def matcher(self, grammar: str) -> LLMatcher:
@@ -76,14 +81,25 @@ class GrammarCompiler:
             if kept is not None:
                 self._kept.move_to_end(grammar)
         if kept is None:
-            kept = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-            if kept.is_error():
-                raise RequestError(f"the grammar is refused: {_shorten(kept.get_error())}")
+            try:
+                kept = self._compile(grammar)
+            except ValueError as error:
+                raise RequestError(f"the grammar is refused: {error}") from error
             with self._lock:
                 self._kept[grammar] = kept
                 while len(self._kept) > _MAX_KEPT:
                     self._kept.popitem(last=False)
         return kept.deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """Return a new matcher. Raises ValueError with llguidance's reason if it refuses the grammar."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            error = matcher.get_error()
+            if "grammar.symbols.len()" in error:
+                error = f"the grammar is too big: it has more than {_MAX_SYMBOLS} symbols"
+            raise ValueError(_shorten(error))
+        return matcher
 
 
 def _shorten(error: object) -> str:
