@@ -84,7 +84,8 @@ class PooledDecoder(PoolingModel):
         hidden = decoder(token_ids, positions, [cache] * num_layers, [metadata] * num_layers)[ends - 1].float()
         if self.config.answer_ids is not None:
             no, yes = decoder.head_rows(self._answers).float()
-            return (hidden @ (yes - no))[:, None]
+            scores: torch.Tensor = hidden @ (yes - no)
+            return scores[:, None]
         return functional.normalize(hidden, dim=-1) if self.config.is_normalized else hidden
 
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
