@@ -256,8 +256,9 @@ def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[Daem
         if limit_s is None and process.returncode == 0:
             return ConfigError(f"the server was ended before it was ready; its log: {log}")
         if limit_s is None:
-            ended = f"the server ended with exit status {process.returncode}; see {log}"
-            return ConfigError((_last_line(log) or ended) + _log_fault(log))
+            fault = _log_fault(log)
+            ended = f"the server ended with exit status {process.returncode}{'' if fault else f'; see {log}'}"
+            return ConfigError(f"{_last_line(log) or ended}{fault}")
         last = f"its last line: {_last_line(log)}{_log_fault(log)}"
         return ConfigError(f"the server was not ready within {limit_s:g} s; {last}")
 
@@ -295,12 +296,12 @@ def _has_answered(rows: list[dict[str, Any]]) -> bool:
 
 
 def _log_fault(log: Path) -> str:
-    """Return a text that says why a log cannot be written, as on a full disk, or "". It then lacks the last lines."""
+    """Return a text that says why a log cannot be written, as on a full disk, or ""."""
     try:
         with log.open("ab") as file:
             file.write(b"\n")
     except OSError as error:
-        return f"; more of its log is lost, because {log} cannot be written: {error.strerror}"
+        return f"; its log {log} cannot be written: {error.strerror}"
     return ""
 
 

@@ -124,9 +124,12 @@ def test_ps_says_of_which_model_a_reason_is(
     row = {"replica": 0, "task": "generation", "state": "loading", "status": "loading", "reason": "loading: starting"}
     row |= {"pid": None, "memory_bytes": 0, "restarts": 0, "open_requests": 0, "port": 8001, "node": None}
     rows = [row | {"model": "a"}, row | {"model": "b"}, row | {"model": "b", "replica": 1}]
+    rows += [row | {"model": "c", "reason": "c could not be loaded: no such folder"}]
     monkeypatch.setattr("meltcore.fleet.admin.admin.call_admin", lambda *_: rows)
     assert main(["ps"]) == 1
-    assert capsys.readouterr().out.splitlines()[-2:] == ["a: loading: starting", "b: loading: starting"]
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        *("a: loading: starting", "b: loading: starting", "c could not be loaded: no such folder")
+    ]
 
 
 def test_down_finds_fleets_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -223,7 +226,7 @@ def test_logs_of_models_with_similar_names_are_apart(tmp_path: Path) -> None:
     [
         (0, "daemon.log", "the server was ended before it was ready; its log: .*daemon.log"),
         (2, "daemon.log", "the fleet does not fit"),
-        (2, "/dev/full", "exit status 2; see .*; more of its log is lost, because /dev/full .*: No space left on dev"),
+        (2, "/dev/full", "exit status 2; its log /dev/full cannot be written: No space left on device"),
     ],
 )
 def test_end_of_a_server_that_starts_in_the_background_is_told_apart_from_a_fault(

@@ -76,4 +76,4 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     width = None if sys.stdout.isatty() else _WIDTH
     print_table(Table(columns, lines), Console(highlight=False, width=width))
     for name, reason in dict.fromkeys((row["model"], row["reason"]) for row in rows if row["reason"]):
-        print(f"{name}: {reason}")
+        print(reason if name in reason.split() else f"{name}: {reason}")
