@@ -11,7 +11,7 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,10 @@ class AdminServer:
             routes=[
                 Route("/ps", self._ps, methods=["GET"]),
                 Route("/metrics", self._metrics_page, methods=["GET"]),
-                Route("/reload", self._reload, methods=["POST"]),
-                Route("/restart", self._restart, methods=["POST"]),
-                Route("/sleep", self._sleep, methods=["POST"]),
-                Route("/wake_up", self._wake_up, methods=["POST"]),
+                Route("/reload", _endpoint(lambda _: operations.reload()), methods=["POST"]),
+                Route("/restart", _endpoint(operations.restart), methods=["POST"]),
+                Route("/sleep", _endpoint(lambda name: operations.sleep(name or "")), methods=["POST"]),
+                Route("/wake_up", _endpoint(lambda name: operations.wake(name or "")), methods=["POST"]),
             ]
         )
         settings: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none"}
@@ -93,21 +93,6 @@ class AdminServer:
     async def _metrics_page(self, request: Request) -> Response:
         return _refusal(request) or Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def _reload(self, request: Request) -> Response:
-        return _refusal(request) or await _answer(self._operations.reload)
-
-    async def _restart(self, request: Request) -> Response:
-        name = request.query_params.get("model")
-        return _refusal(request) or await _answer(lambda: self._operations.restart(name))
-
-    async def _sleep(self, request: Request) -> Response:
-        name = request.query_params.get("model", "")
-        return _refusal(request) or await _answer(lambda: self._operations.sleep(name))
-
-    async def _wake_up(self, request: Request) -> Response:
-        name = request.query_params.get("model", "")
-        return _refusal(request) or await _answer(lambda: self._operations.wake(name))
-
 
 def _refusal(request: Request) -> Response | None:
     if "origin" in request.headers:
@@ -118,11 +103,16 @@ def _refusal(request: Request) -> Response | None:
     return None
 
 
-async def _answer(operation: Callable[[], Any]) -> Response:
-    try:
-        return _json(await operation())
-    except MeltcoreError as error:
-        return _json({"error": str(error)}, 409)
+def _endpoint(operation: Callable[[str | None], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that answers with the result of `operation` for the model that a request names, if any."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return _refusal(request) or _json(await operation(request.query_params.get("model")))
+        except MeltcoreError as error:
+            return _json({"error": str(error)}, 409)
+
+    return answer
 
 
 def _json(content: Any, status: int = 200) -> Response:
