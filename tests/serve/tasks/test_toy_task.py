@@ -86,7 +86,10 @@ def test_it_is_served_with_its_queue_its_deadline_and_its_documents(checkpoint: 
         server.wait_metric("requests_in_flight", 3)
         full = server.post("/v1/echo", {"text": "a"})
         assert (full.status, full.error["code"]) == (429, "queue_full")
-        assert "2 echoes would wait, the limit is 1 (--max-queue-chars)" in full.error["message"]
+        assert (
+            "2 echoes would wait, the limit is 1 (--max-queue-chars, or max_queue_chars of a fleet)"
+            in full.error["message"]
+        )
         (tmp_path / "now").touch()
         for connection in waiting:
             assert b"200 OK" in connection.recv(65_536)

@@ -234,7 +234,7 @@ def test_request_takes_no_longer_than_its_limit() -> None:
         upstream = Upstream(trickle)
         async with served(upstream, timeout_s=0.3) as server:
             body = await server.broken_stream()
-            assert b"longer than 0.3 s (--request-timeout)" in body
+            assert b"longer than 0.3 s (--request-timeout, or timeouts.request_s of a fleet)" in body
             await until(lambda: upstream.closed >= 1)
 
     run(check())

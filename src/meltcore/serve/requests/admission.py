@@ -79,7 +79,8 @@ class Admission:
         waiting = max(0, load.in_flight + requests - self._max_num_seqs * replicas)
         if waiting > self._max_queue and waiting - load.other_class_requests > share * self._max_queue:
             raise RequestError(
-                f"the queue is full: {waiting} requests would wait, the limit is {self._max_queue} (--max-queue)",
+                f"the queue is full: {waiting} requests would wait, the limit is {self._max_queue} "
+                "(--max-queue, or max_queue of a fleet)",
                 status=429,
                 code="queue_full",
                 retry_after_s=waiting - self._max_queue,
@@ -89,7 +90,7 @@ class Admission:
         if load.waiting_units and total > self._max_units and total - load.other_class_units > share * self._max_units:
             raise RequestError(
                 f"the queue is full: {total:.0f} {self._unit.name} would wait, "
-                f"the limit is {self._max_units:.0f} ({self._unit.flag})",
+                f"the limit is {self._max_units:.0f} ({self._unit.flag}, or {self._unit.setting} of a fleet)",
                 status=429,
                 code="queue_full",
                 retry_after_s=max(1, waiting) * min(1.0, (total - self._max_units) / load.waiting_units),

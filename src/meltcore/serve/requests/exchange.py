@@ -104,7 +104,8 @@ class Exchange:
         limit_s = self.limit_s(server_limit_s)
         if self.queued_models and self.queued_models[0].is_asleep:
             return asleep_error(self.queued_models[0], f"the model sleeps and could not be woken within {limit_s:g} s")
-        source = "--request-timeout" if limit_s == server_limit_s else "X-Request-Timeout"
+        server_source = "--request-timeout, or timeouts.request_s of a fleet"
+        source = server_source if limit_s == server_limit_s else "X-Request-Timeout"
         message = f"the answer took longer than {limit_s:g} s ({source})"
         return RequestError(message, status=504, code="request_timeout")
 

@@ -28,7 +28,11 @@ _LANGUAGES = ("as", "bn", "gu", "hi", "kn", "ml", "mr", "or", "pa", "ta", "te")
 _INT16_RANGE = 32_768
 _ERROR_BY_FINISH_REASON = {
     "abort": ("the engine ended the request", 500, None),
-    "deadline": ("the request waited longer than --request-timeout", 504, "request_timeout"),
+    "deadline": (
+        "the request waited longer than --request-timeout, or timeouts.request_s of a fleet",
+        504,
+        "request_timeout",
+    ),
     "error": ("the engine refused the request", 400, None),
 }
 
