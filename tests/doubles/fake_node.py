@@ -139,7 +139,7 @@ class FakeNode(Node):
         requests = [] if hung else decode_job(stdin).requests
         results = (self.measure(request, target) for request in requests for target in request.targets())
         lines = b"".join(encode(result) + b"\n" for result in results if result is not None)
-        return CompletedRun(None if hung else int(name in self.crashed_late), lines, b"")
+        return CompletedRun(None if hung else int(name in self.crashed_late), lines, b"waiting\n" if hung else b"")
 
     def telemetry(self, path: Path, gpus: Sequence[GpuDevice], interval_s: float) -> Telemetry:
         self._telemetry.append(FakeTelemetry(self, gpus))

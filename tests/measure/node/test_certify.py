@@ -111,6 +111,7 @@ def test_hung_probe_is_killed_and_gives_one_finding(tmp_path: Path) -> None:
     node = node_of(h200s(), hung={"host"})
     certificate = certified(tmp_path, node, "quick")
     assert [(verdict, code) for verdict, code, _ in findings_in(certificate)] == [("UNKNOWN", "TIMED_OUT")]
+    assert "and was killed: waiting;" in certificate.findings[0].message
     assert certificate.exit_code == 3
     assert check(certificate, "collectives") == "PASS", "later checks still run"
 

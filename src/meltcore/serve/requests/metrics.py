@@ -100,7 +100,7 @@ def _column(family_type: _Family, name: str, column: str, help: str) -> _ModelMe
 _MODEL_METRICS: tuple[_ModelMetric, ...] = (
     _column(CounterMetricFamily, "prompt_tokens", "prompt_tokens", "Prompt tokens of finished requests"),
     _column(CounterMetricFamily, "generation_tokens", "generation_tokens", "Generated tokens"),
-    _column(CounterMetricFamily, "requests_accepted", "accepted", "Requests submitted to an engine"),
+    _column(CounterMetricFamily, "requests_accepted", "accepted", "Requests admitted, also those that still wait"),
     _column(CounterMetricFamily, "requests_finished", "finished", "Requests with a complete response"),
     _column(CounterMetricFamily, "requests_aborted", "aborted", "Requests ended by the client or by a limit"),
     _column(CounterMetricFamily, "requests_retried", "retried", "Requests sent to another replica, as theirs was lost"),

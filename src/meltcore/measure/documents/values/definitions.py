@@ -79,8 +79,9 @@ DEFINITIONS: tuple[Definition, ...] = (
         "goodput_per_s",
         "Goodput",
         "requests/s",
-        "Requests that met every limit of --goodput, divided by the duration of the level. Failed requests meet none. "
-        "The limit itl is for the mean of a request's gaps; an answer of one token has no TPOT and no ITL to exceed.",
+        "Requests that met every limit of --goodput, divided by the duration of the level. Failed requests and "
+        "answers without text meet none. The limit itl is for the mean of a request's gaps; an answer of one token "
+        "has no TPOT and no ITL to exceed.",
     ),
     Definition(
         "peak_in_flight",

@@ -155,7 +155,7 @@ def _separator(settings: Mapping[str, Setting]) -> str:
 def _missing_reason(completed: CompletedRun, limit_s: float) -> tuple[FaultCode, str]:
     if completed.returncode is None:
         kill_note = "; it cannot even be killed, the driver holds it" if completed.is_alive else " and was killed"
-        return "TIMED_OUT", f"not measured: the probe took more than {limit_s:.0f} s{kill_note}"
+        return "TIMED_OUT", f"not measured: the probe took more than {limit_s:.0f} s{kill_note}: {last_line(completed)}"
     if completed.returncode != 0:
         reason = f"with status {completed.returncode}: {last_line(completed)}"
         return "PROBE_FAILED", f"not measured: the probe ended {reason}"

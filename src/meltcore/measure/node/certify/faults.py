@@ -75,7 +75,8 @@ ACTIONS: dict[FaultCode, str] = {
 _SLOW_LINKS = {
     "host": "check the slot's PCIe generation and width, its NUMA node, and other copies; reseat card or riser",
     "peers": "check the NVLinks between the two: state, errors, switch port; reseat bridge or baseboard",
-    "collectives": "look for a slow pair in the peer copies (--tier standard), then in NCCL's log (NCCL_DEBUG=INFO)",
+    "collectives": "look for a slow pair in the peer copies (--tier standard), then in NCCL's log "
+    "(NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%p)",
 }
 
 # Immediate actions of the XID catalog, for the numbers that have one; others have the action of NEW_XID.
