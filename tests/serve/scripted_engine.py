@@ -156,6 +156,10 @@ class ScriptedEngine:
     def handle(self, message: ToEngine, client_index: int) -> bool:
         if isinstance(message, AddRequest):
             assert not self.is_asleep, "a request for an engine that sleeps"
+            if not message.prompt_token_ids:  # of one of several answers
+                open_requests = [*self.waiting, *(each.request for each in self.running.values())]
+                [leader] = [each for each in open_requests if each.request_id == message.leader_id]
+                message = msgspec.structs.replace(message, prompt_token_ids=leader.prompt_token_ids)
             self.waiting.append(message)
             self.client_of[message.request_id] = client_index
         elif isinstance(message, AbortRequests):

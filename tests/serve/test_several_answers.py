@@ -128,11 +128,27 @@ def test_answers_follow_the_first_one_to_its_replica_also_when_it_is_lost() -> N
     ids = [choice.request_id for choice in ticket.choices]
     assert [message.leader_id for message, _ in sent] == [None, *ids[:1] * 3, None, ids[4]]
     assert [replica for _, replica in sent] == [0, 0, 0, 0, 1, 1]
+    assert [message.prompt.tolist() for message, _ in sent] == [[1, 2, 3], [], [], [], [1, 2, 3], []]
     sent.clear()
     requests.retry(0, [1, 2])
     adds = [(message, replica) for message, replica in sent if isinstance(message, AddRequest)]
     assert [replica for _, replica in adds] == [2] * 4
-    assert all(message.prompt.tolist() == [1, 2, 3] for message, _ in adds)
+    assert [message.prompt.tolist() for message, _ in adds] == [[1, 2, 3], [], [], []]
+
+
+def test_answer_whose_leader_has_ended_begins_again_with_its_own_prompt() -> None:
+    (stats,) = ServerStats((2,)).models
+    sent: list[tuple[AddRequest, int]] = []
+    requests = open_requests(stats, lambda message, replica: sent.append((message, replica)))  # type: ignore[arg-type, return-value]
+    ticket = GenerationTicket(arrived_s=0.0, streaming=False)
+    add_answers(ticket, 3)
+    start(requests, ticket)
+    output = SequenceOutput(ticket.choices[0].request_id, [97], "length")
+    requests.on_step(StepOutputs([output], EngineStats(), 1.0))
+    sent.clear()
+    requests.retry(0, [1])
+    adds = [message for message, _ in sent if isinstance(message, AddRequest)]
+    assert [message.prompt.tolist() for message in adds] == [[1, 2, 3]] * 2
 
 
 def test_best_answers_have_the_highest_mean_log_probability() -> None:

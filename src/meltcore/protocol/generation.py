@@ -30,7 +30,8 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """Asks the engine to generate one sequence.
 
     A lower `priority` is scheduled earlier; requests of equal priority are scheduled in order of arrival. `leader_id`
-    names an earlier request with the same prompt: this one starts from its pages once they are computed. API servers
+    names an earlier request with the same prompt: this one starts from its pages once they are computed. If the engine
+    still has the earlier request, as when both come in one message, `prompt_token_ids` may be empty. API servers
     pack the prompt (`pack_token_ids`). As lists of Python integers, 10,000 waiting prompts would take hundreds of
     megabytes, not all of which the C library returns to the system.
     """

@@ -29,11 +29,12 @@ def make_scheduler(layout: PageLayout = FULL_ATTENTION, *, states: int = 0, cach
     )
 
 
-def add_answers(scheduler: Scheduler, length: int, **sampling: int) -> list[Request]:
+def add_answers(scheduler: Scheduler, length: int, *, sends_once: bool = True, **sampling: int) -> list[Request]:
     params = SamplingParams(max_tokens=5, ignore_eos=True, **sampling)
     requests: list[Request] = []
     for order in range(ANSWERS):
-        message = AddRequest(str(order), [5] * length, params)
+        prompt = [] if requests and sends_once else [5] * length
+        message = AddRequest(str(order), prompt, params, leader_id="0" if requests else None)
         requests.append(Request(message, order, frozenset(), None, requests[0] if requests else None))
         scheduler.add(requests[-1])
     return requests
@@ -95,7 +96,7 @@ def test_others_run_while_followers_wait_and_ended_ones_never_start() -> None:
 @pytest.mark.parametrize("steps", [0, 1])
 def test_followers_of_an_aborted_leader_run(steps: int) -> None:
     scheduler = make_scheduler()
-    requests = add_answers(scheduler, 450)
+    requests = add_answers(scheduler, 450, sends_once=steps == 0)
     for _ in range(steps):
         scheduler.update(scheduler.schedule(), [])
     scheduler.finish(requests[0], "abort")

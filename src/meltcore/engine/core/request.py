@@ -45,14 +45,17 @@ class Request:
     ) -> None:
         """Create a waiting request. `arrival` is the position of the request in the order of arrival.
 
-        A `leader` is an earlier request with the same prompt, whose pages this request waits for.
-        Raises OverflowError for a token id of more than 32 bits.
+        A `leader` is an earlier request with the same prompt, whose pages this request waits for. The message may lack
+        the prompt then. Raises OverflowError for a token id of more than 32 bits.
         """
         self.id = message.request_id
         self.sampling = message.sampling
         # An array takes 4 bytes per token, a list 40: 10,000 waiting prompts would take hundreds of megabytes.
-        self.token_ids = message.prompt
-        self.prompt_length = len(self.token_ids)
+        if leader is None or message.prompt_token_ids:
+            self.token_ids = message.prompt
+        else:
+            self.token_ids = leader.token_ids[: leader.prompt_length]
+        self.prompt_length: int = len(self.token_ids)
         # Lower is scheduled earlier. A preempted request keeps its priority.
         self.priority = (message.priority, arrival)
         self.arrival = arrival

@@ -196,7 +196,8 @@ class GenerationEngine:
         """Queue a sequence. Raises RequestError if it cannot be served. API servers make the same checks."""
         if message.request_id in self._requests:
             raise RequestError(f"request id {message.request_id} is in use", param="request_id")
-        length = message.prompt_length
+        leader = self._requests.get(message.leader_id or "")
+        length = message.prompt_length or (0 if leader is None else leader.prompt_length)
         if not 1 <= length < self.max_model_len:
             raise RequestError(
                 f"the prompt must have 1 to {self.max_model_len - 1} tokens; it has {length}", param="prompt"
@@ -206,7 +207,6 @@ class GenerationEngine:
         if not message.sampling.ignore_eos:
             stop_ids |= self._eos_token_ids
         try:
-            leader = self._requests.get(message.leader_id or "")
             request = Request(message, self._num_added + 1, stop_ids, token_mask, leader)
             is_valid = np.frombuffer(request.token_ids, np.uint32).max() < self.vocab_size
         except OverflowError:  # negative, or of more than 32 bits

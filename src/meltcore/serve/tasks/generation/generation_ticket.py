@@ -153,9 +153,11 @@ class Choice(Child):
     def messages(self) -> Sequence[AddRequest]:
         """Return one message with the prompt and its sampling settings. Stop strings are checked in this process.
 
-        A request of 1,024 prompts may have 64 KiB of stop strings, which would be sent with each prompt.
+        A request of 1,024 prompts may have 64 KiB of stop strings, which would be sent with each prompt. The prompt of
+        several answers is sent once.
         """
-        params, ticket = self.params, self.ticket
+        params, ticket, leader = self.params, self.ticket, self.leader
+        is_prompt_sent = leader is not None and leader.replica == self.replica
         if params.stop:
             params = msgspec.structs.replace(params, stop=())
         if ticket.best_of is not None and params.logprobs is None:
@@ -163,11 +165,11 @@ class Choice(Child):
         return [
             AddRequest(
                 request_id=self.request_id,
-                prompt_token_ids=self.prompt_token_ids,
+                prompt_token_ids=b"" if is_prompt_sent else self.prompt_token_ids,
                 sampling=params,
                 priority=ticket.priority,
                 arrived_s=ticket.arrived_s,
-                leader_id=None if self.leader is None else self.leader.request_id,
+                leader_id=None if leader is None else leader.request_id,
             )
         ]
 
