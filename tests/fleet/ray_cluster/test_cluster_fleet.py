@@ -60,7 +60,7 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
         }
         assert len(answers) == 1
         logs = [Path(row["log"]) for row in found]
-        assert [path.name for path in logs] == [f"{MODEL}.0.log", f"{MODEL}.1.log", "gpu.log"]
+        assert [path.name for path in logs] == [f"{MODEL}@0.log", f"{MODEL}@1.log", "gpu.log"]
         wait_until(lambda: [path.read_text() for path in logs] == [f"{SAID}\n"] * 3, "the log of each engine")
         marks = [path for folder in cluster.temporary.glob("meltcore-marks-*") for path in folder.iterdir()]
         assert sorted(path.name for path in marks) == ["marks-cpu", "marks-node:0"]

@@ -217,6 +217,11 @@ def test_partition_ends_answers_of_the_far_node_alone(
     wait_until(lambda: not of_test(), "no process left", 20)  # each holds the lock of its folder
     # The driver could not ask the far node to remove them: the next start there does.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "far"))
-    left = len(list((tmp_path / "far").glob("meltcore-*")))
-    remove_abandoned()
-    assert (left, list((tmp_path / "far").glob("meltcore-*"))) == (3, []), "two engines, and their marks"
+    assert len(list((tmp_path / "far").glob("meltcore-*"))) == 3, "two engines, and their marks"
+
+    def all_are_removed() -> bool:
+        remove_abandoned()
+        return not list((tmp_path / "far").glob("meltcore-*"))
+
+    # On a busy machine a process that has been killed may still be about to close its files.
+    wait_until(all_are_removed, "the folders are removed", 20)
