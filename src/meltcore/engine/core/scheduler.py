@@ -216,6 +216,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise AssertionError if pages or states are held without work, which would be a leak."""
+        assert not self._followers, "requests wait for a leader that has ended"
         assert self.pool.num_used == 0, f"{self.pool.num_used} pages are still referenced"
         self.pool.check()
         if self.states is not None:
