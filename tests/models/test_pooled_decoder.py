@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from encoder_tools import write_decoder
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from transformers import Qwen3ForSequenceClassification
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.engine.embedding.engine import EmbeddingTask
@@ -91,6 +93,29 @@ def test_scores_compare_yes_with_no(reranker: Pair) -> None:
     torch.testing.assert_close(computed(reranker.task, rows), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_a_checkpoint_converted_to_sequence_classification_has_the_same_scores(reranker: Pair, tmp_path: Path) -> None:
+    folder, rows = shutil.copytree(reranker.folder, tmp_path / "copy"), random_rows(6, (7, 66))
+    answers = json.loads((folder / "1_Logit" / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors.pop("lm_head.weight")
+    tensors["score.weight"] = head[[answers["true_token_id"]]] - head[[answers["false_token_id"]]]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "modules.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    task = EmbeddingTask(EngineConfig(model=str(folder), device="cpu"))
+    assert (task.ready().is_reranker, task.ready().has_pair_prompt) == (True, False)
+    torch.testing.assert_close(computed(task, rows), computed(reranker.task, rows), atol=TOLERANCE, rtol=TOLERANCE)
+    reference = Qwen3ForSequenceClassification.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        expected = torch.cat([reference(torch.tensor([row])).logits for row in rows])
+    torch.testing.assert_close(computed(task, rows), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
+    with pytest.raises(ConfigError, match="id2label must name one label"):
+        read_config(open_checkpoint(str(folder), files="config"))
+
+
 def test_an_input_alone_has_the_values_that_it_has_in_company(embedder: Pair, reranker: Pair) -> None:
     rows = random_rows(3)
     for pair in (embedder, reranker):
@@ -119,8 +144,6 @@ def test_files_of_sentence_transformers_decide_the_task(embedder: Pair, reranker
 
 
 def test_a_head_of_generation_is_not_read(embedder: Pair, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = shutil.copytree(embedder.folder, tmp_path / "copy")
     tensors = {f"model.{name}": values for name, values in load_file(folder / "model.safetensors").items()}
     save_file(tensors | {"lm_head.weight": torch.ones(300, 32)}, folder / "model.safetensors")

@@ -164,6 +164,7 @@ _BUILT_IN = (
             (
                 *("BertModel", "XLMRobertaModel", "Qwen3Model"),
                 *("BertForSequenceClassification", "XLMRobertaForSequenceClassification"),
+                "Qwen3ForSequenceClassification",
             )
         ),
         marked_architectures=frozenset(("Qwen3ForCausalLM",)),

@@ -192,7 +192,7 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
             size=sizes.hidden_size,
             vocab_size=sizes.vocab_size,
             is_reranker=sizes.is_reranker,
-            has_pair_prompt=sizes.is_reranker and isinstance(sizes, PooledDecoderConfig),
+            has_pair_prompt=isinstance(sizes, PooledDecoderConfig) and sizes.answer_ids is not None,
         )
 
 

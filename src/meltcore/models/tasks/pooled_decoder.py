@@ -11,6 +11,7 @@ from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from meltcore.kernels.attention.metadata import AttentionMetadata, PaddedGroup, make_query_tiles
@@ -30,6 +31,8 @@ class PooledDecoder(PoolingModel):
     def __init__(self, config: PooledDecoderConfig, decoder: Decoder) -> None:
         super().__init__()
         self.config, self.decoder = config, decoder
+        head = nn.Linear(config.hidden_size, 1, bias=False, device=decoder.device, dtype=decoder.dtype)
+        self.score = head if config.has_score_head else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,15 +85,16 @@ class PooledDecoder(PoolingModel):
         )
         num_layers = config.num_hidden_layers
         hidden = decoder(token_ids, positions, [cache] * num_layers, [metadata] * num_layers)[ends - 1].float()
-        if self.config.answer_ids is not None:
-            no, yes = decoder.head_rows(self._answers).float()
-            scores: torch.Tensor = hidden @ (yes - no)
+        if self.config.is_reranker:
+            no, yes = decoder.head_rows(self._answers).float() if self.score is None else (0, self.score.weight[0])
+            scores: torch.Tensor = hidden @ (yes - no).float()
             return scores[:, None]
         return functional.normalize(hidden, dim=-1) if self.config.is_normalized else hidden
 
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
         """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""
-        return self.decoder.checkpoint_tensors()
+        head = {} if self.score is None else {"score.weight": self.score.weight.data}
+        return self.decoder.checkpoint_tensors() | head
 
     def fused_tensors(self) -> dict[str, Any]:
         """Return the checkpoint tensors that merge several of `checkpoint_tensors`, by name."""

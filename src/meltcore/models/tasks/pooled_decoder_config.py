@@ -23,8 +23,9 @@ from meltcore.models.configs.pooling_config import (
 from meltcore.models.decoders.decoder_config import DecoderConfig
 from meltcore.models.decoders.decoder_families import qwen3_config
 
+_SCORED = "Qwen3ForSequenceClassification"
 # The second is the name that sentence-transformers writes when it saves a trained model.
-POOLED_ARCHITECTURES = frozenset(("Qwen3ForCausalLM", "Qwen3Model"))
+POOLED_ARCHITECTURES = frozenset(("Qwen3ForCausalLM", "Qwen3Model", _SCORED))
 PAGE_SIZE = 64  # tokens; an input begins at a page of the step's cache
 GROUP_QUERIES = 512  # for which the reference attention makes a mask together, of one long row or of equally long rows
 _POOLING_MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "lasttoken"}
@@ -37,14 +38,17 @@ class PooledDecoderConfig(PoolingConfig):
     """Holds the configuration of a decoder, and how the hidden state of an input's last token is used.
 
     Args:
-        decoder: the configuration of the network. An embedding model has no output head, so its head is tied.
+        decoder: the configuration of the network. If the output head is not used, the head is tied.
         values: config.json, as the network is built from it.
-        answer_ids: the tokens "no" and "yes", of which a reranker compares the logits. None for an embedding model.
+        answer_ids: the tokens "no" and "yes", of which a reranker compares the logits. None for other models.
+        has_score_head: whether a reranker has a head of one score instead, in a checkpoint converted to sequence
+            classification.
     """
 
     decoder: DecoderConfig
     values: Mapping[str, Any]
     answer_ids: tuple[int, int] | None
+    has_score_head: bool
 
     @classmethod
     def read(cls, values: Mapping[str, Any], folder: Path) -> PooledDecoderConfig:
@@ -52,16 +56,22 @@ class PooledDecoderConfig(PoolingConfig):
 
         Raises ConfigError for missing fields and unsupported values.
         """
-        modules = read_modules(folder, _KNOWN, frozenset({"Pooling"}), frozenset({"LogitScore"}))
+        config = Fields(values)
+        has_score_head = _SCORED in config.optional("architectures", [])
+        if has_score_head and len(config.optional("id2label", {})) != 1:
+            raise config.field_error("id2label", "must name one label: rerankers have one score")
+        kinds = frozenset({"Pooling"}), frozenset({"LogitScore"})
+        modules = {} if has_score_head else read_modules(folder, _KNOWN, *kinds)
         values, answers = {**values, "architectures": ["Qwen3ForCausalLM"]}, None
         if "LogitScore" in modules:
             found = Fields(read_module(folder, modules["LogitScore"]), str(modules["LogitScore"])).required(*_ANSWERS)
             answers = found["false_token_id"], found["true_token_id"]
-        elif modules:
-            values["tie_word_embeddings"] = True
-            read_pooling(folder, modules["Pooling"], _POOLING_MODES)
         else:
+            values["tie_word_embeddings"] = True
+        if not modules and not has_score_head:
             raise ConfigError(f"{folder} has no modules.json; {_KNOWN}")
+        if "Pooling" in modules:
+            read_pooling(folder, modules["Pooling"], _POOLING_MODES)
         decoder = qwen3_config(values)
         if answers is not None and max(answers) >= decoder.vocab_size:
             raise ConfigError(f"{modules['LogitScore']} names token {max(answers)} of {decoder.vocab_size} tokens")
@@ -72,8 +82,9 @@ class PooledDecoderConfig(PoolingConfig):
             max_tokens=trained_tokens(folder, decoder.max_context),
             pooling="lasttoken",
             is_normalized="Normalize" in modules,
-            is_reranker=answers is not None,
+            is_reranker=has_score_head or answers is not None,
             decoder=decoder,
             values=values,
             answer_ids=answers,
+            has_score_head=has_score_head,
         )
