@@ -1,1 +1,1 @@
-"""Runs tasks other than text generation in one engine: transcription, translation and synthesis."""
+"""Runs tasks other than text generation in one engine: transcription, translation, synthesis and embedding."""

@@ -1,1 +1,1 @@
-"""Networks of translation, transcription and synthesis."""
+"""Networks of translation, transcription, synthesis, embeddings and reranking."""
