@@ -443,7 +443,7 @@ class TimeoutsSection(FleetSection, frozen=True, kw_only=True):
             flag="--drain-timeout",
         ),
     ] = 30.0
-    start_s: Annotated[PositiveSeconds, Meta(description="A model, from download to first answer.")] = 600.0
+    start_s: Annotated[PositiveSeconds, Meta(description="A model, from download to an answer within 120 s.")] = 600.0
     connect_s: Annotated[PositiveSeconds, Meta(description="A connection to a `url` or `command`.")] = 5.0
     first_byte_s: Annotated[
         PositiveSeconds, Meta(description="A `url` or `command`, from a request to the first byte of its answer.")
