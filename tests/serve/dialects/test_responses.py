@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -286,3 +287,46 @@ def test_the_form_of_the_text_is_a_response_format() -> None:
     assert (schema.name, schema.schema, schema.strict) == ("place", {"type": "object"}, True)
     assert type(read(text={"format": {"type": "json_object"}}).response_format).__name__ == "JsonObjectFormat"
     assert read(reasoning={"effort": "low"}).reasoning_effort == "low"
+
+
+REQUEST: dict[str, Any] = {
+    "input": [
+        USER,
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}], "summary": []},
+        {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "y"}]},
+        {"type": "custom_tool_call", "call_id": "b", "name": "patch", "input": "z"},
+    ],
+    "tools": [WEATHER, PATCH | {"format": GRAMMAR}, NAMESPACE],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]},
+    "text": {"format": {"type": "json_schema", "name": "s", "schema": {}}},
+    "reasoning": {"effort": "low"},
+    "include": [REASONING],
+}  # fmt: skip
+ODD: list[Any] = [None, True, 0, -1, 3.5, "", "x", [], {}, [None], ["x"], {"type": "function"}, {"type": "x"}, [[[]]]]
+
+
+def mutated(value: Any, draw: random.Random) -> Any:
+    """The same value with one odd part in some depth."""
+    if draw.random() < 0.15 or not isinstance(value, dict | list) or not value:
+        return draw.choice(ODD)
+    if isinstance(value, list):
+        at = draw.randrange(len(value))
+        return [*value[:at], mutated(value[at], draw), *value[at + 1 :]]
+    name = draw.choice(list(value))
+    return value | {name: mutated(value[name], draw)}
+
+
+def test_odd_requests_are_refused_by_name_or_understood() -> None:
+    draw = random.Random(7)
+    assert len(read(**REQUEST).messages) == 4
+    statuses = []
+    for _ in range(600):
+        body = msgspec.json.encode(mutated(REQUEST, draw))
+        try:
+            chat_of(decode_request(body, ResponsesRequest))
+            statuses.append(200)
+        except RequestError as error:
+            statuses.append(error.status)
+    assert set(statuses) == {200, 400}
+    assert len(statuses) == 600
