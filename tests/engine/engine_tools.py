@@ -279,9 +279,13 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def error_against(reference: PreTrainedModel, path: Path, *, vocab: int = VOCAB, **settings: object) -> float:
+    """The error of an engine that is opened for it, as `error_of` measures it."""
+    return error_of(open_engine(path, **settings), reference, vocab)
+
+
+def error_of(seen: SeenEngine, reference: PreTrainedModel, vocab: int = VOCAB) -> float:
     """The largest relative error of an engine's logits after a prompt of 200 tokens, and of 4 further ones."""
     prompt = random_prompt(200, 1, vocab)
-    seen = open_engine(path, **settings)
     seen.add("one", prompt, max_tokens=5)
     generated = seen.run()["one"]
     return relative_error(torch.stack(seen.logits["one"]), reference_logits(reference, prompt, generated))

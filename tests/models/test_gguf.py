@@ -132,18 +132,12 @@ def test_quantized_files_give_the_logits_of_the_dequantized_weights(
     file = write_model(tmp_path / "model.gguf", reference, store)
     assert load_dequantized(reference, file) >= (10 if family == "phi3" else 15)  # which merges some
     assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
-    assert set(weight_dtypes(loaded(file))) == formats | {"float32"}
+    assert set(weight_dtypes(outline(file))) == formats | {"float32"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        *((family, kind) for family in ("llama", "qwen3_moe") for kind in GgmlType),
-        *(("gemma3_text", kind) for kind in (GgmlType.Q8_0, GgmlType.Q5_0, GgmlType.Q4_K, GgmlType.Q6_K)),
-    ],
-    ids=lambda each: getattr(each, "name", each),
-)
+@pytest.mark.parametrize("kind", GgmlType, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_every_format_gives_the_logits_of_the_dequantized_weights(tmp_path: Path, family: str, kind: GgmlType) -> None:
     """In all matrices of the file: linear layers, embedding, head and stacked experts.
 
@@ -154,7 +148,7 @@ def test_every_format_gives_the_logits_of_the_dequantized_weights(tmp_path: Path
     file = write_model(tmp_path / "model.gguf", reference, kind.name)
     assert load_dequantized(reference, file) >= 13
     assert tools.error_against(reference, file, max_model_len=512) <= (2e-3 if kind.name == "IQ4_XS" else 1e-4)
-    assert set(weight_dtypes(loaded(file))) == {kind.held.type.name.lower(), "float32"}
+    assert set(weight_dtypes(outline(file))) == {kind.held.type.name.lower(), "float32"}
 
 
 @pytest.mark.slow
@@ -227,9 +221,10 @@ def answers_of(file: Path, ranks: int) -> list[tuple[list[int], list[list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "store"), [("qwen3", "Q8_0"), ("qwen3_moe", "Q4_0")])
-def test_ranks_of_quantized_files_answer_as_one_device(tmp_path: Path, family: str, store: str) -> None:
-    file = write_model(tmp_path / "model.gguf", reference_of(family, **BLOCKS_OF_32), store)
+def test_ranks_of_quantized_files_answer_as_one_device(tmp_path: Path) -> None:
+    """With experts and other matrices, in two formats."""
+    reference = reference_of("qwen3_moe", **BLOCKS_OF_32)
+    file = write_model(tmp_path / "model.gguf", reference, "Q4_0 and Q8_0")
     for alone, together in zip(*(answers_of(file, ranks) for ranks in (1, 2)), strict=True):
         assert alone[0] == together[0]
         torch.testing.assert_close(*(torch.tensor(logprobs) for _, logprobs in (alone, together)), rtol=0, atol=2e-4)
@@ -306,7 +301,7 @@ SCALE_BYTES |= {"Q6_K": (209,), "MXFP4": (0,)}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "quantization"),
-    [(kind, "none") for kind in GgmlType] + [(kind, "fp8") for kind in GgmlType if kind.name != "MXFP4"],
+    [(kind, "none") for kind in GgmlType] + [(kind, "fp8") for kind in (GgmlType.Q4_1, GgmlType.Q6_K)],
 )
 def test_blocks_whose_scale_is_no_number_are_refused(
     tmp_path: Path, kind: GgmlType, quantization: Quantization
@@ -655,8 +650,8 @@ def write_gemma(path: Path, scale: float) -> Path:
     return finish(writer, path)
 
 
-def outline(path: Path) -> None:
-    build_meta_model(open_checkpoint(str(path), files="all"), torch.float32, CPU)
+def outline(path: Path) -> Model:
+    return build_meta_model(open_checkpoint(str(path), files="all"), torch.float32, CPU)
 
 
 def test_sizes_that_the_tensors_contradict_are_not_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,10 @@ def open_engine(folder: Path) -> tools.SeenEngine:
 
 
 def our_logits(folder: Path) -> torch.Tensor:
-    seen = open_engine(folder)
+    return first_logits(open_engine(folder))
+
+
+def first_logits(seen: tools.SeenEngine) -> torch.Tensor:
     seen.add("one", prompt(), max_tokens=1)
     seen.run()
     return seen.logits["one"][0]
@@ -256,9 +259,10 @@ def test_weights_of_16_bits_have_the_logits_of_transformers_as_served(
     reference = with_weights(made.config, made)
     assert reference is not None
     write(tmp_path, made.config, reference.bfloat16())
-    kinds = {type(layer.weight) for layer in host_weights._layers(open_engine(tmp_path).engine.runner.model)}
+    seen = open_engine(tmp_path)
+    kinds = {type(layer.weight) for layer in host_weights._layers(seen.engine.runner.model)}
     assert (HalfWeight in kinds) == supports_half_weights()
-    assert tools.relative_error(our_logits(tmp_path), logits_of(loaded(made, tmp_path))) <= TOLERANCE
+    assert tools.relative_error(first_logits(seen), logits_of(loaded(made, tmp_path))) <= TOLERANCE
 
 
 # --- every field counts
@@ -286,6 +290,7 @@ class Mutation(NamedTuple):
     paths: list[tuple[str, ...]]
 
 
+@cache
 def mutations(*, listed: bool) -> dict[str, Mutation]:
     """Each field of a family, and each kind of value that it is published with.
 

@@ -176,7 +176,7 @@ def _shard_on_meta(
                 keep_published_fp8(model, published, device)
         if quantization == "fp8":
             quantize_to_fp8(model, device)
-    if group is not None:
+    if group is not None and isinstance(published, AwqConfig | GptqConfig):
         model.checkpoint_tensors()  # refuses a shard that a checkpoint's words of several values do not end at
     return model
 
