@@ -156,6 +156,14 @@ def test_some_searches_end_early_and_some_at_the_limit(pair: Pair) -> None:
     assert min(lengths) < NEW_TOKENS <= max(lengths)
 
 
+FEW_SLOTS = BeamOptions(num_beams=5, max_new_tokens=NEW_TOKENS, early_stopping=True)
+
+
+def test_results_in_few_slots_are_those_of_transformers(pair: Pair) -> None:
+    """What the mutations below change."""
+    assert mismatches(pair, random_sources(10, seed=5), FEW_SLOTS, slots=5) == []
+
+
 def skip_reorder(monkeypatch: pytest.MonkeyPatch) -> None:
     extend = BeamState._extend_beams
 
@@ -221,11 +229,14 @@ def keep_scores_of_the_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_mutation_changes_results(pair: Pair, monkeypatch: pytest.MonkeyPatch, mutate: Any) -> None:
-    sources = random_sources(10, seed=5)
-    options = BeamOptions(num_beams=5, max_new_tokens=NEW_TOKENS, early_stopping=True)
-    assert mismatches(pair, sources, options, slots=5) == []
     mutate(monkeypatch)
-    assert mismatches(pair, sources, options, slots=5) != []
+    assert mismatches(pair, random_sources(10, seed=5), FEW_SLOTS, slots=5) != []
+
+
+@cache
+def found_alone(model: IndicTrans2, source: tuple[int, ...], options: BeamOptions) -> Translation:
+    [found] = search(model, [[*source]], options).values()
+    return found
 
 
 @pytest.mark.slow
@@ -233,8 +244,8 @@ def test_mutation_changes_results(pair: Pair, monkeypatch: pytest.MonkeyPatch, m
 def test_company_never_changes_a_result(pair: Pair, num_beams: int, overlap: bool) -> None:
     """Sources arrive and end at random steps, in few slots, with the padding and the step ahead of a GPU or without."""
     options = BeamOptions(num_beams=num_beams, max_new_tokens=NEW_TOKENS, early_stopping=True)
-    sources, chance = random_sources(14, seed=8), random.Random(8)
-    state = BeamSearch(pair.model, options, slots=7, max_source=20, overlap=overlap)
+    sources, chance = random_sources(10, seed=8), random.Random(8)
+    state = BeamSearch(pair.model, options, slots=5, max_source=20, overlap=overlap)
     waiting, found = list(enumerate(sources)), {}
     while waiting or state.num_running:
         count = min(chance.randint(0, 3), state.num_free, len(waiting))
@@ -247,7 +258,7 @@ def test_company_never_changes_a_result(pair: Pair, num_beams: int, overlap: boo
             state.cancel(["unwanted"])
         found |= {each.key: each for each in state.step()}
     for i, source in enumerate(sources):
-        [alone] = search(pair.model, [source], options).values()
+        alone = found_alone(pair.model, tuple(source), options)
         assert found[i].token_ids == alone.token_ids
         assert found[i].score == pytest.approx(alone.score, rel=1e-5, abs=1e-5)
     encoded = pair.model.encode(torch.tensor([[7, 8, 2, 9, 9], [4, 5, 6, 7, 2]]), torch.tensor([3, 5]))
