@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,36 +47,46 @@ def id3v2(size: int, flags: int = 0) -> bytes:
 
 
 MAKERS: dict[str, Callable[[float, int], bytes]] = {
-    "wav": lambda seconds, rate: encoded(tone(seconds, rate), rate),
-    "flac": lambda seconds, rate: encoded(tone(seconds, rate), rate, "FLAC"),
-    "vorbis": lambda seconds, rate: encoded(tone(seconds, rate), rate, "OGG", "VORBIS"),
-    "opus": lambda seconds, rate: encoded(tone(seconds, rate), rate, "OGG", "OPUS"),
-    "mp3": lambda seconds, rate: encoded(tone(seconds, rate), rate, "MP3"),
-    "mp2": lambda seconds, rate: recorded(tone(seconds, rate), "mp2", "mp2", rate),
-    "aiff": lambda seconds, rate: encoded(tone(seconds, rate), rate, "AIFF"),
-    "au": lambda seconds, rate: encoded(tone(seconds, rate), rate, "AU"),
-    "caf": lambda seconds, rate: encoded(tone(seconds, rate), rate, "CAF"),
-    "w64": lambda seconds, rate: encoded(tone(seconds, rate), rate, "W64"),
-    "aac": lambda seconds, rate: recorded(tone(seconds, rate), "adts", "aac", rate),
-    "m4a": lambda seconds, rate: recorded(tone(seconds, rate), "ipod", "aac", rate),
-    "webm": lambda seconds, rate: recorded(tone(seconds, rate), "webm", "libopus", rate),
-    "live webm": lambda seconds, rate: recorded(tone(seconds, rate), "webm", "libopus", rate, is_live=True),
-    "fragments": lambda seconds, rate: recorded(
-        tone(seconds, rate), "mp4", "aac", rate, is_live=True, movflags="frag_keyframe+empty_moov"
-    ),
+    name: lru_cache(8)(make)
+    for name, make in {
+        "wav": lambda seconds, rate: encoded(tone(seconds, rate), rate),
+        "flac": lambda seconds, rate: encoded(tone(seconds, rate), rate, "FLAC"),
+        "vorbis": lambda seconds, rate: encoded(tone(seconds, rate), rate, "OGG", "VORBIS"),
+        "opus": lambda seconds, rate: encoded(tone(seconds, rate), rate, "OGG", "OPUS"),
+        "mp3": lambda seconds, rate: encoded(tone(seconds, rate), rate, "MP3"),
+        "mp2": lambda seconds, rate: recorded(tone(seconds, rate), "mp2", "mp2", rate),
+        "aiff": lambda seconds, rate: encoded(tone(seconds, rate), rate, "AIFF"),
+        "au": lambda seconds, rate: encoded(tone(seconds, rate), rate, "AU"),
+        "caf": lambda seconds, rate: encoded(tone(seconds, rate), rate, "CAF"),
+        "w64": lambda seconds, rate: encoded(tone(seconds, rate), rate, "W64"),
+        "aac": lambda seconds, rate: recorded(tone(seconds, rate), "adts", "aac", rate),
+        "m4a": lambda seconds, rate: recorded(tone(seconds, rate), "ipod", "aac", rate),
+        "webm": lambda seconds, rate: recorded(tone(seconds, rate), "webm", "libopus", rate),
+        "live webm": lambda seconds, rate: recorded(tone(seconds, rate), "webm", "libopus", rate, is_live=True),
+        "fragments": lambda seconds, rate: recorded(
+            tone(seconds, rate), "mp4", "aac", rate, is_live=True, movflags="frag_keyframe+empty_moov"
+        ),
+    }.items()
 }
 
 
+@lru_cache(2)
+def heard(data: bytes) -> tuple[np.ndarray, float]:
+    """The samples of a minute, and the duration in seconds."""
+    clips, seconds = decoded(data)
+    samples = np.zeros(60 * 16_000, np.int16)
+    for clip in clips:
+        part = np.frombuffer(clip.samples, np.int16)
+        samples[clip.start : clip.start + len(part)] = part
+    return samples, seconds
+
+
 def duration_s(data: bytes) -> float:
-    return decoded(data)[1]
+    return heard(data)[1]
 
 
 def is_loud(data: bytes, start_s: float, end_s: float) -> bool:
-    found = np.zeros(60 * 16_000, np.int16)
-    for clip in decoded(data)[0]:
-        samples = np.frombuffer(clip.samples, np.int16)
-        found[clip.start : clip.start + len(samples)] = samples
-    part = found[round(start_s * 16_000) : round(end_s * 16_000)].astype(float)
+    part = heard(data)[0][round(start_s * 16_000) : round(end_s * 16_000)].astype(float)
     return float(np.sqrt((part**2).mean())) > 5000
 
 
@@ -101,8 +112,8 @@ def test_joined_files_of_other_codecs_and_channels() -> None:
 @pytest.mark.parametrize("second", ["wav", "flac", "vorbis", "aiff", "m4a", "webm", "mp3"])
 def test_files_of_different_containers_that_are_joined(first: str, second: str) -> None:
     tag = id3v2(20) if second == "mp3" else b""
-    data = MAKERS[first](1.5, 48_000) + tag + MAKERS[second](2.5, 48_000)
-    assert duration_s(data) == pytest.approx(4.0, abs=0.1)
+    data = MAKERS[first](0.6, 48_000) + tag + MAKERS[second](1.0, 48_000)
+    assert duration_s(data) == pytest.approx(1.6, abs=0.1)
 
 
 def test_containers_that_change_without_end_are_refused() -> None:

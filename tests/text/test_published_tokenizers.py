@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,9 @@ WRITTEN = {
 }
 
 
-def counts_in_chat(folder: Path, source: str, token: str) -> list[tuple[int, str]]:
+def counts_in_chat(ours: Tokenizer, source: str, token: str) -> list[tuple[int, str]]:
     """How often a token is in a prompt, and the prompt, for messages with the token and for one without it."""
-    ours, template, found = our_tokenizer(folder), ChatTemplate(source), []
+    template, found = ChatTemplate(source), []
     for content in ("x", token, f"hi{token}Sure", f"a < b {token}\n"):
         messages = [{"role": "User", "content": content}]
         ids = render_chat(ours, template, messages).encode(ours)
@@ -112,18 +113,18 @@ def counts_in_chat(folder: Path, source: str, token: str) -> list[tuple[int, str
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_added_token_that_a_template_writes_is_text_in_a_message(tmp_path: Path, name: str) -> None:
     """Special or not. Tokens of whitespace are no control tokens."""
-    LAYOUTS[name].write(tmp_path)
+    ours = our_tokenizer(LAYOUTS[name].write(tmp_path))
     listed = [token["content"] for token in LAYOUTS[name].tokenizer["added_tokens"] if not token["content"].isspace()]
     assert set(WRITTEN.get(name, ())) <= {*listed}
     for token in listed:
         for source in (f"{token}{{{{ messages[0].content }}}}z", f"{{{{ {token!r} ~ messages[0].content ~ 'z' }}}}"):
-            assert {count for count, _ in counts_in_chat(tmp_path, source, token)} == {1}, (token, source)
+            assert {count for count, _ in counts_in_chat(ours, source, token)} == {1}, (token, source)
 
 
 @pytest.mark.parametrize("name", ["DeepSeek R1 Distill Qwen", "DeepSeek V3", "DeepSeek V4"])
 def test_token_of_a_turn_that_a_template_joins_of_parts_is_text_in_a_message(tmp_path: Path, name: str) -> None:
     source = "{% for m in messages %}{{ '<｜' ~ m.role ~ '｜>' ~ m.content }}{% endfor %}"
-    found = counts_in_chat(LAYOUTS[name].write(tmp_path), source, "<｜User｜>")
+    found = counts_in_chat(our_tokenizer(LAYOUTS[name].write(tmp_path)), source, "<｜User｜>")
     assert {count for count, _ in found} == {1}
 
 
@@ -140,7 +141,8 @@ def test_token_that_a_template_looks_for_or_whitespace_stays_a_token(
     tmp_path: Path, name: str, token: str, sought: str
 ) -> None:
     source = f"{sought}{{{{ {token!r} ~ messages[0].content }}}}"
-    assert [count for count, _ in counts_in_chat(LAYOUTS[name].write(tmp_path), source, token)][2:] == [2, 2]
+    ours = our_tokenizer(LAYOUTS[name].write(tmp_path))
+    assert [count for count, _ in counts_in_chat(ours, source, token)][2:] == [2, 2]
 
 
 # --- every field counts
@@ -207,6 +209,7 @@ def changed(name: Any, value: Any) -> Any:
     return steps.get(name, "e")
 
 
+@cache
 def mutations() -> dict[str, list[tuple[Any, ...]]]:
     """Paths by layout: each field of a layout whose value no other layout before it has in the same place."""
     seen: set[tuple[Any, ...]] = set()
