@@ -1,8 +1,8 @@
 """Runs a command that must not outlive its parent: `python -m meltcore.common.die_with_parent COMMAND ...`.
 
 Standard input is a pipe whose write end the parent holds. Its first line is the command's environment as JSON.
-Meltcore's own engine ends when its input ends. An upstream server would continue, and keep its GPU's memory. So this
-guard process leads the process group of the server, and ends the whole group, itself included.
+Meltcore's own engine ends when its input ends. An upstream server or an MPS daemon would continue, and keep memory of
+its GPU. So this guard process leads the process group of the command, and ends the whole group, itself included.
 """
 
 from __future__ import annotations
@@ -10,13 +10,36 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
 
-from meltcore.common.process import ProcessError, signal_group, start
+from meltcore.common.process import LoggedProcess, ProcessError, signal_group, start
 
 TERMINATE_LIMIT_S = 10.0
+
+
+class GuardedProcess(LoggedProcess):
+    """Runs a command in a guard process, which ends the command even if this process is killed."""
+
+    def __init__(
+        self, command: Sequence[str], log_path: Path, *, environment: Mapping[str, str], **options: Any
+    ) -> None:
+        """Store the command and its whole environment. `options` are those of LoggedProcess."""
+        super().__init__([sys.executable, "-m", __name__, *command], log_path, stdin=subprocess.PIPE, **options)
+        self._command_environment = dict(environment)  # the guard has ours, which may be for another Python
+
+    def start(self) -> Self:
+        """Start the guard and the command. Raises the errors of LoggedProcess."""
+        super().start()
+        with suppress(BrokenPipeError):  # the guard has ended, as the caller will see
+            self.send(json.dumps(self._command_environment).encode() + b"\n")
+        return self
 
 
 def _end_with_parent() -> None:

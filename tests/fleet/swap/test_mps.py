@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S, wait_until
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.process import run, start_ticks
 from meltcore.fleet.swap import mps
 from meltcore.fleet.swap.mps import MpsDaemon
 from meltcore.settings.fleet_file import parse_fleet
@@ -22,7 +25,7 @@ if [ "$1" = -f ]; then
   [ -n "$FAILS" ] && exit 3
   touch "$CUDA_MPS_PIPE_DIRECTORY/control"
   echo $$ > "$CUDA_MPS_PIPE_DIRECTORY/pid"
-  exec sleep 60
+  exec sleep 300
 fi
 read line
 echo "$line" >> "$CUDA_MPS_LOG_DIRECTORY/commands"
@@ -69,6 +72,19 @@ def test_daemon_serves_clients_until_it_is_stopped(
     log = tmp_path / "mps" / "log"
     assert (log / "commands").read_text().split("\n")[-2] == "quit -t 5"
     assert "-f \n" in (log / "calls").read_text(), "the daemon sees all GPUs, as its clients number them"
+
+
+def test_daemon_ends_with_a_server_that_is_killed(control: Path, tmp_path: Path) -> None:
+    """It stayed after `kill -9` of the supervisor, though no other process did."""
+    server = f"""if True:
+        import os
+        from pathlib import Path
+        from meltcore.fleet.swap.mps import MpsDaemon
+        MpsDaemon(Path({str(tmp_path / "mps")!r})).start()
+        os.kill(os.getpid(), 9)"""
+    assert run([sys.executable, "-c", server], limit_s=WAIT_S).returncode == -signal.SIGKILL
+    pid = int((tmp_path / "mps" / "pipe" / "pid").read_text())
+    wait_until(lambda: start_ticks(pid) is None, "the end of the daemon")
 
 
 @pytest.mark.slow

@@ -7,10 +7,7 @@ API servers only know its address.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,15 +15,15 @@ from pathlib import Path
 
 import msgspec
 
+from meltcore.common.die_with_parent import GuardedProcess
 from meltcore.common.errors import ConfigError
-from meltcore.common.process import LoggedProcess, describe_exit
+from meltcore.common.process import describe_exit
 from meltcore.fleet.processes.upstream_command import upstream_command
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_connection import UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 
-_GUARD = (sys.executable, "-m", "meltcore.common.die_with_parent")
 _POLL_S = 0.1
 STOP_LIMIT_S = 10.0  # from SIGTERM to SIGKILL
 _PROBES: dict[str, dict[str, object]] = {
@@ -70,7 +67,7 @@ class UpstreamProcess:
         self._upstream = UpstreamReplica(replica, self.url, timeouts.connect_s, upstream_api_key(name, config))
         self._log_path = log_path
         self._report = report
-        self._process: LoggedProcess | None = None
+        self._process: GuardedProcess | None = None
 
     async def start(self) -> float:
         """Start the server and wait until it has answered a request. Return the seconds from the start to this answer.
@@ -81,16 +78,14 @@ class UpstreamProcess:
         started_s = time.monotonic()
         if self._log_path.exists():
             self._log_path.replace(self._log_path.with_name(self._log_path.name + ".previous"))
-        self._process = LoggedProcess(
-            [*_GUARD, *self._command.arguments],
+        self._process = GuardedProcess(
+            self._command.arguments,
             self._log_path,
             name=self._name,
             report=self._report,
+            environment=self._command.environment,
             stop_limit_s=STOP_LIMIT_S,
-            stdin=subprocess.PIPE,  # its end tells the guard that we have ended
         ).start()
-        with suppress(BrokenPipeError):  # the guard has ended: seen below
-            self._process.send(json.dumps(self._command.environment).encode() + b"\n")
         try:
             await self._become_ready(started_s + self._start_s)
         except BaseException:

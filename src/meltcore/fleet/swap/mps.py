@@ -2,7 +2,7 @@
 
 Without MPS the driver gives the whole GPU to one process after another, for about 2 ms each. This holds even if the
 kernels of a process fill only a small part of the GPU. The MPS daemon runs as the user of the server with folders of
-its own, and ends with the server.
+its own, and ends with the server, even if that is killed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from meltcore.common.die_with_parent import GuardedProcess
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import gpu_environment
-from meltcore.common.process import LoggedProcess, ProcessError, run
+from meltcore.common.process import ProcessError, run
 from meltcore.settings.config import PriorityClass
 
 _PROGRAM = "nvidia-cuda-mps-control"
@@ -40,7 +41,7 @@ class MpsDaemon:
             "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
         }
         self._pipe, self._log = folder / "pipe", folder / "log" / "control.log"
-        self._process: LoggedProcess | None = None
+        self._process: GuardedProcess | None = None
 
     def start(self) -> None:
         """Start the daemon and wait for its socket. Raises ConfigError if the daemon ends or is not ready in time."""
@@ -50,7 +51,7 @@ class MpsDaemon:
         # The daemon would number the GPUs of CUDA_VISIBLE_DEVICES anew, and its clients name them as the driver does.
         environment = os.environ | gpu_environment([])
         del environment["CUDA_VISIBLE_DEVICES"]
-        self._process = LoggedProcess(
+        self._process = GuardedProcess(
             [self._control, "-f"],
             Path(os.devnull),  # it writes a log of its own
             name=_PROGRAM,
