@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import errno
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 from places import ROOT
-from waiting import WAIT_S, until
+from waiting import WAIT_S, until, wait_until
 
 from meltcore.cli import serve as serve_cli
 from meltcore.cli import stop as stop_cli
@@ -168,6 +169,35 @@ def test_log_with_a_full_pipe_does_not_block() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == MAX_LINES_WAITING + 1000 - stats.local_value("log_lines_dropped")
     assert msgspec.json.decode(lines[0])["number"] == 0
+
+
+class _FullDisk(io.StringIO):
+    """A file on a disk that is full until the test makes room."""
+
+    is_full = True
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_log_goes_on_after_a_full_disk() -> None:
+    """The first error ended the thread, and the process wrote no line any more."""
+    stream, stats = _FullDisk(), ServerStats()
+    log = Log("json", stats, stream)
+    for number in range(3):
+        log.write("request", number=number)
+    wait_until(lambda: stats.local_value("log_lines_dropped") == 3, "the loss of the lines")
+    stream.is_full = False
+    for number in (3, 4):
+        log.write("request", number=number)
+        wait_until(lambda number=number: f'"number":{number}' in stream.getvalue(), "the line")
+    log.close(wait_s=WAIT_S)
+    lines = [msgspec.json.decode(line) for line in stream.getvalue().splitlines()]
+    assert [line.get("number") for line in lines if line["event"] == "request"] == [3, 4]
+    [lost] = [line for line in lines if line["event"] != "request"]
+    assert (lost["event"], lost["error"]) == ("log_lines_lost", "[Errno 28] No space left on device")
 
 
 class _Pipe(io.StringIO):

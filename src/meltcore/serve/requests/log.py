@@ -1,6 +1,6 @@
 """Writes one structured line per request to stderr.
 
-A thread writes, so that an unread pipe does not stop the server.
+A thread writes, so that an unread pipe does not stop the server. Lines that a full disk has no room for are dropped.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Log:
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES_WAITING)
         self._second = 0, ""  # the newest one that was formatted
         self._last_written_s: dict[str, float] = {}  # when a line of the event was last written
+        self._fault: Exception | None = None  # why the newest lines could not be written, as on a full disk
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
@@ -74,22 +75,28 @@ class Log:
             if is_idle and line is not None:
                 time.sleep(GATHER_S)
             line_size = 0 if line is None else len(line.encode())
-            try:
-                if block and (line is None or size + line_size > BYTES_PER_WRITE):
-                    self._write_block(block)
-                    block, size = "", 0
-                if line is None:
-                    return
-                block, size = block + line, size + line_size
-                if self._lines.empty():
-                    self._write_block(block)
-                    block, size = "", 0
-            except (OSError, ValueError):  # the reader is gone: there is nowhere to report it
+            if block and (line is None or size + line_size > BYTES_PER_WRITE):
+                self._write_block(block)
+                block, size = "", 0
+            if line is None:
                 return
+            block, size = block + line, size + line_size
+            if self._lines.empty():
+                self._write_block(block)
+                block, size = "", 0
 
     def _write_block(self, block: str) -> None:
-        self._stream.write(block)
-        self._stream.flush()
+        """Write lines. Lines that cannot be written are dropped. The first line that follows them says why."""
+        try:
+            self._stream.write(block)
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._stats.add("log_lines_dropped", block.count("\n"))
+            self._fault = error
+            return
+        if self._fault is not None:
+            self.write("log_lines_lost", error=str(self._fault))
+            self._fault = None
 
     def _timestamp(self) -> str:
         """Return the current UTC time in ISO 8601 with milliseconds."""
