@@ -13,10 +13,12 @@ import huggingface_hub
 import numpy as np
 import pytest
 from gguf_tools import add_tokenizer, finish, new_writer
+from hf_xet import XetFileInfo, XetSession
 from transformers import AutoConfig
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.process import call_with_timeout
 from meltcore.models.checkpoints import hub
 from meltcore.models.checkpoints.checkpoint import find_folder, open_checkpoint
 from meltcore.models.checkpoints.hub import download_gguf, hub_problem, hub_problems
@@ -221,6 +223,27 @@ def test_hub_that_sends_nothing_ends_a_request(monkeypatch: pytest.MonkeyPatch) 
     hub._limit_silence()
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(httpx.ReadTimeout):
         huggingface_hub.get_session().get(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=None)
+
+
+def test_hub_that_sends_nothing_ends_a_download_of_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Large files come through hf_xet, which repeated a silent request 5 times, for 120 s each."""
+    for name in ("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "HF_XET_CLIENT_READ_TIMEOUT"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_BASE_DELAY", "10ms")
+    monkeypatch.setattr(hub, "_SILENCE_LIMIT_S", 0.3)
+    hub._limit_silence()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url, session = f"http://127.0.0.1:{silent.getsockname()[1]}", XetSession()
+
+        def download() -> None:
+            with session.new_file_download_group(
+                endpoint=url, token="a", token_expiry_unix_secs=2**40, token_refresh_url=url, token_refresh_headers={}
+            ) as group:
+                group.start_download_file(XetFileInfo("a" * 64, 1000), str(tmp_path / "model.safetensors"))
+
+        with pytest.raises(RuntimeError, match="error sending request"):
+            call_with_timeout(WAIT_S, download)
 
 
 def test_without_downloads_the_advice_is_one_that_plan_can_follow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ servers use it too.
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -28,6 +29,7 @@ from meltcore.models.configs.json_file import read_json
 
 _MAX_NAMES_SHOWN = 30
 _SILENCE_LIMIT_S = 60.0  # of the hub while it answers a request
+_XET_RETRIES = 2  # of a request of hf_xet; its own values would wait for 720 s in all
 
 
 class HubId(NamedTuple):
@@ -217,12 +219,18 @@ def _list_files(hub_id: HubId) -> list[str]:
 
 
 def _limit_silence() -> None:
-    """Give each request to the hub a time limit between two packets. The hub's client has none for most requests."""
+    """Give each request to the hub a time limit between two packets. The hub's client has none for most requests.
+
+    hf_xet, which downloads large files, repeats a silent request, so all its attempts share the limit. It reads the
+    variables when it downloads the first file.
+    """
     from huggingface_hub import get_session
 
     hooks = get_session().event_hooks["request"]
     if _limit_request not in hooks:
         hooks.append(_limit_request)
+    os.environ.setdefault("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", str(_XET_RETRIES))
+    os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{1000 * _SILENCE_LIMIT_S / (1 + _XET_RETRIES):.0f}ms")
 
 
 def _limit_request(request: Any) -> None:  # of httpx, which the hub's client imports
