@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from types import SimpleNamespace
 from typing import Any
 
-from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
+import msgspec
+import pytest
+
+from meltcore.serve.requests.backend import LANGUAGE_PATHS, Health, ModelTable
+from meltcore.serve.requests.exchange import Exchange, set_exchange
+from meltcore.serve.requests.log import Log
+from meltcore.serve.requests.stats import ServerStats
+from meltcore.serve.tasks.endpoint import Endpoint
+from meltcore.settings.fleet_spec import FleetSpec
 from meltcore.settings.routes_section import ChatRoute, LanguagesSection, RoutesSection
 
 
@@ -54,3 +64,56 @@ def test_default_of_a_path_is_the_first_model_that_serves_it() -> None:
 def test_without_an_order_models_stay_as_they_were_added() -> None:
     table = ModelTable([backend("b"), backend("a")])
     assert order(table) == ["b", "a"]
+
+
+class _Named(Endpoint):
+    """Looks up the model that the query names, by its path or by its task."""
+
+    async def respond(self, exchange: Exchange) -> None:
+        name = exchange.query.get("model")
+        if "chat" in exchange.query:
+            self.choices.chat_model(name)
+        self.find_model(exchange, name)
+
+
+@pytest.mark.parametrize(
+    ("query", "statuses", "status", "logged"),
+    [
+        ("model=alias", ("loading", "ready"), 503, "a"),
+        ("chat", ("loading", "ready"), 503, "a"),
+        ("", ("loading", "ready"), 503, "a"),
+        ("model=b", ("ready", "failed"), 503, "b"),
+        ("model=" + "c" * 1000, ("ready", "ready"), 404, "c" * 256),
+        ("", ("failed",), 503, "a"),
+        ("", ("failed", "failed"), 503, None),
+    ],
+)
+def test_log_line_of_a_refused_request_names_the_model(
+    query: str, statuses: tuple[str, ...], status: int, logged: str | None
+) -> None:
+    """A model that could not serve, or was not there, was missing in the line."""
+    models = [backend(*names) for names in (("a", "alias"), ("b",))[: len(statuses)]]
+    for each, state in zip(models, statuses, strict=True):
+        stats = ServerStats()
+        each.health, each.chats = Health(stats.models[0], model=each.names[0]), True
+        each.health.set(state, state)
+        each.check_ready = lambda health=each.health: refuse(health)
+
+    def refuse(health: Health) -> None:
+        if health.status != "ready":
+            raise health.not_ready(health.reason)
+
+    async def send(_message: object) -> None:
+        """Read no answer."""
+
+    async def request() -> None:
+        scope = {"type": "http", "path": LANGUAGE_PATHS[0], "headers": [], "query_string": query.encode()}
+        set_exchange(Exchange(scope, None, send))  # type: ignore[arg-type]
+        await _Named(ModelTable(models), FleetSpec(models={}), log)(scope, None, send)  # type: ignore[arg-type]
+
+    stream = io.StringIO()
+    log = Log("json", ServerStats(), stream)
+    asyncio.run(request())
+    log.close()
+    line = msgspec.json.decode(stream.getvalue())
+    assert (line["status"], line["model"]) == (status, logged)

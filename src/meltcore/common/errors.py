@@ -38,6 +38,7 @@ class RequestError(MeltcoreError):
 
     `param` is the name of the invalid field. `status` is the HTTP status. `code` is the error code of the response in
     OpenAI's form (https://platform.openai.com/docs/guides/error-codes). `retry_after_s` becomes the header Retry-After.
+    `model` is for the log line: the name of the model that cannot serve the request, or of the model that is not there.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class RequestError(MeltcoreError):
         status: int = 400,
         code: str | None = None,
         retry_after_s: float | None = None,
+        model: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
+        self.model = model
         self.param = param
         self.status = status
         self.code = code

@@ -38,6 +38,9 @@ def test_a_request_that_waits_past_its_deadline_leaves_the_queue() -> None:
         wait_until(lambda: server.stderr.count("event=request") == room + 3, "the log lines")
         (line,) = [line for line in server.stderr.splitlines() if "status=504" in line]
         assert "task=generation class=interactive" in line
+        (refused,) = [line for line in server.stderr.splitlines() if "status=429" in line]
+        assert "model=scripted" in refused, refused
+        assert "task=generation class=standard queue_wait_s=0.0" in refused, "it had no class before"
         waited_s, whole_s = (float(line.split(f"{name}=")[1].split()[0]) for name in ("queue_wait_s", "total_s"))
         assert 0 < waited_s <= whole_s
         assert any("class=batch" in line for line in server.stderr.splitlines())

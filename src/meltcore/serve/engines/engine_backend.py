@@ -52,7 +52,7 @@ class EngineBackend:
         self.names = (name, *config.aliases)
         self.paths: Sequence[str] = tuple(tasks()[stats.task].paths)
         self.stats = stats
-        self.health = Health(stats)
+        self.health = Health(stats, model=self.names[0])
         self._limit_s = request_timeout_s
         self._limits = limits
         self._server_stats = server

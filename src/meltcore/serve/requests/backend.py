@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from meltcore.common.errors import RequestError
 from meltcore.common.tasks import DEFAULT
-from meltcore.serve.requests.request_fields import shorten
+from meltcore.serve.requests.request_fields import MAX_FIELD_CHARS, shorten
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.settings.config import ModelStatus
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection
@@ -60,12 +60,13 @@ def other_task(backend: Backend) -> RequestError:
 class Health:
     """Says whether a model can be served: its engine runs, and finishes steps while requests are open."""
 
-    def __init__(self, stats: ModelStats, stuck_after_s: float = STUCK_AFTER_S) -> None:
+    def __init__(self, stats: ModelStats, stuck_after_s: float = STUCK_AFTER_S, model: str | None = None) -> None:
         self.status: ModelStatus = "loading"
         self.reason = "loading: starting"
         self.has_failed = False  # in this process, which cannot load what it needs
         self._stats = stats
         self._stuck_after_s = stuck_after_s
+        self._model = model  # its name, for errors
 
     def set(self, status: ModelStatus, reason: str) -> None:
         """Change the status.
@@ -85,7 +86,7 @@ class Health:
         """Return the error (503) for a request that cannot be served now, with the estimated seconds until it can."""
         is_starting = self.status in ("loading", "restarting")
         retry_s = self._stats.until_started_s() if is_starting else None
-        return RequestError(reason, status=503, code="not_ready", retry_after_s=retry_s)
+        return RequestError(reason, status=503, code="not_ready", retry_after_s=retry_s, model=self._model)
 
     def problem(self) -> str | None:
         """Return the reason why the model cannot be served now, or None if the model can be served."""
@@ -164,7 +165,9 @@ class ModelTable:
             self._first().check_ready()
         except RequestError as error:
             reasons = {backend.names[0]: backend.health.problem() or str(error) for backend in self.backends}
-            message = reasons_text(reasons) if len(reasons) > 1 else error.message
+            if len(reasons) == 1:
+                raise
+            message = reasons_text(reasons)
             raise RequestError(
                 message, status=error.status, code=error.code, retry_after_s=error.retry_after_s
             ) from error
@@ -185,6 +188,7 @@ class ModelTable:
                 param="model",
                 status=404,
                 code="model_not_found",
+                model=str(name)[:MAX_FIELD_CHARS],
             )
         backend.check_ready()
         return backend

@@ -80,6 +80,7 @@ class RequestQueue:
         counted nor started.
         """
         stats = self._stats
+        ticket.exchange.admissions.append((stats.task, ticket.priority_class))  # also if it is refused: its log line
         with stats.shared.locked():  # the limits are those of all API servers together
             in_flight, replicas = round(stats.total("in_flight")), len(stats.live_replicas())
             if not replicas and stats.is_asleep:
@@ -100,7 +101,6 @@ class RequestQueue:
                 self._fair_queue.beat(time.monotonic())
             else:
                 self.start(ticket)
-        ticket.exchange.admissions.append((stats.task, ticket.priority_class))
         if ticket.is_queued:
             self._watch()
         else:

@@ -71,9 +71,9 @@ class Endpoint(ABC):
         """
         path = exchange.scope["path"]
         backend = self._models.find(name or self._models.default(path))
+        exchange.fields["model"] = backend.names[0]
         if path not in backend.paths:
             raise other_task(backend)
-        exchange.fields["model"] = backend.names[0]
         return backend
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -92,6 +92,7 @@ class Endpoint(ABC):
             await self.respond(exchange)
             fields.setdefault("status", 200)
         except RequestError as error:
+            fields["model"] = error.model or fields["model"]
             await exchange.fail(error)
         except ClientDisconnectedError:
             fields["status"] = 499

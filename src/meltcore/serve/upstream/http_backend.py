@@ -58,8 +58,7 @@ class UpstreamHealth(Health):
     """Says whether an upstream model can be served: a replica answers, and its circuit breaker is not open."""
 
     def __init__(self, name: str, stats: ModelStats, replicas: list[UpstreamReplica]) -> None:
-        super().__init__(stats)
-        self._name = name
+        super().__init__(stats, model=name)
         self._replicas = replicas
 
     def problem(self) -> str | None:
@@ -76,7 +75,7 @@ class UpstreamHealth(Health):
         ]
         if None in reasons:
             return None
-        return f"no server of {self._name} can be used: " + "; ".join(
+        return f"no server of {self._model} can be used: " + "; ".join(
             f"replica {index}: {reason}" if len(reasons) > 1 else f"{reason}" for index, reason in enumerate(reasons)
         )
 
