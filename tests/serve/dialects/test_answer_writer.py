@@ -72,6 +72,8 @@ def write(kind: str, answer: str, cuts: list[int], end: Any = "stop", *, is_whol
 def events_of(data: bytes) -> list[dict[str, Any]]:
     found = []
     for event in data.decode().removesuffix("\n\n").split("\n\n"):
+        if event == ":":  # a comment
+            continue
         name, body = event.split("\n")
         found.append(json.loads(body.removeprefix("data: ")))
         assert found[-1]["type"] == name.removeprefix("event: ")
@@ -209,6 +211,12 @@ def test_an_answer_that_is_cut_is_incomplete(cuts: list[int]) -> None:
     cut_call = events_of(write("responses", BROKEN[:-4], [40], "length"))[-1]["response"]
     assert [(item["type"], item["status"]) for item in cut_call["output"]] == [("message", "incomplete")]
     assert cut_call["output"][0]["content"][0]["text"] == BROKEN[:-4]
+
+
+@pytest.mark.parametrize(("kind", "waiting"), [("messages", b'data: {"type":"ping"}'), ("responses", b":\n\n")])
+def test_a_stream_is_not_silent_during_a_call_that_is_sent_late(kind: str, waiting: bytes) -> None:
+    assert write(kind, PATCH, [40, 41, 42, 43]).count(waiting) == 3  # after the first events
+    assert waiting not in write(kind, "hello", [1, 2, 3])
 
 
 def test_a_failure_is_an_event_of_the_stream() -> None:

@@ -51,6 +51,8 @@ class AnswerWriter(ChatResponseWriter):
     A whole answer has the same parts as a streamed one, but for calls that break: the client has seen nothing of them.
     """
 
+    waiting_event = b":\n\n"  # while nothing can be sent of a long call: clients give up silent streams
+
     def __init__(self, ticket: GenerationTicket, model: str, options: StreamOptions) -> None:
         super().__init__(ticket, model, options)
         self._ticket = ticket
@@ -93,7 +95,7 @@ class AnswerWriter(ChatResponseWriter):
             if all(part.kind == "reasoning" for part in self._parts):
                 events += self._begin("text") + self._end(is_complete=choice.finish_reason == "stop")
             events += self._answer_ended(choice)
-        return b"".join(events)
+        return b"".join(events) or self.waiting_event
 
     def end_events(self, ticket: GenerationTicket) -> list[bytes]:  # noqa: ARG002 - the events have the usage
         """Return no events: the events of the last output end the answer."""

@@ -254,6 +254,7 @@ class MessageWriter(AnswerWriter):
 
     id_prefix = "msg_"
     stream_object = full_object = "message"
+    waiting_event = server_event("ping")
 
     def __init__(self, ticket: GenerationTicket, model: str, options: StreamOptions) -> None:
         super().__init__(ticket, model, options)
