@@ -170,6 +170,7 @@ def test_model_of_another_task_is_refused_in_words(model: str) -> None:
         assert model in error["message"], path
         assert OWN_ROUTE[model.removeprefix("far-")] in error["message"], (path, error["message"])
         assert answer.get("detail", error["message"]) == error["message"]
+        assert answer.get("type") == ("error" if path.startswith("/v1/messages") else None)
 
 
 @pytest.mark.parametrize("body", [b"[" * 200_000, b'{"a":' * 200_000, b'{"model": "\xff"}', b"", b"5"])

@@ -442,7 +442,7 @@ class Attempt:
         failure = ticket.error or RequestError(self.describe(error), status=status, code=code)
         if not ticket.is_client_gone:
             if events is not None and not events.is_inside_event and not ticket.is_sending:
-                event = b"event: error\ndata: " + error_json(failure) + b"\n\n"
+                event = b"event: error\ndata: " + error_json(failure, self._exchange.error_form) + b"\n\n"
                 await self._exchange.send({"type": "http.response.body", "body": event, "more_body": True})
             await ticket.close_client()
         return ForwardOutcome(499 if ticket.is_client_gone else failure.status, self._replica.index, failure.code)
