@@ -7,6 +7,7 @@ subject, work and unit. Earlier values are in git's history.
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -147,7 +148,7 @@ def write_result(
             "kernel": fingerprint.kernel,
         },
         "versions": {"python": fingerprint.python, "meltcore": fingerprint.versions["meltcore"], **versions},
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *clean_arguments(sys.argv[1:])]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *clean_arguments(sys.argv[1:])]),
         "date": datetime.now(UTC).date().isoformat(),
         **({"notes": list(notes)} if notes else {}),
         "rows": [row.as_json() for row in rows],

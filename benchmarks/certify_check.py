@@ -14,6 +14,7 @@ result of the same GPUs. Exits 0 only where every metric agrees and every certif
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -190,7 +191,7 @@ def main() -> int:
     need_gpu()
     own, independent_values, runs, gpus = continue_from(args.earlier, args.tier) if args.earlier else ({}, {}, [], None)
     result: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/certify_check.py", *clean_arguments(sys.argv[1:])]),
+        "command": shlex.join(["python", "benchmarks/certify_check.py", *clean_arguments(sys.argv[1:])]),
         "date": datetime.now(UTC).date().isoformat(),
         "tier": args.tier,
         "agree": False,

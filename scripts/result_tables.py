@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -43,7 +44,7 @@ def _table(columns: dict[str, Callable[[Any], str]], rows: Iterable[Any], source
     made = source["fingerprint"]
     versions = ", ".join(f"{name} {made['versions'][name]}" for name in _VERSIONS)
     gpus = ", ".join(gpu["name"] for gpu in made["gpus"])
-    command = " ".join(f"'{word}'" if " " in word else word for word in made["arguments"])
+    command = shlex.join(made["arguments"])
     return [*lines, "", f"{made['taken'][:10]}, {gpus}, {versions}: `meltcore {command}`"]
 
 

@@ -1,5 +1,6 @@
 """Formats numbers and facts of a result as text, for console tables and HTML reports."""
 
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -138,7 +139,7 @@ def fingerprint_rows(fingerprint: Fingerprint) -> list[tuple[str, str]]:
         ("System", f"{fingerprint.kernel}, Python {fingerprint.python}"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in fingerprint.versions.items())),
         ("Git revision", fingerprint.git_revision or "not a checkout"),
-        ("Arguments", " ".join(fingerprint.arguments) or "none"),
+        ("Arguments", shlex.join(fingerprint.arguments) or "none"),
         ("Seed", "none" if fingerprint.seed is None else str(fingerprint.seed)),
         ("Taken", fingerprint.taken),
     ]

@@ -157,7 +157,7 @@ def side_names(comparison: ComparisonResult) -> tuple[str, str]:
 
 
 def _side_name(name: str, args: Sequence[str]) -> str:
-    text = " ".join(args)
+    text = shlex.join(args)
     return f"{name}: {text}" if text and len(text) <= _MAX_ARGS_CHARS else name
 
 
