@@ -29,6 +29,10 @@ class UnservableModelError(ConfigError):
         super().__init__(text)
 
 
+class BudgetError(ConfigError):
+    """Reports that a memory budget does not hold the weights and the largest request. A larger one may."""
+
+
 class ShardError(ConfigError):
     """Reports a model dimension that the ranks cannot divide evenly, or cannot divide between quantized blocks."""
 

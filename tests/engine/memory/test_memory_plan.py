@@ -9,9 +9,9 @@ import hybrid_tools
 import pytest
 import torch
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import BudgetError, ConfigError
 from meltcore.engine.generation.engine import GenerationEngine
-from meltcore.engine.memory.memory_plan import RECURRENT_FRACTION
+from meltcore.engine.memory.memory_plan import RECURRENT_FRACTION, smallest_budget
 
 SLOT_BYTES = 2 * (4 * hybrid_tools.CHANNELS + 2 * 16 * 16) * 4
 PAGE_BYTES = 2 * 64 * 2 * 32 * 4
@@ -82,3 +82,21 @@ def test_scratch_of_quantized_weights_leaves_less_for_pages() -> None:
     assert sum(rows.values()) <= memory
     with pytest.raises(ConfigError, match=r"scratch of quantized weights \(128 MiB\)"):
         tools.plan_of_qwen(2**30 + 2**28, scratch_bytes=scratch)
+
+
+@pytest.mark.parametrize(
+    ("error", "found"), [(BudgetError("too little"), 9 * 2**20), (ConfigError("a bad setting"), None)]
+)
+def test_only_a_budget_that_is_too_small_makes_the_search_go_on(error: ConfigError, found: int | None) -> None:
+    """Every error of a setting counted as too little memory, and its own text was lost."""
+
+    def is_enough(num_bytes: int) -> bool:
+        if num_bytes < 9 * 2**20:
+            raise error
+        return True
+
+    if found is not None:
+        assert smallest_budget(is_enough, 64 * 2**20) == found
+        return
+    with pytest.raises(ConfigError, match="a bad setting"):
+        smallest_budget(is_enough, 64 * 2**20)

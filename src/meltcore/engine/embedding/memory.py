@@ -6,7 +6,7 @@ start.
 
 from __future__ import annotations
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import BudgetError
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
@@ -93,7 +93,7 @@ def plan_embedding(
     batch_tokens = min(max(limit, longest), (int(memory_bytes * factor) - weight_bytes - workspace) // token_bytes)
     if batch_tokens < longest:
         needed_bytes = (weight_bytes + workspace + longest * token_bytes) / factor
-        raise ConfigError(
+        raise BudgetError(
             f"{size_text(memory_bytes)} must hold the weights and an input of {max_tokens} tokens, which take "
             f"{size_text(needed_bytes)}. Raise --memory, or lower --max-model-len."
         )

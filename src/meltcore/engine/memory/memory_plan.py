@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import BudgetError
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
 from meltcore.engine.memory.workspace import LOGIT_BYTES, MAX_LOGIT_ROWS, PENALTY_BYTES, Workspace, plan_workspace
@@ -121,7 +121,7 @@ def plan_memory(
     snapshots: bool = True,
     has_graphs: bool | None = None,
 ) -> MemoryPlan:
-    """Divide the memory that weights and reserve leave of `memory_bytes`. Raises ConfigError if no full sequence fits.
+    """Divide the memory that weights and reserve leave of `memory_bytes`. Raises BudgetError if no full sequence fits.
 
     While a prompt is prefilled, a sliding group keeps its window and `max_num_batched_tokens` tokens.
 
@@ -132,7 +132,7 @@ def plan_memory(
         max_num_seqs: the maximum number of running sequences.
         max_num_batched_tokens: the maximum number of tokens of a step.
         may_run_fewer: whether `max_num_seqs` is a default, which is lowered if the recurrent states would exceed their
-            fraction of the memory. A number that the user has set raises ConfigError instead.
+            fraction of the memory. A number that the user has set raises BudgetError instead.
         snapshots: whether the prefix cache keeps recurrent states.
         has_graphs: whether an engine with a budget on a GPU has CUDA graphs. Its reserve is computed from `model.step`.
             None makes the reserve a fraction of the memory.
@@ -177,7 +177,7 @@ def plan_memory(
     fitting_pages = max(0, (budget.available_bytes - budget.states(slots)) // page_bytes)
     if fitting_pages < needed_pages:
         max_fitting_len = layout.max_sequence_tokens(fitting_pages, max_model_len, max_num_batched_tokens)
-        raise ConfigError(_memory_error(budget, needed_pages, max_fitting_len, slots, max_num_seqs, max_model_len))
+        raise BudgetError(_memory_error(budget, needed_pages, max_fitting_len, slots, max_num_seqs, max_model_len))
     pages = min(needed_pages * max_num_seqs, fitting_pages)
     penalty_slots = min(penalty_slots, max_num_seqs)
     rows = _rows(model, budget, pages, slots, penalty_slots, max_num_seqs, layout)
@@ -189,13 +189,13 @@ def plan_memory(
 def smallest_budget(is_enough: Callable[[int], bool], largest_bytes: int) -> int | None:
     """Return the smallest number of whole MiB that is enough, or None if `largest_bytes` are not enough.
 
-    `is_enough` may raise ConfigError instead of returning False.
+    `is_enough` may raise BudgetError instead of returning False.
     """
 
     def suffices(num_mib: int) -> bool:
         try:
             return is_enough(num_mib * _STEP_BYTES)
-        except ConfigError:
+        except BudgetError:
             return False
 
     low, high = 0, largest_bytes // _STEP_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import BudgetError
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
@@ -62,7 +62,7 @@ def plan_synthesis(
     """Return the frames of a batch, the frames of all requests that have begun, and the memory table.
 
     The longest chunk is padded to `max_shape` frames. `limits` are the upper bounds of the two numbers of frames. With
-    `is_exact` the engine has a budget on a GPU, and its workspace is computed instead of a fraction. Raises ConfigError
+    `is_exact` the engine has a budget on a GPU, and its workspace is computed instead of a fraction. Raises BudgetError
     if `memory_bytes` are not enough for the longest chunk.
     """
     layer = _GUIDANCE_ROWS * (_SPEECH_TENSORS * config.hidden_size + 2 * config.feed_forward_size) * element_size
@@ -85,7 +85,7 @@ def plan_synthesis(
     if max_batch_frames < max_shape:
         least_bytes = weight_bytes + graph_bytes + workspace + max_shape * (frame_bytes + state_bytes)
         needed_bytes = least_bytes / factor
-        raise ConfigError(
+        raise BudgetError(
             f"{size_text(memory_bytes)} must hold the weights and {MAX_SPEECH_S:g} s of speech, which take "
             f"{size_text(needed_bytes)}. Raise --memory."
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import BudgetError, ConfigError
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.memory.memory_needs import (
@@ -79,7 +79,7 @@ def plan_transcription(
     """Return the maximum number of padded encoder frames that run together, at most `limit`, and the memory table.
 
     The longest clip is padded to `max_shape` frames. `graphs` are the graphs of an engine with a budget on a GPU, whose
-    workspace is computed. If `graphs` is None, the workspace is a fraction. Raises ConfigError if `memory_bytes` are
+    workspace is computed. If `graphs` is None, the workspace is a fraction. Raises BudgetError if `memory_bytes` are
     not enough for the longest clip.
     """
     encoder = config.encoder
@@ -98,7 +98,7 @@ def plan_transcription(
     if max_cost < max_shape:
         convolutions = min(part_bytes, max_shape * subsampled_bytes)
         needed_bytes = (weight_bytes + position_bytes + workspace + convolutions + max_shape * frame_bytes) / factor
-        raise ConfigError(
+        raise BudgetError(
             f"{size_text(memory_bytes)} must hold the weights and a clip of {MAX_CLIP_S} s, which take "
             f"{size_text(needed_bytes)}. Raise --memory."
         )

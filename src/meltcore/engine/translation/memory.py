@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import BudgetError
 from meltcore.common.sizes import size_text
 from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
@@ -55,7 +55,7 @@ def plan_slots(
     """Return the number of slots that fit into `memory_bytes` beside the weights and the spare slot, at most `limit`.
 
     For an engine with a budget on a GPU, `workspace` returns the bytes that a number of slots needs. None reserves a
-    fraction. Raises ConfigError if memory is not enough for one slot.
+    fraction. Raises BudgetError if memory is not enough for one slot.
     """
     if workspace is None:
         slots = min(limit, (int(memory_bytes * (1 - _RESERVE)) - weight_bytes) // slot_bytes - 1)
@@ -66,7 +66,7 @@ def plan_slots(
             slots -= 1
         needed_bytes = weight_bytes + 2 * slot_bytes + workspace(1)
     if slots < 1:
-        raise ConfigError(
+        raise BudgetError(
             f"{size_text(memory_bytes)} must hold the weights, a slot for one sentence and a spare one: "
             f"{size_text(needed_bytes)}. Raise --memory."
         )

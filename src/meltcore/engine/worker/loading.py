@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import BudgetError, ConfigError
 from meltcore.common.host_memory import trim_memory
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.kv_cache import PageLayout
@@ -122,7 +122,7 @@ def _choose_host_weights(
         try:
             _plan_memory(config, model, device, max_model_len, cache_dtype, held)
             return held, note
-        except ConfigError:  # the blocks may fit
+        except BudgetError:  # the blocks may fit
             pass
     plan = _plan_memory(config, model, device, max_model_len, cache_dtype)
     if held is None:
