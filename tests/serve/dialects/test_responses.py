@@ -144,6 +144,24 @@ def test_wrong_keys_models_and_fields_are_errors_of_the_client(server: RunningSe
         stranger.responses.create(model=MODEL, input="x")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1"),
+        ({"max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens is 5000"),
+        ({"input": []}, "input", "input is empty"),
+        ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format.name", "'a b'"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 5}, "strict": True}}},
+         "text.format.schema", "text.format.schema is not supported"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_fields_of_this_api(server: RunningServer, fields: Any, param: str, named: str) -> None:
+    answer = server.post("/v1/responses", {"model": MODEL, "input": "x"} | fields, {"authorization": "Bearer key"})
+    assert (answer.status, answer.error["param"]) == (400, param), answer.error
+    assert named in answer.error["message"]
+
+
 def read(**fields: Any) -> Any:
     return chat_of(decode_request(msgspec.json.encode({"input": "x"} | fields), ResponsesRequest))[0]
 

@@ -1,14 +1,16 @@
 """Follows the parts of an answer, which other APIs than OpenAI's chats stream one after another.
 
-A part is reasoning, text or one tool call. A dialect says which events begin, continue and end a part.
+A part is reasoning, text or one tool call. A dialect says which events begin, continue and end a part, and how it calls
+the fields of a chat.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -16,6 +18,7 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.protocol import StreamOptions
 from meltcore.serve.tasks.endpoint import Endpoint
+from meltcore.serve.tasks.generation.completions import GenerationEndpoint
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.generation.responses import ChatResponseWriter
@@ -149,6 +152,29 @@ class AnswerWriter(ChatResponseWriter):
 def server_event(kind: str, /, **fields: Any) -> bytes:
     """Return an event of a stream. Its name is also the field `type`."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), to_json({"type": kind, **fields}))
+
+
+class DialectEndpoint(GenerationEndpoint):
+    """Serves chats in another form. Errors name fields as clients know them."""
+
+    field_names: ClassVar[Mapping[str, str]]  # by the name of a chat's field, longer ones first
+
+    def find_model(self, exchange: Exchange, name: str | None) -> LocalEngine:
+        """Return the language model that answers. Raises RequestError (400, 404, 503)."""
+        return language_model(self, exchange, name)
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        try:
+            await super().respond(exchange)
+        except RequestError as error:
+            if error.param is not None:
+                names = "|".join(map(re.escape, self.field_names))
+                name = re.compile(rf"(?<![\w.])(?:{names})(?![\w\[])")
+                error.message, error.param = (
+                    name.sub(lambda match: self.field_names[match[0]], text) for text in (error.message, error.param)
+                )
+            raise
 
 
 def language_model(endpoint: Endpoint, exchange: Exchange, name: str | None) -> LocalEngine:

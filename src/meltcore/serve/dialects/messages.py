@@ -6,12 +6,20 @@ form. https://docs.anthropic.com/en/api/messages describes both.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.dialects.answer_writer import AnswerWriter, Part, language_model, server_event, to_json
+from meltcore.serve.dialects.answer_writer import (
+    AnswerWriter,
+    DialectEndpoint,
+    Part,
+    language_model,
+    server_event,
+    to_json,
+)
 from meltcore.serve.http.operation import Operation
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.protocol import (
@@ -28,9 +36,8 @@ from meltcore.serve.requests.protocol import (
     ToolCall,
 )
 from meltcore.serve.tasks.endpoint import Endpoint
-from meltcore.serve.tasks.generation.completions import GenerationEndpoint, MakeWriter
+from meltcore.serve.tasks.generation.completions import MakeWriter
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
-from meltcore.serve.tasks.generation.local_engine import LocalEngine
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
@@ -327,10 +334,15 @@ def _stop(choice: Choice) -> dict[str, str | None]:
     return {"stop_reason": _STOP_REASONS.get(choice.shown_finish_reason or ""), "stop_sequence": None}
 
 
-class MessagesEndpoint(GenerationEndpoint):
+class MessagesEndpoint(DialectEndpoint):
     """Serves POST /v1/messages."""
 
     error_form = "anthropic"
+    field_names: ClassVar[Mapping[str, str]] = {
+        "response_format.json_schema": "output_config.format",
+        "stop": "stop_sequences",
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
     operations = (
         Operation(
             *("post", "/v1/messages", "Answer messages in Anthropic's form", MessagesRequest),
@@ -338,10 +350,6 @@ class MessagesEndpoint(GenerationEndpoint):
             tag="server",
         ),
     )
-
-    def find_model(self, exchange: Exchange, name: str | None) -> LocalEngine:
-        """Return the language model that answers. Raises RequestError (400, 404, 503)."""
-        return language_model(self, exchange, name)
 
     async def read_request(self, exchange: Exchange) -> tuple[ChatRequest, MakeWriter]:
         """Read the request as a chat. Raises RequestError (400, 413), ClientDisconnectedError."""

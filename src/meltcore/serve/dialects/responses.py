@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.dialects.answer_writer import language_model, to_json
+from meltcore.serve.dialects.answer_writer import DialectEndpoint, to_json
 from meltcore.serve.dialects.response_forms import (
     Content,
     ConversationItem,
@@ -53,8 +53,7 @@ from meltcore.serve.requests.protocol import (
     check_supported,
     decode_request,
 )
-from meltcore.serve.tasks.generation.completions import GenerationEndpoint, MakeWriter
-from meltcore.serve.tasks.generation.local_engine import LocalEngine
+from meltcore.serve.tasks.generation.completions import MakeWriter
 from meltcore.serve.tasks.generation.text_function import TextFunction, text_function
 
 INLINE_ITEMS = 500  # of a conversation; more are translated on a thread
@@ -252,9 +251,16 @@ def _decode(raw: msgspec.Raw, form: type[_Form], where: str) -> _Form:
         raise RequestError(message, param=param) from error
 
 
-class ResponsesEndpoint(GenerationEndpoint):
+class ResponsesEndpoint(DialectEndpoint):
     """Serves POST /v1/responses."""
 
+    field_names: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+    }
     operations = (
         Operation(
             *("post", "/v1/responses", "Answer a conversation, streamed or not, without storage", ResponsesRequest),
@@ -262,10 +268,6 @@ class ResponsesEndpoint(GenerationEndpoint):
             tag="server",
         ),
     )
-
-    def find_model(self, exchange: Exchange, name: str | None) -> LocalEngine:
-        """Return the language model that answers. Raises RequestError (400, 404, 503)."""
-        return language_model(self, exchange, name)
 
     async def read_request(self, exchange: Exchange) -> tuple[ChatRequest, MakeWriter]:
         """Read the request as a chat. Raises RequestError (400, 413), ClientDisconnectedError."""
