@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 from open_tickets import new_backend, open_backend, open_requests, wide_queue
@@ -26,6 +27,7 @@ from meltcore.serve.requests.backend import ModelTable
 from meltcore.serve.requests.exchange import Exchange
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.audio_backend import _RUNNING_REQUESTS
+from meltcore.serve.tasks.generation.generation_ticket import GenerationTicket
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.serve.tasks.model_choice import ModelChoice
@@ -283,8 +285,9 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
 def test_average_length_of_answers_is_what_one_without_a_limit_counts_as() -> None:
     requests: Any = open_requests(ServerStats([2]).models[0], lambda *_: None)
     before = requests.usual_output_tokens
-    children = [SimpleNamespace(prompt_tokens=1, output_tokens=1000)]
-    requests.settle(SimpleNamespace(exchange=SimpleNamespace(charge=lambda _: None), children=children))
+    ticket = Mock(spec=GenerationTicket, children=[None], prompt_tokens=1, output_tokens=1000, exchange=Mock())
+    assert requests.settle(ticket) == 1001
+    ticket.exchange.charge.assert_called_once_with(1000)
     assert before < requests.usual_output_tokens < 1000
 
 
