@@ -66,6 +66,27 @@ def test_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) 
     assert "unknown command 'lod'; commands are serve, stop, up, down, ps, logs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "usage", "error"),
+    [
+        ("load", "load URL", "the following arguments are required: URL"),
+        ("load URL --concurency 3", "load URL", "unrecognized arguments: --concurency 3 (did you mean --concurrency?)"),
+        ("load URL --zzz", "load URL", "unrecognized arguments: --zzz"),
+        ("tune batching --max-num-seq=4", "tune KIND ...", "--max-num-seq=4 (did you mean --max-num-seqs?)"),
+        ("tune batching --run", "tune batching [MODEL]", "argument --run: expected one argument"),
+        ("certify --teir quick", "certify", "UNKNOWN: unrecognized arguments: --teir quick (did you mean --tier?)"),
+    ],
+)
+def test_wrong_usage_is_one_line_of_usage_and_the_option_that_was_meant(
+    arguments: str, usage: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"usage: meltcore {usage} [options] (--help lists them)"
+    assert second.endswith(error)
+
+
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "Measure a server:" in capsys.readouterr().out

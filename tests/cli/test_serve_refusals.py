@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 
 from meltcore.cli.main import main
+from meltcore.common.gpus.machine import VisibleGpu
+from meltcore.common.sizes import GIB
 from meltcore.fleet import daemon, supervisor
+from meltcore.fleet.plan import machine
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 from meltcore.text.tokenizer import Tokenizer, byte_alphabet
 
@@ -259,3 +263,49 @@ def test_settings_are_checked_as_in_a_fleet_and_errors_name_the_flag(
     """Flags that no engine of the task reads were ignored, and a wrong GPU was a fault of models.NAME.device."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert refusal([*arguments.split(), *daemon_options], capsys).startswith(f"meltcore serve: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--memory 1GiB", "--gpu-memory-utilization and --memory are both the memory of an engine: give one of them"),
+        ("--device cpu", "0.5 is a fraction of a GPU's memory, and there is no GPU to use; give the memory in bytes"),
+        ("--device cuda:1", "0.5 is a fraction of a GPU's memory, and NVML reports no memory; give the memory"),
+    ],
+)
+def test_fraction_of_a_gpu_is_refused_where_it_says_nothing(
+    arguments: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = VisibleGpu(1, "GB10", 0, 0, "NVML reports no memory")
+    monkeypatch.setattr(machine, "read_gpus", lambda: ((VisibleGpu(0, "GPU", 80, 0), gpu), "1"))
+    assert reason in refusal(["meltcore/sums", "--gpu-memory-utilization", "0.5", *arguments.split()], capsys)
+
+
+@pytest.mark.parametrize(("device", "gib"), [("auto", 40), ("cuda:0", 40), ("cuda:1", 60)])
+def test_fraction_of_a_gpu_is_the_memory_of_an_engine(device: str, gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (VisibleGpu(0, "GPU", 80 * GIB, 0), VisibleGpu(1, "GPU", 120 * GIB, 0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(machine, "read_gpus", lambda: (gpus, "1"))
+    served: list[PlacedFleet] = []
+    monkeypatch.setattr(supervisor, "serve", lambda fleet: served.append(fleet) or 0)
+    assert main(["serve", "meltcore/sums", "--gpu-memory-utilization", "0.5", "--device", device]) == 0
+    assert served[0].spec.models["meltcore/sums"].memory == gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("meltcore/sums --trust-remote-code", "argument --trust-remote-code: no code of a checkpoint is ever run"),
+        ("meltcore/sums --block-size=16", "argument --block-size: a page of the KV cache has 64 tokens"),
+        ("meltcore/sums --revision main", "argument --revision: the hub's main revision is served; for another one"),
+        ("meltcore/sums --gpu-memory-utilization 90", "'90' is not a number of more than 0 and at most 1"),
+    ],
+)
+def test_options_of_vllm_are_refused_with_the_reason(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", *arguments.split()])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: meltcore serve MODEL [options] (--help lists them)"
+    assert message in error

@@ -4,13 +4,14 @@ Only the module of the command is imported. It imports what it needs when it run
 """
 
 import argparse
+import difflib
 import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 
 from meltcore import __version__
 from meltcore.cli.output import OutputError, check_output, drop_output, flush_output
@@ -20,6 +21,44 @@ from meltcore.common.errors import MeltcoreError
 EXIT_ERROR = 2  # wrong usage, a MeltcoreError or lost output; 1 means "it ran, and the answer is no"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses the arguments of a command. An error follows one line of usage and names what was probably meant.
+
+    `refused` has options of other servers, each with the reason why it is not taken.
+    """
+
+    refused: Mapping[str, str] = MappingProxyType({})
+
+    def format_usage(self) -> str:
+        """Return one line with the arguments that are required. `--help` lists all others."""
+        formatter = self._get_formatter()
+        formatter.add_usage(
+            self.usage, [each for each in self._actions if each.required or not each.option_strings], ()
+        )
+        return f"{formatter.format_help().rstrip()} [options] (--help lists them)\n"
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the parsed arguments. An unknown option is an error with the reason or the most similar option."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            flag = word.partition("=")[0]
+            if flag in self.refused:
+                self.error(f"argument {flag}: {self.refused[flag]}")
+            if close := difflib.get_close_matches(flag, self.options(), n=1, cutoff=0.7):
+                self.error(f"unrecognized arguments: {' '.join(unknown)} (did you mean {close[0]}?)")
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed
+
+    def options(self) -> Iterator[str]:
+        """Yield the options of the command and of its subcommands."""
+        yield from self._option_string_actions
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for subparser in action.choices.values():
+                    yield from subparser.options()
 
 
 class Command(NamedTuple):
@@ -169,13 +208,14 @@ def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
         from meltcore.measure.documents.values.definitions import definitions_text
 
         epilog += f"\n\nmetrics:\n{definitions_text(*metrics)}"
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"meltcore {name}",
         description=module.HELP,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.refused = getattr(module, "REFUSED", parser.refused)
     parser.set_defaults(act=module.run)  # an option may choose another function
     module.add_arguments(parser)
     return parser

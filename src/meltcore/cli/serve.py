@@ -2,6 +2,10 @@
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meltcore.settings.fleet_spec import ModelSection
 
 HELP = "serve a model through the OpenAI API"
 EXAMPLES = """\
@@ -15,12 +19,19 @@ EXAMPLES = """\
   meltcore serve ./my-checkpoint -dp 8                   a replica on each of eight GPUs, one port
   meltcore serve meltcore/sums --daemon                  in the background; `meltcore stop` ends it
 """
+# Options of vLLM that are refused, each with the reason.
+REFUSED = {
+    "--block-size": "a page of the KV cache has 64 tokens, which is the one size; leave it out",
+    "--revision": "the hub's main revision is served; for another one, serve the folder that "
+    "`hf download MODEL --revision REVISION` prints",
+    "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the model, and the options for its engine, its server and its limits."""
     from meltcore.cli.start_options import add_daemon_options
-    from meltcore.common.options import add_options, not_empty
+    from meltcore.common.options import add_options, not_empty, number
     from meltcore.settings.config import ENGINE_GROUP
     from meltcore.settings.fleet_spec import HTTP_GROUP, LimitsSection, ModelSection, ServerSection, TimeoutsSection
 
@@ -32,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "meltcore/sums, meltcore/sums-hybrid, meltcore/sums-gemma, meltcore/phrases (translates), "
         "meltcore/tones (transcribes), meltcore/voice (speaks)",
     )
-    parser.add_argument_group(ENGINE_GROUP)  # in this order
+    engine_group = parser.add_argument_group(ENGINE_GROUP)  # in this order
     group = parser.add_argument_group(HTTP_GROUP)
     group.add_argument(
         "--served-model-name",
@@ -56,7 +67,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for section in (ModelSection, ServerSection, LimitsSection, TimeoutsSection):
         add_options(parser, section)
+    engine_group.add_argument(
+        "--gpu-memory-utilization",
+        type=number(float, exclusive_minimum=0, maximum=1),
+        metavar="F",
+        help="Memory of an engine as a fraction of the GPU's, instead of --memory; of the smallest if GPUs differ.",
+    )
     add_daemon_options(parser)
+
+
+def _fraction_bytes(fraction: float, model: "ModelSection") -> int:
+    """Return the bytes of --gpu-memory-utilization. Raises ConfigError beside --memory, and without a GPU to use."""
+    from meltcore.common.errors import ConfigError
+    from meltcore.fleet.plan.machine import read_gpus
+
+    if model.memory is not None:
+        raise ConfigError("--gpu-memory-utilization and --memory are both the memory of an engine: give one of them")
+    gpus = () if model.device == "cpu" else read_gpus()[0]
+    if isinstance(model.device, tuple):
+        gpus = tuple(gpu for gpu in gpus if gpu.number in model.device) or gpus
+    if not gpus or any(gpu.problem for gpu in gpus):
+        reason = next((gpu.problem for gpu in gpus), "there is no GPU to use")
+        raise ConfigError(
+            f"--gpu-memory-utilization {fraction:g} is a fraction of a GPU's memory, and {reason}; "
+            "give the memory in bytes, like --memory 4GiB"
+        )
+    return int(fraction * min(gpu.total_bytes for gpu in gpus))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
             )
         gpus = range(model.device[0], model.device[0] + model.tensor_parallel_size)
         model = msgspec.structs.replace(model, device=tuple(gpus))
+    if args.gpu_memory_utilization is not None:
+        model = msgspec.structs.replace(model, memory=_fraction_bytes(args.gpu_memory_utilization, model))
     task = check_servable(model)  # before a process starts, and before anything is printed
     model = msgspec.structs.replace(model, task=task.name)
     if args.enable_auto_tool_choice:
