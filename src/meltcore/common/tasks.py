@@ -45,6 +45,8 @@ class Task:
         has_context: True if engines take a context length and a concurrency, which a plan may lower. The engines of
             other tasks compute from their memory how many requests run together.
         is_upload: True if requests upload files. Such requests have no tokens that a queue could count.
+        example: Arguments of curl for a small request to the first path, which a server prints when it is ready. MODEL
+            stands for the model's name. If it is empty, nothing is printed.
         workload: Import path of the task's MeasuredTask, which `meltcore load` and reports use. It is empty if they do
             not support the task.
     """
@@ -66,12 +68,14 @@ class Task:
     has_context: bool = False
     is_upload: bool = False
     sizes: str = ""
+    example: tuple[str, ...] = ()
     workload: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "title", self.title or self.name)
 
 
+_JSON = ("-H", "content-type: application/json", "-d")
 # The first is the task of a model that names none.
 _BUILT_IN = (
     Task(
@@ -95,6 +99,7 @@ _BUILT_IN = (
             *("generation_config", "tool_call_parser", "reasoning_parser", "max_queue_tokens", "max_model_len"),
         ),
         has_context=True,
+        example=(*_JSON, '{"model": "MODEL", "messages": [{"role": "user", "content": "What is 37 + 45?"}]}'),
         workload="meltcore.measure.load.tasks.generation:TASK",
     ),
     Task(
@@ -109,6 +114,10 @@ _BUILT_IN = (
         architectures=frozenset(("IndicTransForConditionalGeneration",)),
         paths={"/v1/translate": "translation"},
         settings=("max_model_len", "max_queue_chars", "normalizer"),
+        example=(
+            *_JSON,
+            '{"model": "MODEL", "sentences": ["Good morning."], "src_lang": "English", "tgt_lang": "Gujarati"}',
+        ),
         workload="meltcore.measure.load.tasks.translation:TASK",
     ),
     Task(
@@ -126,6 +135,7 @@ _BUILT_IN = (
         paths={"/v1/audio/transcriptions": "transcription"},
         settings=("max_queue_audio_s",),
         is_upload=True,
+        example=("-F", "model=MODEL", "-F", "file=@speech.wav"),
         workload="meltcore.measure.load.tasks.transcription:TASK",
     ),
     Task(
@@ -145,6 +155,7 @@ _BUILT_IN = (
         architectures=frozenset(("INF5Model",)),
         paths={"/v1/audio/speech": "speech"},
         settings=("max_queue_chars",),
+        example=(*_JSON, '{"model": "MODEL", "input": "ನಮಸ್ಕಾರ.", "response_format": "wav"}', "-o", "speech.wav"),
         workload="meltcore.measure.load.tasks.synthesis:TASK",
     ),
     Task(
@@ -171,6 +182,7 @@ _BUILT_IN = (
         marker="modules.json",
         paths={"/v1/embeddings": "embeddings", "/v1/rerank": "rerank", "/v1/score": "score"},
         settings=("tokenizer", "max_model_len", "max_queue_tokens"),
+        example=(*_JSON, '{"model": "MODEL", "input": "The capital of France is Paris."}'),
         workload="meltcore.measure.load.tasks.embedding:TASK",
     ),
 )

@@ -33,7 +33,14 @@ from meltcore.fleet.plan.planned import FleetPlanner, no_planner
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.fleet.processes.stuck_watch import StuckWatch
-from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
+from meltcore.fleet.run.console import (
+    LoadingProgress,
+    print_examples,
+    print_line,
+    print_listening,
+    print_ready,
+    print_substitutes,
+)
 from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher, place_replicas
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, new_log_folder
 from meltcore.fleet.run.replica import Replica, ReplicaState
@@ -394,6 +401,7 @@ class Supervisor:
             raise
         own = [model for model in self.models.values() if isinstance(model, ServedModel)]
         print_ready(own, self._stats.api_servers)
+        print_examples(self.fleet.spec, self.port, own)
         tune_gc()
         return True
 

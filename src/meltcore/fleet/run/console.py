@@ -1,10 +1,11 @@
-"""Prints the lines of a server's start: address, progress of loading, limits and memory."""
+"""Prints the lines of a server's start: address, progress of loading, limits, memory, and a request to try."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from meltcore.protocol.shell import EngineReady
 
 if TYPE_CHECKING:
     from meltcore.fleet.run.served_model import ServedModel
+    from meltcore.settings.fleet_spec import FleetSpec
 
 PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
 
@@ -37,8 +39,11 @@ def print_line(text: str, stream: TextIO, end: str = "\n") -> None:
 
 def print_listening(host: str, port: int) -> None:
     """Print the first line on standard output. Programs that let --port 0 choose the port read it, too."""
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    print_line(f"meltcore: listening on {url}", sys.stdout)
+    print_line(f"meltcore: listening on {_url(host, port)}", sys.stdout)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def print_substitutes(substitute: Mapping[str, Sequence[str]]) -> None:
@@ -84,6 +89,18 @@ def print_ready(models: Sequence[ServedModel], api_servers: int) -> None:
         if model.limits is not None:
             _show_model(console, model, model.limits, api_servers)
     print_line(output.getvalue(), sys.stdout, end="")
+
+
+def print_examples(spec: FleetSpec, port: int, models: Sequence[ServedModel]) -> None:
+    """Print the address of the page, and for each model a curl command that sends it a small request."""
+    url = _url(spec.server.host, port)
+    key = ("-H", "authorization: Bearer KEY") if spec.keys or spec.server.api_key_file else ()
+    print_line(f"meltcore: {url}/ is a page to try it", sys.stdout)
+    for model in models:
+        if model.task is not None and model.task.example:
+            name = json.dumps(model.names[0])[1:-1]
+            words = (part.replace("MODEL", name) for part in model.task.example)
+            print_line(shlex.join(["curl", url + next(iter(model.task.paths)), *key, *words]), sys.stdout)
 
 
 def _show_model(console: Console, model: ServedModel, engine: EngineReady, api_servers: int) -> None:
