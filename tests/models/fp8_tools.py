@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,7 +118,6 @@ def write_fp8(
     for name, parameter in reference.named_parameters():
         if name.endswith("q_norm.weight"):  # attention to many keys: a peak would follow the rounding of one input
             parameter.fill_(-0.8 if family == "qwen3_5_moe_text" else 0.2)
-    reference.save_pretrained(folder)
     stored: dict[str, torch.Tensor] = {}
     end = "weight_scale_inv" if strategy == "block" else "weight_scale"
     for parameter_name, parameter in reference.named_parameters():
@@ -132,8 +132,8 @@ def write_fp8(
     if change is not None:
         change(stored)
     reference.save_pretrained(folder / "dequantized")
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
+    for path in (folder / "dequantized").glob("*config.json"):
+        shutil.copy(path, folder)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = BLOCK_CONFIG if strategy == "block" else compressed_config(strategy)

@@ -7,6 +7,7 @@ beams that keep the prefix of another. Those that `test_indictrans2.py` makes of
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ pytest.importorskip("sentencepiece", reason="the extra `translate` has it")
 
 from meltcore import Translator
 from meltcore.common.errors import RequestError
-from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases
+from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, Phrase, generate_phrases
 from meltcore.models.checkpoints.checkpoint import BUNDLED_TRANSLATION
 from meltcore.models.tasks import indictrans2
 
@@ -32,13 +33,17 @@ UNSURE = (
 COMPANION = "the old king sees the young queen and " * 12 + "the dog runs."
 
 
+@cache
+def held_out_phrases() -> list[Phrase]:
+    return generate_phrases("heldout", num_phrases=UNSURE[-1] + 1, seed=9)
+
+
 def translator() -> Translator:
     return Translator(BUNDLED_TRANSLATION, device="cpu", memory_bytes=2**30)
 
 
 def num_right(translator: Translator, num_beams: int, *, unsure: bool = False) -> int:
-    phrases = generate_phrases("heldout", num_phrases=UNSURE[-1] + 1 if unsure else SENTENCES, seed=9)
-    phrases = [phrases[i] for i in UNSURE] if unsure else phrases
+    phrases = [held_out_phrases()[i] for i in UNSURE] if unsure else held_out_phrases()[:SENTENCES]
     assert any(":" in phrase.source for phrase in phrases), "times are placeholders to the model"
     found = translator.translate(
         [*(phrase.source for phrase in phrases), COMPANION],
