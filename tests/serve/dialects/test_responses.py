@@ -108,6 +108,19 @@ def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI, written: str)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("written", [CALL[:-20], f"Look.{CALL}{CALL[:-22]}oh"])
+def test_a_stream_with_a_cut_or_broken_call_ends_well(client: openai.OpenAI, written: str) -> None:
+    size: Any = {"max_output_tokens": len(written)}
+    with client.responses.stream(model=MODEL, input=written + END, tools=TOOLS, **size) as stream:
+        events = list(stream)
+    added = [event.output_index for event in events if event.type == "response.output_item.added"]
+    assert added == [*range(len(added))] == [e.output_index for e in events if e.type == "response.output_item.done"]
+    assert events[-1].type == "response.incomplete"
+    items = [(item.type, item.status) for item in events[-1].response.output]
+    assert ("function_call", "incomplete") in items
+
+
+@pytest.mark.slow
 def test_a_long_conversation_is_translated_on_a_thread(client: openai.OpenAI) -> None:
     items: Any = [{"role": "user", "content": "x"}] * INLINE_ITEMS + [{"role": "user", "content": "last" + END}]
     assert client.responses.create(model=MODEL, input=items).output_text == "last"

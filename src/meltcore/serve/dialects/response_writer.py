@@ -101,8 +101,8 @@ class ResponsesWriter(AnswerWriter):
         return [self._item_event(part, f"{_CONTENT_TYPES[part.kind]}.delta", delta=text, **_position(part))]
 
     def _part_ended(self, part: Part) -> list[bytes]:
-        if part.kind == "call" and not part.is_complete:
-            return []  # without an end clients neither run the call nor send it back
+        if self._is_custom(part) and not part.is_complete:
+            return []  # nothing of it was sent
         item = self._item(part, "completed" if part.is_complete else "incomplete")
         if part.kind != "call":
             content = _content(part)
