@@ -12,7 +12,7 @@ from test_gguf_tokenizer import tokenizer_of, write_sentencepiece
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.models.checkpoints.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
-from meltcore.text.grammar import MAX_ERROR_CHARS, GrammarCompiler
+from meltcore.text.grammar import MAX_ERROR_CHARS, GrammarCompiler, literal
 from meltcore.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -72,10 +72,52 @@ def test_large_schemas_compile_and_larger_ones_are_refused_by_limits() -> None:
         return LLMatcher.grammar_from_json_schema(schema)
 
     assert compiler.check(of({"type": "string", "maxLength": 1_000_000})) == []
-    properties = {f"p{index}": {"type": "string"} for index in range(2000)}
-    assert compiler.check(of({"type": "object", "properties": properties})) == []
     with pytest.raises(ValueError, match="too big"):
         compiler.check(of({"enum": [f"value {index}" for index in range(100_000)]}))
+
+
+def _objects(count: int) -> list[dict[str, object]]:
+    return [
+        {"type": "object", "properties": {f"k{index}": {"type": "integer"}}, "required": [f"k{index}"]}
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        ({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}, '{"p1999":"x"}'),
+        ({"anyOf": _objects(3000)}, '{"k2999":7}'),
+    ],
+    ids=["2,000 optional properties", "3,000 alternatives"],
+)
+def test_large_schemas_have_answers(schema: dict[str, object], answer: str) -> None:
+    compiler = GrammarCompiler(Tokenizer.synthetic_bytes(300), [END])
+    grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+    assert compiler.check(grammar) == []
+    matcher = compiler.matcher(grammar)
+    assert matcher.consume_tokens([*answer.encode()]), matcher.get_error()
+    assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (LLMatcher.grammar_from_regex(r"[^\s\S]"), "^the grammar allows no answer$"),
+        (LLMatcher.grammar_from_regex("[a&&b]"), "^the grammar allows no answer$"),
+        (LLMatcher.grammar_from_json_schema({"$ref": "#"}), "^the grammar allows no answer$"),
+        ('start: "a" start', "^the grammar is too complex: .* without an end$"),
+        (
+            f"start: {' | '.join(literal(f'choice {n}') for n in range(21_000))}",
+            "^the grammar is too complex: .* alternatives",
+        ),
+    ],
+)
+def test_grammar_without_an_answer_is_refused(grammar: str, reason: str) -> None:
+    """llguidance compiles it, and fails at the first mask or token, which would end the request with status 500."""
+    compiler = GrammarCompiler(Tokenizer.synthetic_bytes(300), [END])
+    with pytest.raises(ValueError, match=reason):
+        compiler.check(grammar)
 
 
 @pytest.mark.parametrize(
@@ -106,4 +148,4 @@ def test_grammar_of_too_many_symbols_is_refused_before_it_reaches_an_engine() ->
         compiler.check(many)
     with pytest.raises(RequestError, match=f"is refused: {too_big}$"):
         compiler.matcher(many)
-    assert compiler.check(f'start: {"x? " * 22_000}\nx: "a"\n') == []
+    assert compiler.check(f'start: {"x " * 22_000}\nx: "a"\n') == []

@@ -101,8 +101,9 @@ class SequenceOutput(msgspec.Struct, array_like=True, frozen=True):
     """Holds the new tokens of one sequence after a step.
 
     `token_ids` includes the end or stop token. The last output has a `finish_reason`: "stop" for an end or stop id
-    (`stop_token_id` has the id), "length" for max_tokens or the context limit, "abort", or "error" with `error`. If it
-    was requested, `prompt_logprobs` comes with the first token. It has one entry per prompt token after the first.
+    (`stop_token_id` has the id), "length" for max_tokens or the context limit, "abort", or "error" with `error`.
+    An `error_code` says that the request is at fault, and is the code of its response. If it was requested,
+    `prompt_logprobs` comes with the first token. It has one entry per prompt token after the first.
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, frozen=True):
     error: str | None = None
     times: RequestTimes | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    error_code: str | None = None
 
 
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):

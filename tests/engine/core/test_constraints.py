@@ -258,7 +258,8 @@ def test_failing_and_refused_grammars_end_their_requests_only(
     seen.add("free", PROMPT, max_tokens=4)
     outputs = run(seen)
     assert outputs["wrong"][-1].finish_reason == "error"
-    assert "the grammar has failed" in str(outputs["wrong"][-1].error)
+    assert outputs["wrong"][-1].error_code == "grammar_failed"
+    assert "its grammar allows too many alternatives" in str(outputs["wrong"][-1].error)
     assert len(ids(outputs["free"])) == 4
 
 

@@ -105,6 +105,16 @@ def test_outputs_of_unknown_requests_are_dropped() -> None:
     table.check_idle()
 
 
+@pytest.mark.parametrize(("code", "status"), [("grammar_failed", 400), (None, 500)])
+def test_error_of_the_engine_has_a_code_if_the_request_is_at_fault(code: str | None, status: int) -> None:
+    table = Table()
+    ticket = table.add([1])
+    table.step(output(ticket, "", finish_reason="error", error="it cannot go on", error_code=code))
+    assert ticket.error is not None
+    assert (ticket.error.message, ticket.error.status, ticket.error.code) == ("it cannot go on", status, code)
+    table.check_idle(failed=1)
+
+
 def test_stop_string_aborts_the_request_in_the_engine() -> None:
     table = Table()
     ticket = table.add([1], stop=("b",))

@@ -66,6 +66,8 @@ def accepts(grammar: CheckedGrammar, text: str) -> bool:
         ({"structured_outputs": {"regex": r"[a-c]+/\d{2}"}}, "abc/12", "abc/1"),
         ({"structured_outputs": {"choice": ['say "hi"\n', "no", "grün"]}}, 'say "hi"\n', "say"),
         ({"structured_outputs": {"choice": ["yes", "no", "grün"]}}, "grün", "yesno"),
+        ({"structured_outputs": {"choice": ["a", "ab", "", "\x7f"]}}, "\x7f", "b"),
+        ({"structured_outputs": {"choice": [f"choice {n}" for n in range(10_000)]}}, "choice 9999", "choice 10000"),
         ({"structured_outputs": {"grammar": 'start: "a" start "b" | "ab"'}}, "aabb", "aab"),
     ],
 )

@@ -229,4 +229,5 @@ def _task(request: Request) -> Future[None] | None:
 
 def _fail(request: Request, constraint: Constraint) -> None:
     constraint.is_over = True
-    request.error = f"the grammar has failed: {constraint.matcher.get_error()}"
+    request.error = "the answer cannot go on: its grammar allows too many alternatives in one place; simplify it"
+    request.error_code = "grammar_failed"

@@ -93,6 +93,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1 and up, those known so far
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None  # why it ends with the reason "error"
+        self.error_code: str | None = None
         self.stop_token_id: int | None = None  # the end or stop token that finished it
         self.arrived_s = message.arrived_s
         self.scheduled_s = 0.0

@@ -488,6 +488,7 @@ class GenerationEngine:
             cached_tokens=request.cached_tokens,
             error=request.error,
             times=RequestTimes(request.arrived_s, request.scheduled_s, request.first_token_s, time.monotonic()),
+            error_code=request.error_code,
         )
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import ChatRequest, Function
-from meltcore.serve.tasks.generation.literal_grammar import PYTHON, LiteralWriter, literal, style_with_quote_token
+from meltcore.serve.tasks.generation.literal_grammar import PYTHON, LiteralWriter, style_with_quote_token
 from meltcore.serve.tasks.generation.structured import RequestedGrammar
 from meltcore.serve.tasks.generation.text_function import TextFunction, quote_grammar
 from meltcore.text.answer_format import AnswerFormat
 from meltcore.text.call_scanners import listed, schema_types
+from meltcore.text.grammar import literal
 
 MAX_THINKING_TOKENS = 2**20
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

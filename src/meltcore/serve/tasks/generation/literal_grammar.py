@@ -16,6 +16,7 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import Function
 from meltcore.serve.tasks.generation.text_function import TextFunction
 from meltcore.text.call_scanners import listed, schema_types
+from meltcore.text.grammar import literal
 
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "additionalProperties")
@@ -46,11 +47,6 @@ class LiteralStyle:
     any_key: str
     argument_end: str
     has_bare_keys: bool
-
-
-def literal(text: str) -> str:
-    """Return a text as a literal of Lark."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _python_quote(text: str) -> str:

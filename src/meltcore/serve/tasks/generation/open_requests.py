@@ -92,7 +92,9 @@ class OpenRequests(OpenTickets[Choice]):
         ticket = choice.ticket
         if output.finish_reason == "error" or output.finish_reason == "abort":
             self.close(choice, "failed")
-            self.end(ticket, RequestError(output.error or "the engine ended the request", status=500), "failed")
+            status = 500 if output.error_code is None else 400
+            error = RequestError(output.error or "the engine ended the request", status=status, code=output.error_code)
+            self.end(ticket, error, "failed")
             return
         had_output = choice.has_unsent_output
         num_new_tokens = choice.accept(output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections import OrderedDict
@@ -25,7 +24,7 @@ from meltcore.serve.requests.protocol import (
 )
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.text.answer_format import AnswerFormat
-from meltcore.text.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler
+from meltcore.text.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, literal
 
 MAX_CHOICES = 10_000
 MAX_MESSAGE_CHARS = 16 * 2**20  # of the grammar of a request, which is sent with each of its prompts
@@ -173,7 +172,7 @@ def _from_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
     if name == "choice":
         if not 1 <= len(value) <= MAX_CHOICES:
             raise RequestError(f"{param} must have 1 to {MAX_CHOICES} texts; got {len(value)}", param=param)
-        return RequestedGrammar(param, ("start: " + " | ".join(map(_quote, value)),))
+        return RequestedGrammar(param, ("start: CHOICE\nCHOICE: " + " | ".join(map(literal, value)),))
     if name == "regex":
         return RequestedGrammar(param, (LLMatcher.grammar_from_regex(value),))
     if name == "grammar":
@@ -229,10 +228,6 @@ def _as_object(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
         return msgspec.json.decode(value, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise RequestError(f"{param} is no JSON object: {error}", param=param) from error
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def first_valid(compiler: GrammarCompiler, requested: RequestedGrammar) -> CheckedGrammar:

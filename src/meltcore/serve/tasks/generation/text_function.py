@@ -15,6 +15,7 @@ import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import Function
+from meltcore.text.grammar import literal
 
 MAX_DEFINITION_CHARS = 65_536  # rewriting this many takes up to 50 ms on the event loop
 _SCHEMA = {
@@ -125,7 +126,7 @@ def _quote_token(match: re.Match[str]) -> str:
         quoted = json.dumps(text, ensure_ascii=False)[1:-1]
         if match["flag"] and quoted != text:
             raise _unsupported(match[0], "a string without case has no quotes, backslashes and control characters")
-        return json.dumps(quoted, ensure_ascii=False) + match["flag"]
+        return literal(quoted) + match["flag"]
     if match["regex"]:
         return f"/{_quote_regex(match['regex'][1:-1], match['flags'])}/{match['flags']}"
     if match["common"]:
