@@ -138,6 +138,17 @@ def test_dead_replica_gets_no_requests_and_keeps_its_counters() -> None:
     assert (found.running, found.waiting, found.steps_total) == (3, 2, 12)
 
 
+def test_sleeping_replica_runs_nothing_whatever_its_last_message_says() -> None:
+    """Its last step may have run a request that was aborted since. While it falls asleep, open requests still run."""
+    stats = model_stats(1)
+    stats.assign(0, 10)
+    stats.record_step(EngineStats(running=1, steps_total=7), 1.0, 0)
+    stats.mark_replica_asleep(0)
+    assert stats.engines() == EngineStats(running=1, steps_total=7)
+    stats.unassign(0, 10)
+    assert stats.engines() == EngineStats(steps_total=7)
+
+
 def test_one_stuck_replica_makes_the_server_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
