@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meltcore.settings.fleet_spec import ModelSection
 
-HELP = "serve a model through the OpenAI API"
+HELP = "Serve a model through the OpenAI API."
 EXAMPLES = """\
   meltcore serve meltcore/sums                           the bundled model, on any machine
   meltcore serve ./my-checkpoint --port 8080 --memory 40GiB

@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "end a server started with serve --daemon"
+HELP = "End a server started with serve --daemon."
 EXAMPLES = """\
   meltcore stop                  the only one that runs
   meltcore stop --port 8080      one of several

@@ -421,12 +421,15 @@ def test_written_fleet_is_planned(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = str(tmp_path / "fleet.yaml")
     assert main.main(["fleet", "init", path]) == 0
+    capsys.readouterr()
     assert main.main(["plan", path, "--vram", vram, "--html", str(tmp_path / "plan.html")]) == status
     output = capsys.readouterr().out
-    assert ("DOES NOT FIT" in output) is bool(status)
+    assert output.startswith("DOES NOT FIT The fleet" if status else "FITS The fleet")
     page = (tmp_path / "plan.html").read_text()
     assert "gemma-3-27b" in page
-    assert "Tensor parallelism and MIG exclude each other" in page
+    assert "MIG" not in output + page
+    assert main.main(["plan", path, "--vram", vram, "--mig"]) == status
+    assert "Tensor parallelism and MIG exclude each other" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_says_what_it_takes_of_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "drain and end a fleet"
+HELP = "Drain and end a fleet."
 EXAMPLES = """\
   meltcore down                  the only fleet that runs
   meltcore down --port 8080      one of several

@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "write a fleet.yaml to begin with: models that share GPUs behind one address"
+HELP = "Write a fleet.yaml to begin with: models that share GPUs behind one address."
 EXAMPLES = """\
   meltcore fleet init fleet.yaml           language, translation and speech models for one large GPU
   meltcore fleet init --tiny tiny.yaml     the bundled models, for any machine
@@ -11,7 +11,7 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the action and the file, and the option for a fleet of the bundled models."""
-    parser.add_argument("action", choices=("init",), help="init: write a new file")
+    parser.add_argument("action", choices=("init",), metavar="init", help="init: write a new file")
     parser.add_argument("path", metavar="FILE", help="the file to write; one that exists is left as it is")
     parser.add_argument("--tiny", action="store_true", help="Of the bundled models, which need no GPU and no download.")
 

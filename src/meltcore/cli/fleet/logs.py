@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "print or follow the logs of a fleet's engines"
+HELP = "Print or follow the logs of a fleet's engines."
 EXAMPLES = """\
   meltcore logs              all engines and the server
   meltcore logs gemma -f     those of one model, until Ctrl-C

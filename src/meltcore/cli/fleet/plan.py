@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meltcore.fleet.plan.site import OneMachine
     from meltcore.settings.fleet_spec import FleetSpec
 
-HELP = "say which models of a fleet fit on which GPU, what sleeps, and the nearest plan that fits"
+HELP = "Say which models of a fleet fit on which GPU, what sleeps, and the nearest plan that fits."
 EXAMPLES = """\
   meltcore plan fleet.yaml                        the GPUs of this machine
   meltcore plan fleet.yaml --vram 141             one GPU of 141 GiB
@@ -60,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(float, exclusive_minimum=0, maximum=2**20),
         metavar="GIB",
         help="Host memory for models on the CPU and weights that sleep (default: what is available; with --vram: any).",
+    )
+    parser.add_argument(
+        "--mig", action="store_true", help="Show which MIG layouts of the first GPU would hold the same engines."
     )
     parser.add_argument("--json", action="store_true", help="Print the plan as JSON, sizes in bytes.")
     parser.add_argument("--html", metavar="FILE", help="Write the plan as a page with a picture of each GPU.")
@@ -142,7 +145,7 @@ def run(
     from meltcore.fleet.plan.plan import describe_plan
     from meltcore.fleet.plan.planned import does_not_fit
     from meltcore.measure.report.nodes.fleet_plan import plan_page
-    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.page.console import print_blocks, print_conclusion
     from meltcore.measure.report.page.html import write_page
     from meltcore.settings.fleet_file import load_fleet
 
@@ -160,11 +163,13 @@ def run(
         reason=reason[:1].upper() + reason[1:],
         others_bytes=found.others_bytes,
     )
-    page = plan_page(document)
+    page = plan_page(document, has_mig=args.mig)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     else:
-        print_page(page, Console())
+        console = Console()
+        print_conclusion(page, console)  # above all tables, which may be longer than a screen
+        print_blocks(page.sections, console)
     written = sys.stderr if args.json else sys.stdout
     if args.html is not None:
         print(f"written: {write_page(Path(args.html), page)}", file=written)

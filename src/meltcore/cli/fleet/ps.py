@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 _WIDTH = 240  # outside a terminal: a line per engine, for other programs
-HELP = "list the engines of a fleet"
+HELP = "List the engines of a fleet."
 EXAMPLES = """\
   meltcore ps
   meltcore ps --nvml                    planned bytes beside those that NVML reports

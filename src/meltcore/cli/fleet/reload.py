@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "let a fleet follow its changed fleet.yaml"
+HELP = "Let a fleet follow its changed fleet.yaml."
 EXAMPLES = """\
   meltcore reload     models that did not change keep running
 """

@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "replace the engines of a fleet one after another"
+HELP = "Replace the engines of a fleet one after another."
 EXAMPLES = """\
   meltcore restart           all models, in their order
   meltcore restart gemma     one model, also one that has failed

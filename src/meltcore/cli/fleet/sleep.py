@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "put a sleepable model of a fleet to sleep"
+HELP = "Put a sleepable model of a fleet to sleep."
 EXAMPLES = """\
   meltcore sleep gemma       its memory is free; the next request wakes it
 """

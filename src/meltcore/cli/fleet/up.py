@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-HELP = "serve all models of a fleet.yaml behind one address"
+HELP = "Serve all models of a fleet.yaml behind one address."
 EXAMPLES = """\
   meltcore up                           ./fleet.yaml, until Ctrl-C
   meltcore up my-fleet.yaml --daemon    in the background; `meltcore down` ends it

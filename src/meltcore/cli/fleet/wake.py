@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "wake a model of a fleet before its turn"
+HELP = "Wake a model of a fleet before its turn."
 EXAMPLES = """\
   meltcore wake gemma        others are put to sleep for it where needed
 """

@@ -1,5 +1,6 @@
 """The demo against a scripted server that knows the answers, and against each of its faults."""
 
+import io
 import json
 import signal
 import subprocess
@@ -57,11 +58,14 @@ def demo_config(out: Path, answers: Path, fault: str = "none") -> DemoConfig:
 
 def run(config: DemoConfig) -> tuple[int, dict[str, object]]:
     """The exit code and what result.json holds."""
-    console = Console(quiet=True)
-    folder, result = run_demo(config, console)
+    output = io.StringIO()
+    folder, result = run_demo(config, Console(quiet=True))
     assert read_result(folder.path) == result
     assert folder.report_path.read_text().startswith("<!doctype html>")
-    return print_outcome(console, folder, result), json.loads(folder.result_path.read_text())
+    code = print_outcome(Console(file=output, width=100), folder, result)
+    for level in result.mixed:
+        assert output.getvalue().index(f"{level.label}:") < output.getvalue().index(" conn.")
+    return code, json.loads(folder.result_path.read_text())
 
 
 @pytest.mark.slow

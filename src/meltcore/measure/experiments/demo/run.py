@@ -46,7 +46,7 @@ from meltcore.measure.load.tasks.task import MeasuredTask, Problem, tasks
 from meltcore.measure.report.load.fleet_levels import mixed_tables
 from meltcore.measure.report.load.levels import levels_tables
 from meltcore.measure.report.load.run import all_levels
-from meltcore.measure.report.page.console import print_table
+from meltcore.measure.report.page.console import print_blocks
 from meltcore.measure.report.render import save_document
 
 MAX_TOKENS = 80
@@ -357,8 +357,7 @@ def _describe(result: RunResult, config: DemoConfig, models: Mapping[str, str]) 
 
 def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int:
     """Print the table, the verdict with every reason, and the path of the report; return the exit code."""
-    for table in [*levels_tables(result.levels), *mixed_tables(result.mixed)]:
-        print_table(table, console)
+    print_blocks([*levels_tables(result.levels), *mixed_tables(result.mixed)], console)
     for reason in result.reasons:
         console.print(f"[red]{result.verdict}[/]: {escape(reason)}", highlight=False, soft_wrap=True)
     if passed(result.verdict):

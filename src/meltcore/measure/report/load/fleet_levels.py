@@ -36,9 +36,10 @@ _GPU_METRICS = (
 _GPU_LINES = (("sm_active_percent", "SM active"), ("dram_bandwidth_percent", "DRAM bandwidth"))
 
 
-def mixed_tables(levels: Sequence[FleetLevel]) -> list[Table]:
-    """Return a table per mixed level, with its label."""
-    return [_level_table([level], level.part, f"{level.label}. {_gpu_text(level)}".rstrip()) for level in levels]
+def mixed_tables(levels: Sequence[FleetLevel]) -> list[Block]:
+    """Return the label and the table of each mixed level."""
+    tables = [[Text(f"{level.label}:"), _level_table([level], level.part, _gpu_text(level))] for level in levels]
+    return [block for blocks in tables for block in blocks]
 
 
 def part_section(levels: Sequence[FleetLevel], part: Part) -> Section:

@@ -27,8 +27,8 @@ _MIG_NOTE = (
 )
 
 
-def plan_page(plan: FleetPlan) -> Page:
-    """Return the page of a plan."""
+def plan_page(plan: FleetPlan, *, has_mig: bool = False) -> Page:
+    """Return the page of a plan, with the MIG layouts of the first GPU if `has_mig` is true."""
     sections = [Section("Models", [_models(plan)])] if plan.models else []
     if plan.gpus:
         pictures = Figures([_picture(gpu) for gpu in plan.gpus], is_full_width=True)
@@ -39,6 +39,7 @@ def plan_page(plan: FleetPlan) -> Page:
         ]
         note = " ".join([_NOTE, *usage_notes, plan.context_note])
         sections.insert(0, Section("GPUs", [_gpus(plan), pictures, Text(note)]))
+    if plan.gpus and has_mig:
         rows = [Row([Cell(layout), Cell("fits" if fits else "does not fit")]) for layout, fits in plan.mig]
         columns = [Column("slices", align="text"), Column("all models", align="text")]
         mig = Table(columns, rows, _MIG_NOTE)

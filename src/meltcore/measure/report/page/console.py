@@ -40,6 +40,11 @@ def print_document(content: msgspec.Struct) -> None:
 def print_page(page: Page, console: Console) -> None:
     """Print all blocks of a page that a terminal can show, then its badge and conclusion."""
     print_blocks(page.sections, console)
+    print_conclusion(page, console)
+
+
+def print_conclusion(page: Page, console: Console) -> None:
+    """Print the badge and the conclusion of a page."""
     badge = f"[{STYLE_COLORS[page.style]}]{page.badge}[/] " if page.badge else ""
     if badge or page.conclusion:
         console.print(f"{badge}{escape(page.conclusion)}", highlight=False, soft_wrap=True)
