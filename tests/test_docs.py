@@ -59,6 +59,11 @@ REMOVED_FILES = {"layer_gemms.cu"}  # which a decision looks for in git's histor
 NOT_OURS = re.compile(r".*For(CausalLM|ConditionalGeneration)|NaN|MoE|HuggingFaceTB|QdstrmImporter|Node\w+Strategy")
 TRACE_ATTRIBUTES = (".priority_class", ".replica", ".task")
 
+# A name before the file that has it: `name` (`src/file.py`), or `name` in `src/file.py`.
+NAME_OF_A_FILE = re.compile(
+    r"`([A-Za-z_][\w.]*)(?:\(\))?` (?:\(|in )`((?:src|tests|scripts|benchmarks)/[\w/-]+\.(?:py|cu))`"
+)
+
 # A path of a result, also in a command line or a fence. Of one that ends a sentence, the period is no part.
 RESULT = re.compile(r"benchmarks/results/[^\s`\"'|)\],;:]*")
 RECORDED = re.compile(r"\bpython benchmarks/(\w+)\.py\b([^`\n#]*)")
@@ -86,6 +91,13 @@ def test_links_and_paths_of_a_document_exist(document: Path) -> None:
     missing = [target for target in local if not (document.parent / target).exists()]
     missing += [path for path in PATH.findall(text) if not re.search(r"[*{]", path) and not (ROOT / path).exists()]
     assert missing == []
+
+
+def test_a_file_has_the_name_that_a_document_gives_for_it() -> None:
+    found = [(document, *pair) for document in DOCUMENTS for pair in NAME_OF_A_FILE.findall(document.read_text())]
+    assert len(found) > 30
+    words = {path: set(re.findall(r"\w+", (ROOT / path).read_text())) for _, _, path in found}
+    assert [each for each in found if each[1].split(".")[-1] not in words[each[2]]] == []
 
 
 @cache
