@@ -55,7 +55,7 @@ class GrammarCompiler:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of Rust is no Exception
-            raise ConfigError(f"structured output is not possible with this tokenizer: {_shorten(error)}") from error
+            raise ConfigError(f"structured output is not possible with this tokenizer: {shorten(error)}") from error
         self._ends = sum(1 << token_id for token_id in ends)
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
@@ -81,7 +81,7 @@ class GrammarCompiler:
             raise ValueError(
                 "the grammar is too complex: it has too many alternatives in one place, or forces a text without an end"
             )
-        return [_shorten(message) for message in matcher.get_grammar_warnings()]
+        return [shorten(message) for message in matcher.get_grammar_warnings()]
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher at the beginning of the grammar. Raises RequestError if llguidance refuses the grammar."""
@@ -107,7 +107,7 @@ class GrammarCompiler:
             error = matcher.get_error()
             if "grammar.symbols.len()" in error:
                 error = f"the grammar is too big: it has more than {_MAX_SYMBOLS} symbols"
-            raise ValueError(_shorten(error))
+            raise ValueError(shorten(error))
         return matcher
 
 
@@ -116,6 +116,7 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _shorten(error: object) -> str:
+def shorten(error: object) -> str:
+    """Return a text in one line of bounded length, as errors and headers need it."""
     text = " ".join(str(error).split())
     return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."

@@ -120,6 +120,11 @@ def test_schema_is_weakened_with_notice_unless_it_is_strict(schema: dict[str, An
         asyncio.run(checks.check(asked(response_format=schema_format(hidden, strict=True)), counts))  # type: ignore[arg-type]
 
 
+def test_parts_of_tools_that_no_grammar_enforces_are_listed() -> None:
+    grammar = check(RequestedGrammar("tools", ("start: missing", "start: /x/"), ("minItems", "pattern")))
+    assert grammar == CheckedGrammar("start: /x/", ("not enforced of tools: minItems, pattern",))
+
+
 def test_whitespace_is_bounded() -> None:
     """A model that does not know how to go on would write blanks up to its limit of tokens."""
     grammar = check(asked(response_format=schema_format({"type": "object"})))

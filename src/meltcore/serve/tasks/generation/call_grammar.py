@@ -29,14 +29,16 @@ _CALL_OBJECT = r'\{[ \t\r\n]*"(name|type|function|arguments|parameters|id)"[ \t\
 
 
 def call_grammar(
-    form: AnswerFormat, functions: list[Function], *, is_forced: bool, is_parallel: bool, answer: str | None = None
-) -> str | None:
+    form: AnswerFormat, functions: list[Function], weakened: list[str],
+    *, is_forced: bool, is_parallel: bool, answer: str | None = None,
+) -> str | None:  # fmt: skip
     """Return the grammar of an answer, or None if none can describe this format.
 
     Args:
         form: How the model writes calls.
         functions: The functions that may be called. One that is `strict` must be enforced as a whole; what llguidance
             does not know of the schemas of the others is left out.
+        weakened: Gets the parts of schemas that the grammar does not enforce, other than those that llguidance names.
         is_forced: Whether the answer is a call. Otherwise text may precede and follow calls.
         is_parallel: Whether there may be several calls.
         answer: A grammar of llguidance, in Lark or JSON, that the answer follows if it is no call.
@@ -65,10 +67,10 @@ def call_grammar(
             rules = [writer.json_object(function, has_marks=False) for function in functions]
             begin, between, end = f'{writer.mark(calls.opens[0])} "["', '", "', '"]"'
     elif calls.body == "named" and calls.prefix and calls.closes and writer.is_token(calls.quote):
-        literals = LiteralWriter(style_with_quote_token(writer.mark(calls.quote)), writer.rules)
+        literals = LiteralWriter(style_with_quote_token(writer.mark(calls.quote)), writer.rules, weakened)
         rules = [writer.prefixed(function, literals.arguments(function)) for function in functions]
     elif calls.body == "python":
-        literals = LiteralWriter(PYTHON, writer.rules)
+        literals = LiteralWriter(PYTHON, writer.rules, weakened)
         arguments = {function.name: literals.arguments(function) for function in functions}
         rules = [f'{literal(f"{name}(")} {each} ")"' for name, each in arguments.items()]
         # One literal, up to where a text that begins like it can no longer be one.
@@ -115,12 +117,15 @@ def limit_reasoning(
     begin = reasoning if form.starts_in_reasoning(prompt) else f"(<[{start_id}]> {reasoning})?"
     rules = [f"start: {begin} @answer", *([f"thinking[max_tokens={limit}]: /(.|\\n)*/"] if limit else [])]
     head = {"lark_grammar": "\n".join(rules)}
-    calls = None
+    calls, weakened = None, list[str]()
     if answer is None and request.tools and request.tool_choice != "none":
         functions = [tool.function for tool in request.tools]
-        calls = call_grammar(form, functions, is_forced=False, is_parallel=request.parallel_tool_calls is not False)
-    candidates = (calls or "start: /(.|\\n)*/",) if answer is None else answer.candidates
-    return RequestedGrammar(param, tuple(json.dumps({"grammars": [head, *_named_answer(each)]}) for each in candidates))
+        is_parallel = request.parallel_tool_calls is not False
+        calls = call_grammar(form, functions, weakened, is_forced=False, is_parallel=is_parallel)
+    if answer is None:
+        answer = RequestedGrammar(param, (calls or "start: /(.|\\n)*/",), tuple(dict.fromkeys(weakened)))
+    candidates = (json.dumps({"grammars": [head, *_named_answer(each)]}) for each in answer.candidates)
+    return RequestedGrammar(param, tuple(candidates), answer.weakened)
 
 
 def _named_answer(grammar: str) -> list[dict[str, Any]]:

@@ -19,8 +19,10 @@ from meltcore.text.call_scanners import listed, schema_types
 from meltcore.text.grammar import literal
 
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "additionalProperties")
-_KEYWORDS = frozenset((*_ANNOTATIONS, *_LIMITS, "type", "enum", "const", "properties", "required", "items"))
+_ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "$schema", "$comment")
+_DEFINITIONS = ("$defs", "definitions")
+_OTHERS = ("type", "nullable", "enum", "const", "properties", "required", "additionalProperties", "items")
+_KEYWORDS = frozenset((*_ANNOTATIONS, *_DEFINITIONS, *_LIMITS, *_OTHERS))
 _BARE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -84,13 +86,16 @@ def style_with_quote_token(quote: str) -> LiteralStyle:
 class LiteralWriter:
     """Adds the rules of the arguments of functions to the rules of a grammar.
 
-    A function is strict if its schema must be enforced. What cannot be enforced of the schemas of others is left out.
+    A function is strict if its schema must be enforced. What cannot be enforced of the schemas of others is left out,
+    and added to `weakened`.
     """
 
-    def __init__(self, style: LiteralStyle, rules: list[str]) -> None:
-        self._style, self._rules = style, rules
+    def __init__(self, style: LiteralStyle, rules: list[str], weakened: list[str]) -> None:
+        self._style, self._rules, self._weakened = style, rules, weakened
         self._function = Function("")
         self._has_any_value = False
+        self._references: dict[tuple[str, str], str] = {}  # the names of rules, by function and $ref
+        self._unwritten: list[tuple[str, Any]] = []  # such rules and their schemas
 
     def arguments(self, function: Function) -> str:
         """Return the grammar of a function's arguments, without the brackets around them.
@@ -103,11 +108,17 @@ class LiteralWriter:
         if isinstance(function, TextFunction) and function.grammar is not None:
             self._refuse("the grammar")
         names = self._names(schema, is_bare=True)
-        return self._members(schema, {name: literal(f"{name}{self._style.argument_end}") for name in names})
+        members = self._members(schema, {name: literal(f"{name}{self._style.argument_end}") for name in names})
+        while self._unwritten:
+            name, definition = self._unwritten.pop()
+            self._rules.append(f"{name}: {self._value(definition)}")
+        return members
 
     def _value(self, schema: Any) -> str:
         if not isinstance(schema, dict) or not schema:
             return self._any_value()
+        if "$ref" in schema and (reference := self._reference(schema)):
+            return reference
         self._check(schema)
         given = [schema["const"]] if "const" in schema else listed(schema, "enum")
         if given:
@@ -115,6 +126,19 @@ class LiteralWriter:
         types = schema_types(schema) or (("object",) if "properties" in schema else ())
         forms = [each for name in types if (each := self._of_type(name, schema))]
         return f"({' | '.join(forms)})" if forms else self._any_value()
+
+    def _reference(self, schema: Mapping[str, Any]) -> str:
+        """Return the rule of a definition, or "" for a `$ref` that leads elsewhere or has keywords beside it."""
+        path = str(schema["$ref"])
+        _, kind, name = path.split("/", 2) if path.startswith("#/") and path.count("/") == 2 else ("", "", "")
+        definitions = (self._function.parameters or {}).get(kind) if kind in _DEFINITIONS else None
+        if not isinstance(definitions, dict) or name not in definitions or schema.keys() - {"$ref", *_ANNOTATIONS}:
+            return ""
+        key = (self._function.name, path)
+        if key not in self._references:
+            self._references[key] = f"reference_{len(self._references)}"
+            self._unwritten.append((self._references[key], definitions[name]))
+        return self._references[key]
 
     def _of_type(self, name: str, schema: Mapping[str, Any]) -> str:
         """Return the values of a type, or "" for an unknown type."""
@@ -127,9 +151,10 @@ class LiteralWriter:
             return self._rule(f'"[" ({value} ({style.comma} {value})*)? "]"')
         if name == "object":
             names = self._names(schema, is_bare=style.has_bare_keys)
-            if not names and schema.get("additionalProperties") is not False:
-                self._any_value()
-                return "any_object"
+            others = schema.get("additionalProperties")
+            if not names and others is not False:
+                member = f"{style.any_key} {self._value(others)}"
+                return self._rule(f'"{{" ({member} ({style.comma} {member})*)? "}}"')
             return self._rule(f'"{{" {self._members(schema, {key: style.key(key) for key in names})} "}}"')
         words = f"{style.words[True]} | {style.words[False]}"
         return {"string": style.string, "boolean": words, "null": style.words[None]}.get(name, "")
@@ -179,12 +204,15 @@ class LiteralWriter:
         for name in names:
             if is_bare and not _BARE_NAME.fullmatch(name):
                 self._refuse(f"the name {name[:80]!r}")
+        for name in listed(schema, "required"):
+            if name not in names:
+                self._refuse(f"the required name {str(name)[:80]!r}, which is no property,")
         return [name for name in names if not is_bare or _BARE_NAME.fullmatch(name)]
 
     def _check(self, schema: Mapping[str, Any]) -> None:
         for keyword in schema:
             if keyword not in _KEYWORDS:
-                self._refuse(keyword[:80])
+                self._refuse(keyword[:80] if keyword.isprintable() else repr(keyword[:80]))
 
     def _refuse(self, what: str) -> None:
         function = self._function
@@ -194,6 +222,7 @@ class LiteralWriter:
                 "model writes calls; leave out strict, or this part of the schema",
                 param="tools",
             )
+        self._weakened.append(what)
 
     def _rule(self, body: str) -> str:
         name = f"literal_{len(self._rules)}"

@@ -24,7 +24,7 @@ from meltcore.serve.requests.protocol import (
 )
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.text.answer_format import AnswerFormat
-from meltcore.text.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, literal
+from meltcore.text.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, literal, shorten
 
 MAX_CHOICES = 10_000
 MAX_MESSAGE_CHARS = 16 * 2**20  # of the grammar of a request, which is sent with each of its prompts
@@ -41,10 +41,14 @@ _WEAKER = (_WHITESPACE | {"coerce_one_of": True}, _WHITESPACE | {"coerce_one_of"
 
 
 class RequestedGrammar(NamedTuple):
-    """The grammars that a request accepts, the most exact first, and the field that asks for them."""
+    """The grammars that a request accepts, the most exact first, and the field that asks for them.
+
+    `weakened` lists the parts of the schemas of tools that none of them enforces.
+    """
 
     param: str
     candidates: tuple[str, ...]
+    weakened: tuple[str, ...] = ()
 
 
 class CheckedGrammar(NamedTuple):
@@ -232,10 +236,11 @@ def _as_object(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
 
 def first_valid(compiler: GrammarCompiler, requested: RequestedGrammar) -> CheckedGrammar:
     """Return the first grammar that compiles. Raises RequestError."""
-    reason = ""
+    reason, parts = "", requested.weakened
+    skipped = (shorten(f"not enforced of tools: {', '.join(parts)}"),) if parts else ()
     for text in requested.candidates:
         try:
-            return CheckedGrammar(text, tuple(compiler.check(text)))
+            return CheckedGrammar(text, (*skipped, *compiler.check(text)))
         except ValueError as error:
             reason = str(error)
             if "too big" in reason or "too complex" in reason or "limit" in reason:

@@ -92,8 +92,10 @@ def tool_grammar(request: ChatRequest, form: AnswerFormat, answer: RequestedGram
         functions = [function for function in functions if function.name == choice.function.name]
     is_parallel = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
     others = (None,) if is_forced or answer is None else answer.candidates
+    weakened: list[str] = []
     found = [
-        call_grammar(form, functions, is_forced=is_forced, is_parallel=is_parallel, answer=other) for other in others
+        call_grammar(form, functions, weakened, is_forced=is_forced, is_parallel=is_parallel, answer=other)
+        for other in others
     ]
     candidates = tuple(each for each in found if each is not None)
     if len(candidates) < len(found):
@@ -102,7 +104,7 @@ def tool_grammar(request: ChatRequest, form: AnswerFormat, answer: RequestedGram
             "response_format, and a tool_choice that forces a call",
             param=param,
         )
-    return RequestedGrammar(param, candidates)
+    return RequestedGrammar(param, candidates, tuple(dict.fromkeys(weakened)))
 
 
 def template_variables(request: ChatRequest, template: ChatTemplate | MissingTemplate) -> dict[str, Any]:
