@@ -168,6 +168,15 @@ def test_cut_call_is_text(family: str, form: AnswerFormat) -> None:
             assert "get" in text
 
 
+def test_stop_string_within_a_cut_call_does_not_end_the_answer(family: str, form: AnswerFormat) -> None:
+    written = write(family, [("get", {"place": "Bonn", "days": 3})])
+    for end in range(written.index("Bonn") + 4, len(written)):
+        detokenizer = Detokenizer(form.tokenizer, SamplingParams(stop=("Bonn",)), form, tools=TOOLS)
+        text = detokenizer.add(form.tokenizer.encode(written[:end], add_special_tokens=False))[0] + detokenizer.flush()
+        assert detokenizer.parser is not None
+        assert (text, detokenizer.matched_stop) == ("" if detokenizer.parser.has_calls else written[:end], None)
+
+
 MUTATIONS = ["", '"', "'", "{", "}", "[", "]", "\\", "\n", ",", ":", "<", ">", "=", "(", ")", "x", "\u2028", "\ufffd"]
 
 

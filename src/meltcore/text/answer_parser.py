@@ -117,6 +117,11 @@ class AnswerParser(CharacterReader):
         return self._in_reasoning
 
     @property
+    def is_in_call(self) -> bool:
+        """Whether text that may be a call, or the markup around it, is held back."""
+        return bool(self._raw)
+
+    @property
     def has_calls(self) -> bool:
         """Whether a complete call has been passed on."""
         return self._num_complete > 0 and self._tools.max_calls != 0

@@ -226,17 +226,26 @@ class Detokenizer:
         return token_id in self._hidden_ids
 
     def flush(self) -> str:
-        """Return the text that is still held back, after the answer has ended without a stop string."""
+        """Return the text that is still held back, after the answer has ended without a stop string.
+
+        A call that was cut is text, but is not searched: the answer went on where it had a stop string.
+        """
         if self.matched_stop is not None:
             return ""
-        text = self._decoder.flush()
+        text, cut_call = self._decoder.flush(), ""
         if self.parser is not None:
-            text = self.parser.feed(text) + self.parser.end()
+            text = self.parser.feed(text)
+            if self.parser.is_in_call:
+                cut_call = self.parser.end()
+            else:
+                text += self.parser.end()
         if self._stop_strings is None:
-            return text
+            return text + cut_call
         counts = self.token_count > self._min_tokens
         released_text, self.matched_stop = self._stop_strings.feed(text, counts=counts)
-        return released_text if self.matched_stop is not None else released_text + self._stop_strings.release()
+        if self.matched_stop is not None:
+            return released_text
+        return released_text + self._stop_strings.release() + cut_call
 
     def _on_hidden_token(self, token_id: int) -> str:
         """Return the text that precedes a hidden token. The parser reads the token if it is a mark."""
