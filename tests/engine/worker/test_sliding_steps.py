@@ -60,7 +60,7 @@ def test_steps_of_graphs_give_the_logits_of_plain_steps(
         for wave in range(2):
             for index in range(4):
                 prompt = beginning[: 200 * wave] + tools.random_prompt(3 + 61 * index, index)
-                seen.add(f"{wave}.{index}", prompt, max_tokens=40 + index)
+                seen.add(f"{wave}.{index}", prompt, max_tokens=20 + index)
             tokens |= seen.run()
         assert seen.engine.stats().prefix_hit_tokens_total > 0
         monkeypatch.undo()
