@@ -432,6 +432,19 @@ def test_written_fleet_is_planned(
     assert "Tensor parallelism and MIG exclude each other" in " ".join(capsys.readouterr().out.split())
 
 
+def test_plan_for_sizes_leaves_out_models_of_unknown_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("models:\n  gone: {checkpoint: /none}\n  sums: {checkpoint: meltcore/sums}\n")
+    assert main.main(["plan", str(path), "--vram", "24"]) == 0
+    printed = capsys.readouterr()
+    left_out = "Not in the plan, since their sizes are unknown: gone."
+    assert printed.out.startswith(f"FITS The fleet fits on GPU 0; all models stay awake. {left_out}")
+    assert "models.gone is not in the plan: /none" in printed.err
+    path.write_text("models:\n  gone: {checkpoint: /none}\n")
+    assert main.main(["plan", str(path), "--vram", "24"]) == 2
+    assert "no model is in the plan, since the sizes of all are unknown" in capsys.readouterr().err
+
+
 def test_plan_says_what_it_takes_of_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(MODELS + "  sums: {checkpoint: meltcore/sums, device: cpu, memory: 2GiB}\n")

@@ -83,15 +83,16 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
     from meltcore.common.sizes import GIB
     from meltcore.fleet.plan.context_memory import find_contexts
     from meltcore.fleet.plan.plan import empty_gpus, plan_fleet
-    from meltcore.fleet.plan.planned import FoundPlan, check_devices
+    from meltcore.fleet.plan.planned import FoundPlan, check_devices, print_unplanned, without_unknown
 
     if not spec.gpus:
         check_devices(spec, len(args.vram))
     sizes, contexts = [round(size * GIB) for size in args.vram], find_contexts(None)
     host_bytes = None if args.host_memory is None else round(args.host_memory * GIB)
-    plan, nearest = plan_fleet(spec, sizes, contexts=contexts, host_bytes=host_bytes)
-    gpus = tuple(VisibleGpu(gpu.number, "", gpu.total_bytes, 0) for gpu in empty_gpus(spec, sizes, contexts))
-    found = FoundPlan(spec, spec, plan, nearest, None, gpus, [gpu.total_bytes for gpu in gpus], {})
+    known = without_unknown(spec, print_unplanned)
+    plan, nearest = plan_fleet(known, sizes, contexts=contexts, host_bytes=host_bytes)
+    gpus = tuple(VisibleGpu(gpu.number, "", gpu.total_bytes, 0) for gpu in empty_gpus(known, sizes, contexts))
+    found = FoundPlan(spec, known, plan, nearest, None, gpus, [gpu.total_bytes for gpu in gpus], {})
     return found, Machine(gpus, "", sys.maxsize if host_bytes is None else host_bytes)
 
 
@@ -142,6 +143,7 @@ def run(
     import msgspec
     from rich.console import Console
 
+    from meltcore.common.errors import ConfigError
     from meltcore.fleet.plan.plan import describe_plan
     from meltcore.fleet.plan.planned import does_not_fit
     from meltcore.measure.report.nodes.fleet_plan import plan_page
@@ -153,6 +155,9 @@ def run(
     if args.write is not None:
         _check_writable(args)
     found, machine = find(args, spec)
+    left_out = [name for name in spec.models if name not in found.known.models]
+    if not found.known.models:
+        raise ConfigError("no model is in the plan, since the sizes of all are unknown")
     shown = found.plan or found.nearest
     reason = "" if shown else does_not_fit(found, machine)
     document = describe_plan(
@@ -163,7 +168,7 @@ def run(
         reason=reason[:1].upper() + reason[1:],
         others_bytes=found.others_bytes,
     )
-    page = plan_page(document, has_mig=args.mig)
+    page = plan_page(document, has_mig=args.mig, left_out=left_out)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     else:

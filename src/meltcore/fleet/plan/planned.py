@@ -247,13 +247,7 @@ def find_plan(
             _check_no_numbers(spec, left_out)
         report(left_out)
     spec = _on_this_machine(spec, machine)
-    read_fleet_sizes(spec)
-    unknown = dict(_unknown(spec))
-    for name, reason in unknown.items():
-        report(f"models.{name} is not in the plan: {reason}")
-    known = msgspec.structs.replace(
-        spec, models={name: model for name, model in spec.models.items() if name not in unknown}
-    )
+    known = without_unknown(spec, report)
     contexts = _measured_contexts(machine)
     gpus = _usable(spec, machine)
     gpu_bytes = _free_bytes(gpus, contexts)
@@ -376,6 +370,16 @@ def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
                     f"models.{name}.tensor_parallel_size: got {model.tensor_parallel_size}; this machine has no GPU"
                 )
             models[name] = msgspec.structs.replace(model, device="cpu", residency="always_on")
+    return msgspec.structs.replace(spec, models=models)
+
+
+def without_unknown(spec: FleetSpec, report: Callable[[str], None]) -> FleetSpec:
+    """Return the fleet without models whose sizes cannot be read here. `report` gets a line for each of them."""
+    read_fleet_sizes(spec)
+    unknown = dict(_unknown(spec))
+    for name, reason in unknown.items():
+        report(f"models.{name} is not in the plan: {reason}")
+    models = {name: model for name, model in spec.models.items() if name not in unknown}
     return msgspec.structs.replace(spec, models=models)
 
 

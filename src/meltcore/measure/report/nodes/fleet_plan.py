@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meltcore.common.sizes import GIB, size_text
 from meltcore.measure.report.page.charts import NUM_COLORS, stacked_bar
 from meltcore.measure.report.page.page import (
@@ -27,8 +29,14 @@ _MIG_NOTE = (
 )
 
 
-def plan_page(plan: FleetPlan, *, has_mig: bool = False) -> Page:
-    """Return the page of a plan, with the MIG layouts of the first GPU if `has_mig` is true."""
+def plan_page(plan: FleetPlan, *, has_mig: bool = False, left_out: Sequence[str] = ()) -> Page:
+    """Return the page of a plan, with the MIG layouts of the first GPU if `has_mig` is true.
+
+    `left_out` are the models that are not in the plan.
+    """
+    conclusion = _conclusion(plan)
+    if left_out:
+        conclusion += f" Not in the plan, since their sizes are unknown: {', '.join(left_out)}."
     sections = [Section("Models", [_models(plan)])] if plan.models else []
     if plan.gpus:
         pictures = Figures([_picture(gpu) for gpu in plan.gpus], is_full_width=True)
@@ -58,12 +66,12 @@ def plan_page(plan: FleetPlan, *, has_mig: bool = False) -> Page:
     return Page(
         title="Fleet plan",
         name=plan.source,
-        subtitle="No plan fits." if plan.reason else _conclusion(plan),
+        subtitle="No plan fits." if plan.reason else conclusion,
         sections=sections,
         footer="meltcore plan",
         badge="FITS" if plan.fits else "DOES NOT FIT",
         style="good" if plan.fits else "bad",
-        conclusion=_conclusion(plan),
+        conclusion=conclusion,
     )
 
 
