@@ -325,17 +325,13 @@ class ModelStats(_Columns):
             self._row[column] = value
 
     def engine(self, replica: int) -> EngineStats:
-        """Return the newest statistics of a replica. If the replica is dead or asleep, only the counters remain.
-
-        An engine that sleeps sends nothing, and its last message may be from before its last request was aborted.
-        """
+        """Return the newest statistics of a replica. If the replica is dead or asleep, only the counters remain."""
         first = self._engine_columns[replica]
         newest_row = max(self.shared.rows, key=lambda row: row[first])
-        values = dict(
-            zip(EngineStats.__struct_fields__, newest_row[first + 1 : first + len(_ENGINE_COLUMNS)], strict=True)
-        )
-        is_asleep = self._closed(replica) == _ASLEEP and not self.open_requests(replica)
-        if is_asleep or self.is_dead(replica):
+        newest = newest_row[first + 1 : first + len(_ENGINE_COLUMNS)]
+        values = dict(zip(EngineStats.__struct_fields__, newest, strict=True))
+        # An engine that sleeps sends nothing; its last message may have a request that was aborted since.
+        if self.is_dead(replica) or (self._closed(replica) == _ASLEEP and not self.open_requests(replica)):
             values = {name: value if name.endswith("_total") else 0.0 for name, value in values.items()}
         return EngineStats(**dict[str, Any](values))
 
