@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End the selected servers. Returns 1 if a server is still draining, else 0.
+    """End the selected servers. Returns 1 if a server has not ended, else 0.
 
     Raises ConfigError if no server matches, or if several match without --all.
     """

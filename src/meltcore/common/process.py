@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -426,28 +427,27 @@ def free_port() -> int:
 # --- time limits and signals ---------------------------------------------------------------------------------------
 
 
-def call_with_timeout(limit_s: float, function: Callable[[], _Result]) -> _Result:
-    """Call `function` on a separate thread, and return its result or raise its error.
-
-    Raises TimeoutError after `limit_s`. A thread that hangs, such as in a driver, continues until the process ends.
-    """
-    results: list[_Result] = []
-    errors: list[BaseException] = []
+def start_call(function: Callable[[], _Result]) -> Future[_Result]:
+    """Call `function` on a thread that does not delay the end of the process, and return the future of its result."""
+    call: Future[_Result] = Future()
+    call.set_running_or_notify_cancel()  # so that it cannot be cancelled
 
     def run_call() -> None:
         try:
-            results.append(function())
+            call.set_result(function())
         except BaseException as error:  # raised again on the caller's thread
-            errors.append(error)
+            call.set_exception(error)
 
-    thread = threading.Thread(target=run_call, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
+    threading.Thread(target=run_call, daemon=True).start()
+    return call
+
+
+def call_with_timeout(limit_s: float, function: Callable[[], _Result]) -> _Result:
+    """Return the result of `start_call`, or raise its error. Raises TimeoutError after `limit_s`."""
+    call = start_call(function)
+    if not wait([call], limit_s).done:
         raise TimeoutError(f"no answer within {limit_s:g} s")
-    if errors:
-        raise errors[0]
-    return results[0]
+    return call.result()
 
 
 @contextmanager

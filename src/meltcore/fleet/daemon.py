@@ -239,7 +239,7 @@ def stop(records: list[DaemonRecord], timeout_s: float) -> int:
             time.sleep(POLL_S)
         if record.alive:
             num_still_running += 1
-            print(f"meltcore: {record.url} (pid {record.pid}) is still draining after {timeout_s:g} s")
+            print(f"meltcore: {record.url} (pid {record.pid}) has not ended after {timeout_s:g} s")
         else:
             print(f"meltcore: stopped {record.url} ({record.model})")
     return 1 if num_still_running else 0

@@ -7,11 +7,12 @@ import io
 import json
 import os
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ import meltcore
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import Size
-from meltcore.common.process import LoggedProcess, start_ticks
+from meltcore.common.process import LoggedProcess, call_with_timeout, start_ticks
 from meltcore.fleet import daemon
 from meltcore.fleet.admin.operations import FleetOperations
 from meltcore.fleet.plan.placement import PlacedFleet
@@ -29,7 +30,7 @@ from meltcore.fleet.plan.planned import no_planner
 from meltcore.fleet.run.logs import find_logs, log_folder, log_path
 from meltcore.fleet.supervisor import FleetOptions
 from meltcore.serve.api_server import APIServer
-from meltcore.settings.fleet_spec import FleetSpec, ModelSection, ServerSection
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection, ServerSection, TimeoutsSection
 
 BUNDLED = Path(meltcore.__file__).parent / "bundled"
 
@@ -79,6 +80,33 @@ def test_reload_for_files_that_are_missing_is_refused_before_an_engine_ends(
     reason = "missing: model-00002-of-00002.safetensors" if fault == "shard" else "tokenizer.json"
     with pytest.raises(ConfigError, match=f"models.m: .*{reason}"):
         asyncio.run(FleetOperations(supervisor, lambda: planner).reload())
+
+
+def test_reload_whose_checkpoints_hang_blocks_neither_a_restart_nor_the_end() -> None:
+    """A hub that accepted and was silent held up `restart` for an hour without a word, and `down` for ever."""
+    released = threading.Event()
+    model = SimpleNamespace(name="a", names=("a",), status="ready", limits=1, replace_engines=AsyncMock())
+    fleet = PlacedFleet(FleetSpec(models={"a": ModelSection(checkpoint="m")}))
+    late = msgspec.structs.replace(fleet.spec, timeouts=TimeoutsSection(start_s=0.01))
+    supervisor: Any = SimpleNamespace(models={0: model}, fleet=fleet, read_running=AsyncMock())
+    planner: Any = SimpleNamespace(checkpoints=released.wait)
+
+    async def change() -> None:
+        operations = FleetOperations(supervisor, lambda: planner)
+        hung = asyncio.create_task(operations.reload())
+        await asyncio.sleep(0)
+        assert await operations.restart("a") == ["a"]
+        with pytest.raises(ConfigError, match=r"another reload has been reading .* for \d+ s, and may for 600 s"):
+            await operations.reload()
+        assert not hung.done()
+        supervisor.fleet = PlacedFleet(late)
+        with pytest.raises(ConfigError, match=r"not read within 0\.01 s \(timeouts\.start_s\): nothing has changed"):
+            await FleetOperations(supervisor, lambda: planner).reload()
+
+    try:
+        call_with_timeout(WAIT_S, lambda: asyncio.run(change()))  # ends while the thread of the reload hangs
+    finally:
+        released.set()
 
 
 def test_server_without_a_fleet_yaml_is_not_changed() -> None:

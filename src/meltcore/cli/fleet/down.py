@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End the fleet. Returns 1 if the fleet is still draining after the limit, else 0.
+    """End the fleet. Returns 1 if the fleet has not ended within the limit, else 0.
 
     Raises ConfigError if no fleet or several fleets match.
     """

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from asyncio import wrap_future
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.process import start_call
 from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import PlacedFleet, loaded_section
 from meltcore.fleet.plan.running_fleet import Running
@@ -91,7 +95,7 @@ class FleetModels(Protocol):
 
 
 class FleetOperations:
-    """Changes a running fleet. Operations run one after another."""
+    """Changes a running fleet. Changes are made one after another; a reload reads its file and checkpoints before."""
 
     def __init__(self, supervisor: FleetModels, planner: Callable[[], FleetPlanner]) -> None:
         """Create the operations.
@@ -100,7 +104,8 @@ class FleetOperations:
         """
         self._supervisor = supervisor
         self._planner = planner
-        self._lock = asyncio.Lock()
+        self._lock, self._reloading = asyncio.Lock(), asyncio.Lock()
+        self._reading_since_s: float | None = None  # while a reload reads its file and checkpoints
 
     def rows(self) -> list[EngineRow]:
         """Return one row for each engine of all models."""
@@ -172,46 +177,78 @@ class FleetOperations:
         raise ConfigError and change nothing.
         """
         planner = self._planner()
-        async with self._lock:
-            supervisor = self._supervisor
-            running = await supervisor.read_running(await asyncio.to_thread(planner.checkpoints))
-            fleet = await asyncio.to_thread(planner.config, running=running)
-            fleet = msgspec.structs.replace(fleet, spec=check_startable(fleet.spec))
-            for name in fleet.spec.engines:
-                place_replicas(fleet, name)
-            check_unchanged(supervisor.fleet.spec, fleet.spec)
-            old = {model.name: model for model in supervisor.models.values()}
-            new = fleet.spec.models
-            await asyncio.to_thread(_check_checkpoints, fleet, {name: each.config for name, each in old.items()})
-            planner.accept()
-            result = ReloadResult(
-                added=[name for name in new if name not in old],
-                removed=[name for name in old if name not in new],
-                changed=[name for name in new if name in old and new[name] != old[name].config],
-                unchanged=[name for name in new if name in old and new[name] == old[name].config],
+        if self._reading_since_s is not None:
+            seconds = time.monotonic() - self._reading_since_s
+            limit_s = self._supervisor.fleet.spec.timeouts.start_s
+            raise ConfigError(
+                f"another reload has been reading fleet.yaml and its checkpoints for {seconds:.0f} s, and may for "
+                f"{limit_s:g} s (timeouts.start_s): reload when it has ended"
             )
-            supervisor.fleet = fleet  # its engines share the cores as it says
-            await asyncio.gather(
-                *(self._end(old[name], f"{name} is being removed from the fleet") for name in result.removed)
-            )
-            leaving = [old[name] for name in (*result.removed, *result.changed)]
-            # A name that moves to another model leads to the old one until the new one is there.
-            kept = [
-                model
-                for model in leaving
-                if any(fleet.spec.resolve(each) not in (None, model.name) for each in model.names)
-            ]
-            for name in result.removed:
-                if old[name] not in kept:
-                    supervisor.forget_model(old[name])
-            for name in result.changed:
-                await self._replace(old[name], is_kept=old[name] in kept)
-            for name in result.added:
-                await supervisor.add_fleet_model(name)
-            for model in kept:
-                supervisor.forget_model(model)
-            supervisor.change_fleet(fleet)
-            return result
+        async with self._reloading:
+            fleet = await self._read(planner)
+            async with self._lock:
+                return await self._change(planner, fleet)
+
+    async def _read(self, planner: FleetPlanner) -> PlacedFleet:
+        """Return the fleet of fleet.yaml, whose models can be loaded, while other operations may run.
+
+        Raises ConfigError if the file is invalid, or if a checkpoint is not read within `timeouts.start_s`.
+        """
+        limit_s = self._supervisor.fleet.spec.timeouts.start_s
+        self._reading_since_s = time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s):
+                running = await self._supervisor.read_running(await wrap_future(start_call(planner.checkpoints)))
+                fleet = await wrap_future(start_call(partial(planner.config, running=running)))
+                fleet = msgspec.structs.replace(fleet, spec=check_startable(fleet.spec))
+                for name in fleet.spec.engines:
+                    place_replicas(fleet, name)
+                check_unchanged(self._supervisor.fleet.spec, fleet.spec)
+                configs = {model.name: model.config for model in self._supervisor.models.values()}
+                await wrap_future(start_call(partial(_check_checkpoints, fleet, configs)))
+                return fleet
+        except TimeoutError as error:
+            raise ConfigError(
+                f"fleet.yaml and the checkpoints of its models were not read within {limit_s:g} s (timeouts.start_s): "
+                "nothing has changed"
+            ) from error
+        finally:
+            self._reading_since_s = None
+
+    async def _change(self, planner: FleetPlanner, fleet: PlacedFleet) -> ReloadResult:
+        """End, start and replace models until the running fleet is `fleet`, which `_read` has returned."""
+        supervisor = self._supervisor
+        old = {model.name: model for model in supervisor.models.values()}
+        new = fleet.spec.models
+        planner.accept()
+        result = ReloadResult(
+            added=[name for name in new if name not in old],
+            removed=[name for name in old if name not in new],
+            changed=[name for name in new if name in old and new[name] != old[name].config],
+            unchanged=[name for name in new if name in old and new[name] == old[name].config],
+        )
+        supervisor.fleet = fleet  # its engines share the cores as it says
+        await asyncio.gather(
+            *(self._end(old[name], f"{name} is being removed from the fleet") for name in result.removed)
+        )
+        leaving = [old[name] for name in (*result.removed, *result.changed)]
+        # A name that moves to another model leads to the old one until the new one is there.
+        kept = [
+            model
+            for model in leaving
+            if any(fleet.spec.resolve(each) not in (None, model.name) for each in model.names)
+        ]
+        for name in result.removed:
+            if old[name] not in kept:
+                supervisor.forget_model(old[name])
+        for name in result.changed:
+            await self._replace(old[name], is_kept=old[name] in kept)
+        for name in result.added:
+            await supervisor.add_fleet_model(name)
+        for model in kept:
+            supervisor.forget_model(model)
+        supervisor.change_fleet(fleet)
+        return result
 
     async def _replace(self, model: Model, *, is_kept: bool = False) -> Model:
         """End a model, add the model that replaces it, and return the new model.

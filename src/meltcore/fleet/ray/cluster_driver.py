@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from meltcore.common.errors import ConfigError, EngineDeadError, EngineEvictedError, EnginePendingError, MeltcoreError
-from meltcore.common.process import STDERR, describe_exit, end_async, start_async
+from meltcore.common.process import STDERR, describe_exit, end_async, start_async, start_call
 from meltcore.fleet.plan.cluster import left_out_text
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.models.checkpoints.checkpoint import is_on_hub
@@ -239,7 +239,9 @@ class ClusterDriver:
             nodes = await self.read_nodes([model] if must_load else [])
         except ConfigError as error:
             raise EnginePendingError(f"{reason}, and {error}") from error
-        await asyncio.to_thread(self._planner.read_sizes)  # a child process builds the models: 3 s and more
+        await asyncio.wrap_future(
+            start_call(self._planner.read_sizes)
+        )  # a child process builds the models: 3 s and more
         # Many engines may have lost their node with it. What is given to one is not free for the next, loaded or not.
         place = self._planner.elsewhere(start, nodes, self.places(), exits_by_failed_node)
         if place is None and start.node not in exits_by_failed_node:  # one that may fail is better than none
