@@ -14,9 +14,11 @@ from call_examples import write as write_calls
 from llguidance import LLMatcher
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.requests.protocol import Function
+from meltcore.serve.requests.protocol import ChatRequest, Function, decode_request
 from meltcore.serve.tasks.generation.call_grammar import call_grammar
+from meltcore.serve.tasks.generation.structured import requested_grammar
 from meltcore.serve.tasks.generation.text_function import text_function
+from meltcore.serve.tasks.generation.tools import tool_grammar
 from meltcore.text.answer_format import CALL_FORMATS, AnswerFormat, answer_format
 from meltcore.text.answer_parser import AnswerParser, ToolSet
 from meltcore.text.chat_template import ChatTemplate
@@ -136,6 +138,15 @@ def test_forced_answer_is_a_call_of_a_given_tool(
         joined = BETWEEN[name].join(good)
         assert accepts(form, joined)
         assert not accepts(form, joined, is_parallel=False)
+
+
+def test_answer_that_no_mark_tells_from_a_call_is_refused_by_the_field_that_was_sent() -> None:
+    tool = {"type": "function", "function": {"name": "ping"}}
+    fields = {"messages": [{"role": "user", "content": "x"}], "tools": [tool], "structured_outputs": {"regex": "a"}}
+    request = decode_request(msgspec.json.encode(fields), ChatRequest)
+    with pytest.raises(RequestError, match=r"^structured_outputs\.regex: nothing can enforce") as error:
+        tool_grammar(request, make_format("llama3_json"), requested_grammar(request))
+    assert error.value.param == "structured_outputs.regex"
 
 
 def test_calls_of_python_share_one_list() -> None:

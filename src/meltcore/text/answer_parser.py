@@ -129,10 +129,7 @@ class AnswerParser(CharacterReader):
     def take(self) -> tuple[list[str], list[CallDelta]]:
         """Return the reasoning and the parts of calls that have come since it was called last."""
         taken = self._reasoning, self._calls
-        if self._reasoning:
-            self._reasoning = []
-        if self._calls:
-            self._calls = []
+        self._reasoning, self._calls = [], []
         return taken
 
     def feed(self, text: str) -> str:

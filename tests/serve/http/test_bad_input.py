@@ -116,6 +116,10 @@ def test_body_that_is_not_a_json_object_is_400(server: RunningServer, body: byte
         ({"n": 1.5}, "n"),
         ({"n": True}, "n"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}]},
+            "tools[0].function.parameters.properties",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"reasoning_effort": "utmost"}, "reasoning_effort"),
@@ -133,6 +137,15 @@ def test_body_that_is_not_a_json_object_is_400(server: RunningServer, body: byte
         ({"response_format": schema_format({}, name="a b")}, "response_format.json_schema.name"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 2, "max_tokens": 3}, "min_tokens"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        (
+            {
+                "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}],
+                "response_format": {"type": "json_object"},
+                "continue_final_message": True,
+            },
+            "continue_final_message",
+        ),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),

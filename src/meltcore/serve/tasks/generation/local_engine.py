@@ -23,7 +23,12 @@ from meltcore.serve.tasks.generation.generation_ticket import BestOf, Choice, Ec
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, decode, encode_all, encode_prompts, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, num_answers, params_of_answer, sampling_params
-from meltcore.serve.tasks.generation.structured import MAX_MESSAGE_CHARS, grammar_of_answer, requested_grammar
+from meltcore.serve.tasks.generation.structured import (
+    MAX_MESSAGE_CHARS,
+    check_beside_grammar,
+    grammar_of_answer,
+    requested_grammar,
+)
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
 from meltcore.serve.tasks.generation.tools import requested_tools, template_variables, tool_grammar
 from meltcore.settings.fleet_spec import ModelSection
@@ -209,6 +214,7 @@ class LocalEngine(EngineBackend):
                 requested, answer_format = limited, None
         if requested is None:
             return [None] * len(prompts)
+        check_beside_grammar(request, requested.param)
         checked = await self._text.grammars.check(requested, self.stats)
         if num_choices * len(checked.text) > MAX_MESSAGE_CHARS:
             raise RequestError(

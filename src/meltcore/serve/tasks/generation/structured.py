@@ -147,6 +147,17 @@ def requested_grammar(request: ChatRequest | CompletionRequest) -> RequestedGram
     return None
 
 
+def check_beside_grammar(request: ChatRequest | CompletionRequest, param: str) -> None:
+    """Raise RequestError (400) for a field that a grammar, which the field `param` asks for, would ignore."""
+    for name in ("min_tokens", "ignore_eos", "continue_final_message"):
+        if getattr(request, name, None):
+            raise RequestError(
+                f"{name} is not possible beside {param}, whose grammar says how the answer begins and ends; "
+                "leave out one of both",
+                param=name,
+            )
+
+
 def grammar_of_answer(text: str, answer_format: AnswerFormat | None, prompt: Sequence[int]) -> Grammar:
     """Return a grammar for the answer to a prompt. It applies after the reasoning, where the model may reason."""
     reasoning_ids = None if answer_format is None else answer_format.reasoning_ids

@@ -67,6 +67,11 @@ def _check_tools(tools: list[Tool]) -> None:
                 param=f"{where}.name",
             )
         _check_depth(function.parameters, f"{where}.parameters")
+        if not isinstance((function.parameters or {}).get("properties") or {}, dict):
+            raise RequestError(
+                f"{where}.parameters.properties must be an object with a schema for each parameter",
+                param=f"{where}.parameters.properties",
+            )
         if (function.parameters or {}).get("type", "object") != "object":
             found = str(function.parameters and function.parameters["type"])[:80]
             raise RequestError(
@@ -87,7 +92,7 @@ def tool_grammar(request: ChatRequest, form: AnswerFormat, answer: RequestedGram
     is_strict = any(function.strict for function in functions)
     if not functions or choice == "none" or not (is_forced or is_strict or answer is not None):
         return answer
-    param = "tool_choice" if is_forced else "tools" if is_strict else "response_format"
+    param = "tool_choice" if is_forced else "tools" if is_strict or answer is None else answer.param
     if isinstance(choice, NamedTool):
         functions = [function for function in functions if function.name == choice.function.name]
     is_parallel = request.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
@@ -101,7 +106,7 @@ def tool_grammar(request: ChatRequest, form: AnswerFormat, answer: RequestedGram
     if len(candidates) < len(found):
         raise RequestError(
             f"{param}: nothing can enforce how this model calls; leave out strict, grammars of tools, "
-            "response_format, and a tool_choice that forces a call",
+            "structured output, and a tool_choice that forces a call",
             param=param,
         )
     return RequestedGrammar(param, candidates, tuple(dict.fromkeys(weakened)))
