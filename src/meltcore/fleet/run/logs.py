@@ -132,12 +132,13 @@ class _Tail:
 
     def lines(self) -> Iterator[str]:
         """Yield new lines without their line ends."""
-        if self._file is None:
-            try:
-                self._file = self._path.open("rb")
-            except OSError:  # not written yet
-                return
-        if self._path.stat().st_size < self._file.tell():  # it has begun anew
+        try:
+            status = self._path.stat()
+            if self._file is None or status.st_ino != os.fstat(self._file.fileno()).st_ino:  # another fleet has begun
+                self._file, self.rest = self._path.open("rb"), b""
+        except OSError:  # not written yet
+            return
+        if status.st_size < self._file.tell():  # it has begun anew
             self._file.seek(0)
             self.rest = b""
         while block := self._file.read(_BLOCK_BYTES):
