@@ -24,10 +24,11 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.options import Size
 from meltcore.common.process import LoggedProcess, call_with_timeout, start_ticks
 from meltcore.fleet import daemon
+from meltcore.fleet.admin import admin
 from meltcore.fleet.admin.operations import FleetOperations
 from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.plan.planned import no_planner
-from meltcore.fleet.run.logs import find_logs, log_folder, log_path
+from meltcore.fleet.run.logs import _Tail, find_logs, log_folder, log_path
 from meltcore.fleet.supervisor import FleetOptions
 from meltcore.serve.api_server import APIServer
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection, ServerSection, TimeoutsSection
@@ -127,20 +128,76 @@ def write_record(command: str, port: int, log: str = "") -> None:
 
 
 @pytest.mark.parametrize("command", [["reload"], ["restart"], ["sleep", "a"], ["wake", "a"]], ids=lambda each: each[0])
-def test_interrupted_change_of_a_fleet_says_that_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_interrupted_change_of_a_fleet_says_that_it_goes_on_once_it_was_sent(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    is_sent: bool,
 ) -> None:
-    def interrupt(*_: object, **__: object) -> None:
+    async def interrupt(connecting: Any, *_: object) -> None:
+        if is_sent:
+            await connecting
+        connecting.close()
         raise KeyboardInterrupt
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     write_record("up", 8001)
-    monkeypatch.setattr("meltcore.fleet.admin.admin.call_admin", interrupt)
+    monkeypatch.setattr("meltcore.fleet.admin.admin.connect", AsyncMock())
+    monkeypatch.setattr("meltcore.fleet.admin.admin.ask", interrupt)
     assert main(command) == 130
     assert capsys.readouterr().err.splitlines() == [
-        "meltcore: the fleet goes on with it; `meltcore ps` shows its models",
+        *(["meltcore: the fleet goes on with it; `meltcore ps` shows its models"] if is_sent else []),
         f"meltcore {command[0]}: interrupted",
     ]
+
+
+def test_change_that_meets_the_end_of_a_fleet_says_so() -> None:
+    """The answer was a traceback of the server, and a draining model was said not to exist."""
+    model = SimpleNamespace(name="a", names=("a", "b"), status="draining", reason="the server is going down")
+    operations = FleetOperations(SimpleNamespace(models={0: model}), Mock())  # type: ignore[arg-type]
+    for change in (operations.restart, operations.sleep, operations.wake):
+        with pytest.raises(ConfigError, match="b is draining: the server is going down"):
+            asyncio.run(change("b"))
+
+    async def cancelled(_model: str | None) -> None:
+        raise asyncio.CancelledError
+
+    request: Any = SimpleNamespace(headers={}, query_params={})
+    answer = asyncio.run(admin._endpoint(cancelled)(request))
+    assert (answer.status_code, json.loads(answer.body)) == (503, {"error": "the fleet is going down"})
+
+
+def test_restart_of_all_models_that_fails_says_what_was_restarted() -> None:
+    models: dict[int, Any] = {
+        at: SimpleNamespace(name=name, names=(name,), status="ready", limits=1, replace_engines=AsyncMock())
+        for at, name in enumerate("abcd")
+    }
+    models[2].replace_engines.side_effect = ConfigError("no memory")
+    supervisor: Any = SimpleNamespace(
+        models=models, fleet=PlacedFleet(FleetSpec(models={"a": ModelSection(url="http://h")}))
+    )
+    error = "c did not come back: no memory; restarted before: a, b; not restarted: d"
+    with pytest.raises(ConfigError, match=error):
+        asyncio.run(FleetOperations(supervisor, Mock()).restart(None))
+
+
+@pytest.mark.parametrize("rename", [True, False], ids=["written anew", "missing for a while"])
+def test_logs_that_are_followed_go_on_in_the_files_of_the_next_fleet(tmp_path: Path, rename: bool) -> None:
+    """`logs -f` ended with FileNotFoundError after `down` and `up`, or followed the deleted file for ever."""
+    path = tmp_path / "a.log"
+    path.write_text("first\n")
+    tail = _Tail(path)
+    assert list(tail.lines()) == ["first"]
+    if rename:
+        (tmp_path / "new").write_text("of the second fleet\n")
+        (tmp_path / "new").rename(path)
+    else:
+        path.rename(tmp_path / "held")  # so that its inode is not used again
+        assert list(tail.lines()) == []
+        path.write_text("of the second fleet\n")
+    assert list(tail.lines()) == ["of the second fleet"]
 
 
 def test_ps_says_of_which_model_a_reason_is(

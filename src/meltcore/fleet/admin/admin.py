@@ -30,7 +30,7 @@ from meltcore.protocol.sockets import ADMIN_SOCKET
 from meltcore.serve.http.http_server import EmbeddedServer
 from meltcore.serve.http.origins import host_name, is_loopback
 from meltcore.serve.requests.metrics import Metrics
-from meltcore.serve.upstream.http_connection import UpstreamError, ask, connect
+from meltcore.serve.upstream.http_connection import UpstreamConnection, UpstreamError, ask, connect
 
 _START_LIMIT_S, _START_POLL_S = 10.0, 0.005
 _CLOSE_LIMIT_S = 2.0
@@ -111,6 +111,8 @@ def _endpoint(operation: Callable[[str | None], Awaitable[Any]]) -> Callable[[Re
             return _refusal(request) or _json(await operation(request.query_params.get("model")))
         except MeltcoreError as error:
             return _json({"error": str(error)}, 409)
+        except asyncio.CancelledError:  # uvicorn ends its requests when the fleet ends
+            return _json({"error": "the fleet is going down"}, 503)
 
     return answer
 
@@ -122,14 +124,27 @@ def _json(content: Any, status: int = 200) -> Response:
 def call_admin(path: str, method: str, route: str, limit_s: float = _PS_LIMIT_S, **query: str) -> Any:
     """Send a request to the fleet whose admin socket is at `path`, and return the answer.
 
-    Raises ConfigError with the fleet's message if the fleet refuses the request or does not answer.
+    Ctrl-C ends the wait alone; a line says so once a change has been sent. Raises ConfigError with the fleet's message
+    if the fleet refuses the request or does not answer.
     """
+    has_connected = False
+
+    async def connect_fleet() -> UpstreamConnection:
+        nonlocal has_connected
+        connection = await connect(path, None, limit_s)
+        has_connected = True  # `ask` sends the request without another wait
+        return connection
+
     target = f"{route}?{urlencode(query)}" if query else route
     request = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode()
     try:
-        answer = asyncio.run(ask(connect(path, None, limit_s), request, limit_s))
+        answer = asyncio.run(ask(connect_fleet(), request, limit_s))
     except UpstreamError as error:
         raise ConfigError(f"the fleet does not answer at {path}: {error}") from error
+    except KeyboardInterrupt:
+        if has_connected and method == "POST":
+            print("meltcore: the fleet goes on with it; `meltcore ps` shows its models", file=sys.stderr)
+        raise
     try:
         content = msgspec.json.decode(answer.body)
     except msgspec.DecodeError as error:
@@ -140,12 +155,5 @@ def call_admin(path: str, method: str, route: str, limit_s: float = _PS_LIMIT_S,
 
 
 def change_fleet(path: str, route: str, **query: str) -> Any:
-    """Send a request to change the fleet whose admin socket is at `path`, and return the answer.
-
-    Ctrl-C ends the wait alone, and a line says so. Raises ConfigError as `call_admin`.
-    """
-    try:
-        return call_admin(path, "POST", route, _CHANGE_LIMIT_S, **query)
-    except KeyboardInterrupt:
-        print("meltcore: the fleet goes on with it; `meltcore ps` shows its models", file=sys.stderr)
-        raise
+    """Send a request to change the fleet whose admin socket is at `path`, and return the answer, as `call_admin`."""
+    return call_admin(path, "POST", route, _CHANGE_LIMIT_S, **query)

@@ -116,14 +116,21 @@ class FleetOperations:
         """Replace the engines of the model `name`, or of all models, one after another. Return the names of the models.
 
         Raises ConfigError if the name is unknown, or if an engine does not come back. The remaining engines are then
-        not replaced.
+        not replaced; the error names both kinds of models.
         """
         self._planner()  # raises if the server cannot be changed
         async with self._lock:
             models = list(self._supervisor.models.values()) if name is None else [self._find(name)]
-            for model in models:
-                await self._restart(model)
-            return [model.name for model in models]
+            names = [model.name for model in models]
+            for at, model in enumerate(models):
+                try:
+                    await self._restart(model)
+                except ConfigError as error:
+                    if name is not None:
+                        raise
+                    done, left = (", ".join(part) or "none" for part in (names[:at], names[at + 1 :]))
+                    raise ConfigError(f"{error}; restarted before: {done}; not restarted: {left}") from error
+            return names
 
     async def sleep(self, name: str) -> str:
         """Put a sleepable model to sleep until a request wakes it. Return the model's name.
@@ -147,13 +154,17 @@ class FleetOperations:
 
     def _find(self, name: str) -> Model:
         models = self._supervisor.models.values()
-        for model in models:
-            if name in model.names and model.status != "draining":
-                return model
+        found = [model for model in models if name in model.names]
+        if staying := [model for model in found if model.status != "draining"]:
+            return staying[0]
+        if found:
+            raise ConfigError(f"{name} is draining: {found[0].reason}")
         known = ", ".join(model.name for model in models)
         raise ConfigError(f"there is no model {name!r} in the fleet; it has {known}")
 
     async def _restart(self, model: Model) -> None:
+        if model.status == "draining":
+            raise ConfigError(f"{model.name} is draining: {model.reason}")
         try:
             if isinstance(model, UpstreamModel) or model.limits is not None:
                 await model.replace_engines(self._supervisor.fleet.spec.timeouts.drain_s)
