@@ -45,13 +45,13 @@ from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLaunch
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, new_log_folder
 from meltcore.fleet.run.replica import Replica, ReplicaState
 from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
-from meltcore.fleet.run.served_model import ServedModel
+from meltcore.fleet.run.served_model import ServedModel, find_on_thread
 from meltcore.fleet.run.start_gate import StartGate
 from meltcore.fleet.run.supervised_model import ServerContext, wait_while
 from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.run.worker_pool import WorkerPool, worker_count
 from meltcore.fleet.swap.mps import MpsDaemon
-from meltcore.fleet.swap.turns import Turns
+from meltcore.fleet.swap.turns import CPU, Turns, device_bytes
 from meltcore.protocol.channel import EndRequests
 from meltcore.protocol.shell import ForgetClient
 from meltcore.protocol.sockets import SocketFolder
@@ -60,7 +60,6 @@ from meltcore.serve.http.listener import Acceptor, bind, raise_file_limit
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.settings.config import PriorityClass
 from meltcore.settings.fleet_spec import FleetSpec
 
@@ -269,16 +268,27 @@ class Supervisor:
         engines_ended.cancel()
         return EXIT_FAILED if pool_failed.done() else 0
 
-    async def start_each(self) -> None:
-        """Start API servers, engines and servers of commands. Each model becomes ready independently."""
+    async def start_each(self) -> bool:
+        """Start API servers, engines and servers of commands. Return False if a signal arrives before the first engine.
+
+        Each model becomes ready independently. Raises ConfigError if the cluster cannot be reached.
+        """
+        starting, stop = asyncio.create_task(self._start_servers()), asyncio.create_task(self._stop.wait())
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting}, timeout=CANCEL_LIMIT_S)
+            return False
+        starting.result()
+        # Engines with a budget first, together: one without takes all that is free of its GPU. Other servers last.
+        for name in sorted(self.fleet.spec.models, key=self._start_order):
+            await self.add_fleet_model(name)
+        self.turns.start()
+        return True
+
+    async def _start_servers(self) -> None:
         await self._launcher.connect()
         await self._pool.start()
-        # Engines with a budget first, together: one without takes all that is free of its GPU. Other servers last.
-        names = sorted(self.fleet.spec.models, key=self._start_order)
-        found = {name: asyncio.create_task(self._find_task(name)) for name in names}
-        for name in names:
-            self._add_and_load(name, await found[name])
-        self.turns.start()
 
     def _start_order(self, name: str) -> int:
         model = self.fleet.spec.models[name]
@@ -311,25 +321,7 @@ class Supervisor:
 
         Its task `loading` is done when the model is ready or has failed.
         """
-        return self._add_and_load(name, await self._find_task(name))
-
-    async def _find_task(self, name: str) -> Task | MeltcoreError | None:
-        """Return the task of a model's checkpoint, or the error that prevents it. Upstream models have None."""
-        config, limit_s = self.fleet.spec.models[name], self.fleet.spec.timeouts.start_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await asyncio.to_thread(find_task, config) if config.kind == "engine" else None
-        except TimeoutError:
-            return ConfigError(f"its configuration was not read within {limit_s:g} s (timeouts.start_s)")
-        except MeltcoreError as error:
-            return error
-
-    def _add_and_load(self, name: str, task: Task | MeltcoreError | None) -> ServedModel | UpstreamModel:
-        if isinstance(task, MeltcoreError):
-            failed = self._add_model(name, None)
-            failed.fail(self._options.policy.error_text(name, task))
-            return failed
-        model = self._add_model(name, task)
+        model = self._add_model(name, None)
         self.turns.add(model)
         model.loading = asyncio.create_task(self._load_model(model))
         return model
@@ -357,12 +349,25 @@ class Supervisor:
         self._pool.broadcast(message)
 
     async def _load_model(self, model: ServedModel | UpstreamModel) -> None:
+        try:
+            await model.prepare()
+        except ConfigError as error:
+            model.fail(str(error))
+            return
+        await self._wait_for_budgets(model)
         await model.load_or_fail()
         if isinstance(model, ServedModel):
             print_ready([model], self._stats.api_servers)
 
+    async def _wait_for_budgets(self, model: ServedModel | UpstreamModel) -> None:
+        """Let an engine that takes all free memory of its GPUs wait until the models added before it begin to load."""
+        gpus = {device for device, size in device_bytes(model).items() if size is None and device != CPU}
+        for other in list(self.models.values()):
+            if other.number < model.number and not gpus.isdisjoint(device_bytes(other)):
+                await other.prepared.wait()
+
     def _add_model(self, name: str, task: Task | None) -> ServedModel | UpstreamModel:
-        """Add a model. `task` is None for upstream servers, and for a model of an unknown task."""
+        """Add a model. `task` is None for upstream servers, and for a model whose task is found later."""
         number, config = next(self._numbers), self.fleet.spec.models[name]
         stats = self._stats.add_model(number, config.replicas)
         if config.kind != "engine":
@@ -408,7 +413,7 @@ class Supervisor:
     async def _load(self) -> None:
         """Start API servers and engines. Raises MeltcoreError if one of them cannot serve."""
         spec = self.fleet.spec
-        tasks = {name: await asyncio.to_thread(find_task, model) for name, model in spec.engines.items()}
+        tasks = {name: await find_on_thread(model) for name, model in spec.engines.items()}
         await self._pool.start()
         for name in spec.models:
             self._add_model(name, tasks.get(name))

@@ -55,13 +55,15 @@ class StatusChanged(msgspec.Struct, tag="status", frozen=True):
 
 
 class AddModel(msgspec.Struct, tag="add_model", frozen=True):
-    """Adds a model. The descriptor of the model's statistics comes with the message.
+    """Adds a model, or replaces the model of this number, whose task was unknown.
+
+    The descriptor of the model's statistics comes with the message.
 
     The process loads the tokenizer of a model of Meltcore's own engines. For a model of other servers it answers with
     `ModelOpened`.
 
     Args:
-        task: The model's task. None means that the task is unknown, because the model cannot be loaded.
+        task: The model's task. None means that the task is unknown: it is looked up, or cannot be found.
         engines: The number of each replica's engine, which names the folder of its sockets. None stands for a replica
             without an engine.
         urls: The address of each replica of a model of other servers.

@@ -101,6 +101,8 @@ class APIServer:
         if isinstance(message, AddConnection):
             self._add_connection(descriptors)
         elif isinstance(message, AddModel):
+            if message.model in self._models:  # its task was unknown
+                self._remove_model(message.model)
             self._add(message, descriptors)
             for missed_message in (message.open, message.status):
                 if missed_message is not None and message.model in self._models:

@@ -281,8 +281,6 @@ class FleetOperations:
             error = f"{reason}, and {limit_s:g} s were not enough for this answer"
             self._supervisor.broadcast(EndRequests(model.number, error, 503, "model_stopping"))
             await wait_while(lambda: model.stats.total("in_flight"), _END_LIMIT_S)
-        if model.loading is not None:
-            model.loading.cancel()
         await model.stop()
         # An API server may have accepted a request after its count was read, before it knew that the model drains.
         self._supervisor.broadcast(EndRequests(model.number, reason, 503, "model_stopping"))

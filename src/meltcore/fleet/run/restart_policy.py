@@ -61,13 +61,13 @@ class RestartPolicy(ABC):
     max_early_deaths: int
 
     @abstractmethod
-    async def start(self, load_all: Callable[[], Awaitable[bool]], start_each: Callable[[], Awaitable[None]]) -> bool:
+    async def start(self, load_all: Callable[[], Awaitable[bool]], start_each: Callable[[], Awaitable[bool]]) -> bool:
         """Start the models of a server. Return False if a signal arrived before they could serve, or else True.
 
         Args:
             load_all: loads all models, and returns False if a signal arrives before all serve. Raises MeltcoreError.
-            start_each: begins to load each model, which becomes ready or fails independently of the others. Raises
-                ConfigError if the cluster cannot be reached.
+            start_each: begins to load each model, which becomes ready or fails independently of the others. Returns
+                False if a signal arrives before. Raises ConfigError if the cluster cannot be reached.
         """
 
     @abstractmethod
@@ -146,7 +146,7 @@ class NeverRestart(RestartPolicy):
 
     max_early_deaths = 0
 
-    async def start(self, load_all: Callable[[], Awaitable[bool]], start_each: Callable[[], Awaitable[None]]) -> bool:
+    async def start(self, load_all: Callable[[], Awaitable[bool]], start_each: Callable[[], Awaitable[bool]]) -> bool:
         """Load all models before requests are answered."""
         return await load_all()
 
@@ -222,10 +222,9 @@ class RestartAfterPause(RestartPolicy):
     probe_limit_s: float = 120.0  # for the answer to the readiness request
     max_early_deaths: int = 3
 
-    async def start(self, load_all: Callable[[], Awaitable[bool]], start_each: Callable[[], Awaitable[None]]) -> bool:
-        """Begin to load each model, and return True."""
-        await start_each()
-        return True
+    async def start(self, load_all: Callable[[], Awaitable[bool]], start_each: Callable[[], Awaitable[bool]]) -> bool:
+        """Begin to load each model."""
+        return await start_each()
 
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
         """Never return, because a reload may add a model at any time."""

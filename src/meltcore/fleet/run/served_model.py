@@ -11,7 +11,9 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
+from threading import Thread
 from typing import Any, Literal
 
 import msgspec
@@ -29,6 +31,7 @@ from meltcore.protocol.engines import FromEngine, shared_stats
 from meltcore.protocol.shell import Asleep, Awake, EngineOutputs, EngineReady, Loading, Sleep, Wake
 from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.requests.stats import ModelStats
+from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.settings.fleet_spec import ModelSection
 
 
@@ -45,7 +48,7 @@ class ServedModel(SupervisedModel[Replica]):
         stats: ModelStats,
         parts: ServerContext,
     ) -> None:
-        """Create the engines, and add the model to all API servers. `task` is None if the task is unknown."""
+        """Create the engines, and add the model to all API servers. `task` is None if `prepare` shall find the task."""
         super().__init__(
             number,
             (name, *config.aliases),
@@ -61,11 +64,34 @@ class ServedModel(SupervisedModel[Replica]):
         self.synthetic_tokenizer = False
         for replica in replicas:
             replica.process = self._new_engine(replica)
-        engines: list[int | None] = [None] * len(replicas)
-        task_name = None if task is None else task.name
-        parts.pool.add_model(AddModel(number, name, config, task_name, engines))
+        self._add_to_api_servers(None if task is None else task.name)
+
+    def _add_to_api_servers(self, task: str | None) -> None:
+        """Add the model to all API servers. From the second call on it replaces the model, whose task was unknown."""
+        engines: list[int | None] = [None] * len(self.replicas)
+        self._parts.pool.add_model(AddModel(self.number, self.name, self.config, task, engines))
 
     # --- starting
+
+    async def prepare(self) -> None:
+        """Find the task of the checkpoint, which may download its configuration, within `timeouts.start_s`.
+
+        API servers then load what they need for the task. Raises ConfigError if the task cannot be found.
+        """
+        limit_s, policy = self._parts.timeouts.start_s, self._parts.policy
+        try:
+            async with asyncio.timeout(limit_s):
+                self.task = await find_on_thread(self.config)
+        except TimeoutError:
+            raise ConfigError(f"its configuration was not read within {limit_s:g} s (timeouts.start_s)") from None
+        except MeltcoreError as error:
+            raise ConfigError(policy.error_text(self.name, error)) from error
+        except Exception as error:  # a fault of ours, which must not leave the model loading
+            raise ConfigError(f"its configuration cannot be read: {error!r}") from error
+        finally:
+            self.prepared.set()
+        self.stats.task = self.task.name
+        self._add_to_api_servers(self.task.name)
 
     async def load(self) -> None:
         """Start all engines, and accept requests for the model. Raises MeltcoreError if the model cannot serve."""
@@ -333,3 +359,21 @@ class ServedModel(SupervisedModel[Replica]):
             progress_note = f" ({message.fraction:.0%})" if message.fraction else ""  # unknown for many stages
             if self.status == "loading":
                 self.set_status("loading", f"loading: {message.stage}{progress_note}")
+
+
+async def find_on_thread(config: ModelSection) -> Task:
+    """Return the task of a model, as `find_task` does. Raises the errors of `find_task`.
+
+    A hub that does not answer holds up a thread of this model alone. The thread does not delay the end of the process.
+    """
+    found: Future[Task] = Future()
+    found.set_running_or_notify_cancel()  # the thread sets its result even if nobody waits any more
+
+    def find() -> None:
+        try:
+            found.set_result(find_task(config))
+        except Exception as error:  # raised again where it is awaited
+            found.set_exception(error)
+
+    Thread(target=find, daemon=True).start()
+    return await asyncio.wrap_future(found)

@@ -77,6 +77,7 @@ class SupervisedModel(ABC, Generic[_R]):
         self.reason = "loading: starting"
         self.all_ended = asyncio.Event()  # no replica will serve again
         self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
+        self.prepared = asyncio.Event()  # it is known what a fleet's model needs to load, or that it cannot load
         self.may_run = asyncio.Event()  # cleared while the model sleeps: no process is started
         self.changing = asyncio.Lock()  # held to put it to sleep, to wake it, or to replace its processes
         if not is_sleepable:
@@ -140,6 +141,10 @@ class SupervisedModel(ABC, Generic[_R]):
         return default
 
     # --- starting and ending
+
+    async def prepare(self) -> None:
+        """Find out what the model needs to load, before `load`. Raises ConfigError if it cannot load."""
+        self.prepared.set()
 
     async def _start_all(self) -> None:
         """Start all replicas and wait for them. Raises MeltcoreError if the policy decides that the model cannot serve.
@@ -240,11 +245,14 @@ class SupervisedModel(ABC, Generic[_R]):
 
     async def fail_loading(self, reason: str) -> None:
         """End the start of a model that takes too long to load for the first time."""
+        await self._cancel_loading()
+        await self._stop_all()
+        self.fail(reason)
+
+    async def _cancel_loading(self) -> None:
         if self.loading is not None:
             self.loading.cancel()
             await asyncio.gather(self.loading, return_exceptions=True)
-        await self._stop_all()
-        self.fail(reason)
 
     def fail(self, reason: str) -> None:
         """Refuse requests from now on. `reason` says why the model could not be loaded."""
@@ -258,13 +266,17 @@ class SupervisedModel(ABC, Generic[_R]):
         return reason
 
     def drain(self, reason: str) -> None:
-        """Refuse new requests. Open requests continue, and a process that ends is not started again."""
+        """Refuse new requests, and load no further. Open requests continue, and an ended process stays ended."""
         self._draining = True
+        self.prepared.set()  # others do not wait for it any more
+        if self.loading is not None:
+            self.loading.cancel()
         self.set_status("draining", reason)
 
     async def stop(self) -> None:
-        """End all processes now."""
+        """End all processes now, and the start of a model that is loading."""
         self._draining = True
+        await self._cancel_loading()
         await self._stop_all()
 
     def kill(self) -> None:

@@ -158,12 +158,6 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         subject = f"the server of {self.name}" + (f" (replica {server.index})" if len(self.replicas) > 1 else "")
         self._parts.report(f"{subject} {what}: {reason}; {plan}")
 
-    async def stop(self) -> None:
-        """End all processes now."""
-        if self._elsewhere and self.loading is not None:
-            self.loading.cancel()
-        await super().stop()
-
     # --- sleeping
 
     async def sleep_process(self, server: UpstreamServer, keep: Literal["host", "disk"], limit_s: float) -> bool:

@@ -24,6 +24,8 @@ TICK_S = 0.02
 # A request that was refused because its model would wake too late keeps it wanted for so long.
 WANTED_S = 60.0
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # of a wake that failed
+# From the start of a fleet on: for so long first loads wait for models whose tasks are not known, to keep their order.
+ORDER_LIMIT_S = 5.0
 
 
 class Turns:
@@ -43,6 +45,7 @@ class Turns:
         self._failures: Counter[int] = Counter()  # of wakes in a row
         self._swaps: set[asyncio.Task[None]] = set()
         self._run: asyncio.Task[None] | None = None
+        self._ordered_until_s = 0.0
 
     def change_config(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
         """Use the settings of another plan, in which the memory for models that take turns may differ."""
@@ -69,8 +72,10 @@ class Turns:
     def start(self) -> None:
         """Begin to load and swap models, after all models of the start were added.
 
-        The models of the most urgent class are loaded last, so they stay awake.
+        The models of the most urgent class are loaded last, so they stay awake. Only a model whose task is found later
+        than ORDER_LIMIT_S may come after them.
         """
+        self._ordered_until_s = time.monotonic() + ORDER_LIMIT_S
         self._run = asyncio.create_task(self._run_until_cancelled())
 
     def remove(self, model: Model) -> None:
@@ -146,7 +151,9 @@ class Turns:
         if model.status == "failed":
             return Demand()
         if model.is_loading:  # the most urgent class last: it stays awake
-            return Demand(-CLASSES.index(model.priority_class), is_forced=True)
+            is_ordered = now_s > self._ordered_until_s or all(each.prepared.is_set() for each in self._models.values())
+            can_load = is_ordered and model.prepared.is_set() and model.status != "draining"
+            return Demand(-CLASSES.index(model.priority_class), is_forced=True) if can_load else Demand()
         rank = next((index for index, name in enumerate(CLASSES) if stats.total(f"queue_requests/{name}")), None)
         wanted_s = stats.max_value("wanted_s")
         if rank is None and now_s - wanted_s < WANTED_S and wanted_s > self._woke_s.get(key, 0.0):
