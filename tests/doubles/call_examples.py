@@ -171,7 +171,7 @@ ODD: dict[str, list[Example]] = {
         Example("<tool_call>\n<function=ping>\n</function>\n<function=ping>\n</function>\n</tool_call>", "", [_G, _G]),
         Example("a<tool_call>\n<function=ping>\n</function>\n</tool_call>b", "ab", [_G]),
         _text("<tool_call> or <function="),
-        _text("<tool_call>\n<function=get>\n<parameter=place>\nBo"),
+        Example("<tool_call>\n<function=get>\n<parameter=place>\nBo", "", []),  # cut
     ],
     "llama3_json": [
         Example('<|python_tag|>{"name": "ping", "parameters": {}}', "", [_G]),
@@ -185,7 +185,7 @@ ODD: dict[str, list[Example]] = {
         _text('{"name": "Ann", "age": 3}'),
         _text('{"name": {"first": "Ann"}}!'),
         _text("if (x) { return; }"),
-        _text('{"name": "get", "parameters": {"place": '),
+        Example('{"name": "get", "parameters": {"place": ', "", []),  # cut
         _text("{"),
     ],
     "mistral": [
@@ -204,7 +204,7 @@ ODD: dict[str, list[Example]] = {
         Example("[TOOL_CALLS]ping{}", "", [_G]),
         _text("[TOOL_CALLS]ping [ARGS] {}"),
         Example('Hm.[TOOL_CALLS]get[ARGS]{"place": "Bonn"}', "Hm.", [_F]),
-        _text('[TOOL_CALLS]get[ARGS]{"place": '),
+        Example('[TOOL_CALLS]get[ARGS]{"place": ', "", []),  # cut
         _text("[TOOL_CALLS]ping[ARGS]"),
     ],
     "pythonic": [
@@ -231,7 +231,7 @@ ODD: dict[str, list[Example]] = {
         Example("<start_function_call>call:get{place:Bonn}<end_function_call>", "", [_F]),
         Example("<start_function_call>call:get{place:12}<end_function_call>", "", [("get", {"place": "12"})]),
         Example("Hm.<start_function_call>call:ping{}<end_function_call>", "Hm.", [_G]),
-        _text("<start_function_call>call:get{place:<escape>Bo"),
+        Example("<start_function_call>call:get{place:<escape>Bo", "", []),  # cut
         _text("<start_function_call>ping"),
         _text("<start_function_call>call:get{place}<end_function_call>"),
     ],

@@ -65,6 +65,15 @@ def test_calls_through_a_template_are_read_back_equal(name: str) -> None:
             assert parse(form, pieces, TOOLS) == (content, "", calls)
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_arguments_of_a_cut_call_are_shown(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name])
+    cut = ToolCall("abcdefg00", CalledFunction("get", '{"place": "Bonn'))
+    sent_back: Any = template_calls([cut], "tool_calls", template)
+    messages: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": sent_back}]
+    assert "Bonn" in template.render(messages)
+
+
 def test_numbers_keep_their_digits() -> None:
     """msgspec reads integers beyond 64 bits as JSON has them."""
     assert msgspec.json.decode("123456789012345678901234567890") == 123456789012345678901234567890

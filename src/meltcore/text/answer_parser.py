@@ -2,8 +2,8 @@
 
 One machine reads all families of models. It takes characters, and the ids of marks, and passes on what is certain. Text
 that may still become a mark is held back. A call is certain when it is complete; the beginning of its arguments is
-passed on before, since arguments may be long. If a call then breaks or ends too early, it is marked as broken, and all
-its characters are text again. So nothing that a model writes is lost, and no answer is an error.
+passed on before, since arguments may be long. If a call then breaks, it is marked as broken, and all its characters are
+text again. If the answer ends within the arguments, the call stays a call and is marked as cut. No answer is an error.
 
 The work is linear. The machine consumes what it reads, and text that is given back is read once more at most, from the
 last mark within.
@@ -34,7 +34,7 @@ from meltcore.text.call_scanners import (
 )
 
 _BLANKS, _NAME, _WORD = re.compile(r"[ \t\r\n]+"), re.compile(r"[\w.:/-]+"), re.compile(r"\w+")
-_XML_NAME = re.compile(r"[^\s<>]+")
+_XML_NAME, _XML_PARTS = re.compile(r"[^\s<>]+"), ("</function>", "<parameter=")
 # An object up to its arguments, as nearly all models write it. What is written otherwise is read as a whole.
 _HEADER = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
@@ -65,7 +65,7 @@ class CallDelta(NamedTuple):
     call_index: int
     name: str | None = None
     arguments: str = ""
-    end: Literal["complete", "broken"] | None = None
+    end: Literal["complete", "broken", "cut"] | None = None
 
     @property
     def size(self) -> int:
@@ -104,7 +104,7 @@ class AnswerParser(CharacterReader):
         self._has_text = False
         self._raw_head = 0  # characters of it that have led to the call
         self._num_opened = self._num_complete = 0
-        self._is_open = False
+        self._is_open = self._is_over = False
         self._steps: Steps | None = None
         if self._format is not None:
             self.mark_ids = form.mark_ids
@@ -153,6 +153,7 @@ class AnswerParser(CharacterReader):
 
     def end(self) -> str:
         """Return the rest of the text, after the last token."""
+        self._is_over = True
         self._settle()
         if self._space and not self._num_complete:
             self._answer += self._space
@@ -245,18 +246,20 @@ class AnswerParser(CharacterReader):
         return bool((yield from self._peek("<function=" if form.body == "xml" else "{")))
 
     def _give_back(self, form: CallFormat) -> None:
-        """Make text of what was no call. Reading continues at the last mark within."""
-        if self._is_open:
-            self._is_open = False
-            self._add(CallDelta(self._num_opened - 1, end="broken"))
-        raw = "".join(self._raw)
-        self._raw = []
+        """Make text of what was no call. Reading continues at the last mark within. A call that is cut stays one."""
+        raw, rest, is_open = "".join(self._raw), self._buffer[self._at :], self._is_open
+        self._raw, self._is_open = [], False
         marks = (mark if len(mark) > 1 else f"\n{mark}" for mark in form.opens)
         at = max(raw.rfind(mark, self._raw_head) for mark in marks)
         if at < 0 and not self._has_ended and (held := find_marks(form.opens).held(raw, self._raw_head)):
             at = len(raw) - held  # a mark begins there
+        is_cut = is_open and self._is_over and at < 0 and any(each.startswith(rest) for each in _XML_PARTS)
+        end: Literal["cut", "broken"] = "cut" if is_cut else "broken"
+        if is_open and self._add(CallDelta(self._num_opened - 1, end=end)) and is_cut:
+            self._at, self._space = len(self._buffer), []
+            return
         if at >= 0:
-            self._buffer, self._at = raw[at:] + self._buffer[self._at :], 0
+            self._buffer, self._at = raw[at:] + rest, 0
             raw = raw[:at]
         if self._tools.max_calls != 0:
             self._write(raw)
@@ -265,9 +268,10 @@ class AnswerParser(CharacterReader):
 
     # --- calls
 
-    def _add(self, delta: CallDelta) -> None:
-        if self._tools.max_calls is None or self._num_complete < self._tools.max_calls:
-            self._calls.append(delta)
+    def _add(self, delta: CallDelta) -> bool:
+        is_wanted = self._tools.max_calls is None or self._num_complete < self._tools.max_calls
+        self._calls += [delta] * is_wanted
+        return is_wanted
 
     def _open_call(self, form: CallFormat, name: str) -> bool:
         """Pass on the name of a call. Return False if only a known tool makes a call here, and the name is another."""

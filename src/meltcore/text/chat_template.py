@@ -109,17 +109,21 @@ class ChatTemplate:
 
         It is tried: DeepSeek's templates join the arguments with texts, which fails for an object.
         """
+        return self.takes_text_arguments and not self._shows_arguments({"needle": "x"})
 
-        def shows_arguments(arguments: Any) -> bool:
-            function = {"name": "probe", "arguments": arguments}
-            call = {"id": "call_0000", "type": "function", "function": function}
-            user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                return "needle" in self.render([user, answer]).replace("{'needle'", "")  # Python's form is no JSON
-            except RequestError:
-                return False
+    @cached_property
+    def takes_text_arguments(self) -> bool:
+        """Whether the template writes arguments that are text. Templates that name each parameter do not."""
+        return self._shows_arguments('{"needle": "x"}')
 
-        return not shows_arguments({"needle": "x"}) and shows_arguments('{"needle": "x"}')
+    def _shows_arguments(self, arguments: Any) -> bool:
+        function = {"name": "probe", "arguments": arguments}
+        call = {"id": "call_0000", "type": "function", "function": function}
+        user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return "needle" in self.render([user, answer]).replace("{'needle'", "")  # Python's form is no JSON
+        except RequestError:
+            return False
 
     def render(
         self, messages: list[Message], kwargs: dict[str, Any] | None = None, *, add_generation_prompt: bool = True
@@ -178,7 +182,7 @@ class MissingTemplate:
     """Stands for the chat template of a model that has no template, or has one that cannot be used."""
 
     is_usable = False
-    expects_text_arguments = False
+    expects_text_arguments = takes_text_arguments = False
     source = ""
 
     def __init__(self, reason: str | None = None) -> None:

@@ -210,9 +210,20 @@ def test_an_answer_that_is_cut_is_incomplete(cuts: list[int]) -> None:
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
     cut_call = events_of(write("responses", BROKEN[:-4], [40], "length"))[-1]["response"]
-    message = cut_call["output"][-1]
-    assert (message["type"], message["status"]) == ("message", "incomplete")
-    assert message["content"][0]["text"] == BROKEN[:-4]
+    [call] = cut_call["output"]
+    assert (call["type"], call["status"], call["arguments"]) == ("function_call", "incomplete", '{"place": "Bonn"')
+    assert (
+        json.loads(write("responses", BROKEN[:-4], [], "length", is_whole=True))["output"][0]
+        | {
+            "id": call["id"],
+            "call_id": call["call_id"],
+        }
+        == call
+    )
+    [custom] = events_of(write("responses", PATCH[:-20], [40], "length"))[-1]["response"]["output"]
+    assert (custom["type"], custom["status"]) == ("custom_tool_call", "incomplete")
+    [block] = blocks_of(events_of(write("messages", BROKEN[:-4], [40], "length")))
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "get", {})
 
 
 @pytest.mark.parametrize(("kind", "waiting"), [("messages", b'data: {"type":"ping"}'), ("responses", b":\n\n")])

@@ -31,7 +31,8 @@ to_json = msgspec.json.Encoder().encode
 class Part:
     """One part of an answer. A call has a name and an id, and its content is the JSON text of its arguments.
 
-    A call that breaks after its beginning was sent is incomplete. Its characters follow as text.
+    A call is incomplete if the answer ended within, or if it broke after its beginning was sent. Only the characters of
+    a broken call follow as text.
     """
 
     kind: Literal["reasoning", "text", "call"]
@@ -41,6 +42,7 @@ class Part:
     call_index: int | None = None
     pieces: list[str] = field(default_factory=list)
     is_complete: bool = False
+    is_broken: bool = False
 
     @property
     def content(self) -> str:
@@ -127,6 +129,7 @@ class AnswerWriter(ChatResponseWriter):
             if call.arguments:
                 events += self._continue(call.arguments)
             if call.end is not None:
+                self._open.is_broken = call.end == "broken"
                 events += self._end(is_complete=call.end == "complete")
         return events
 

@@ -256,7 +256,7 @@ def _tool(tool: ToolDefinition, param: str) -> Tool:
 class MessageWriter(AnswerWriter):
     """Writes answers of /v1/messages: blocks of reasoning, text and tool calls.
 
-    A call is sent once it is complete, as Anthropic does by default. Its clients end with an error at one that breaks.
+    A call is sent once it has ended, as Anthropic does by default. A call that is cut has an empty input.
     """
 
     id_prefix = "msg_"
@@ -284,10 +284,11 @@ class MessageWriter(AnswerWriter):
     def _part_ended(self, part: Part) -> list[bytes]:
         events, block = [], _block(part)
         if part.kind == "call":
-            if not part.is_complete:
+            if part.is_broken:
                 return []
             events.append(self._block_event("start", content_block=block | {"input": {}}))
-            events.append(self._block_event("delta", delta={"type": "input_json_delta", "partial_json": part.content}))
+            arguments = part.content if part.is_complete else "{}"
+            events.append(self._block_event("delta", delta={"type": "input_json_delta", "partial_json": arguments}))
         events.append(self._block_event("stop"))
         self._blocks.append(block)
         return events
@@ -322,8 +323,8 @@ def _block(part: Part) -> dict[str, Any]:
         return {"type": "thinking", "thinking": part.content, "signature": ""}
     if part.kind == "text":
         return {"type": "text", "text": part.content}
-    arguments = msgspec.Raw(part.content.encode() or b"{}")
-    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
+    arguments = part.content if part.is_complete else "{}"
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": msgspec.Raw(arguments.encode())}
 
 
 def _stop(choice: Choice) -> dict[str, str | None]:

@@ -101,7 +101,7 @@ class ResponsesWriter(AnswerWriter):
         return [self._item_event(part, f"{_CONTENT_TYPES[part.kind]}.delta", delta=text, **_position(part))]
 
     def _part_ended(self, part: Part) -> list[bytes]:
-        if self._is_custom(part) and not part.is_complete:
+        if self._is_custom(part) and part.is_broken:
             return []  # nothing of it was sent
         item = self._item(part, "completed" if part.is_complete else "incomplete")
         if part.kind != "call":
@@ -195,7 +195,10 @@ class ResponsesWriter(AnswerWriter):
             fields = {"call_id": part.call_id, "name": tool.name}
             fields |= {} if tool.namespace is None else {"namespace": tool.namespace}
             if tool.is_custom:
-                fields |= {"type": "custom_tool_call", "input": text_input(part.content)}
+                fields |= {
+                    "type": "custom_tool_call",
+                    "input": text_input(part.content) if part.is_complete else part.content,
+                }
             else:
                 fields |= {"type": "function_call", "arguments": part.content}
         if "content" in fields and status != "in_progress":

@@ -235,9 +235,9 @@ def _call_deltas(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]
 
 
 def _whole_calls(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]]:
-    """Return the complete calls of an answer in OpenAI's form. Incomplete calls are part of the answer's text."""
-    complete = {delta.call_index for delta in deltas if delta.end == "complete"}
-    calls = _call_deltas(choice, [delta for delta in deltas if delta.call_index in complete])
+    """Return the calls of an answer in OpenAI's form. Broken calls are part of the answer's text."""
+    broken = {delta.call_index for delta in deltas if delta.end == "broken"}
+    calls = _call_deltas(choice, [delta for delta in deltas if delta.call_index not in broken])
     return [{name: value for name, value in call.items() if name != "index"} for call in calls]
 
 

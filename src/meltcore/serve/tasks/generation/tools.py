@@ -143,20 +143,30 @@ def _template_tool(tool: Tool) -> dict[str, Any]:
 
 
 def template_calls(calls: list[ToolCall], param: str, template: ChatTemplate | MissingTemplate) -> list[dict[str, Any]]:
-    """Return the calls of an earlier answer as the template expects them, with arguments as an object or as text."""
+    """Return the calls of an earlier answer as the template expects them, with arguments as an object or as text.
+
+    Arguments that are no object, as of a call that was cut, are shown as text.
+    """
     found = []
     for index, call in enumerate(calls):
-        arguments = _decode_arguments(call.function.arguments, f"{param}[{index}].function.arguments")
-        shown = call.function.arguments or "{}" if template.expects_text_arguments else arguments
+        text = call.function.arguments
+        shown: Any = _decode_arguments(text, f"{param}[{index}].function.arguments")
+        if template.expects_text_arguments:
+            shown = text or "{}"
+        elif shown is None:
+            shown = text if template.takes_text_arguments else {"arguments": text}
         function = {"name": call.function.name, "arguments": shown}
         found.append({"id": call.id, "type": "function", "function": function})
     return found
 
 
-def _decode_arguments(arguments: str, param: str) -> dict[str, Any]:
+def _decode_arguments(arguments: str, param: str) -> dict[str, Any] | None:
+    """Return arguments as an object, or None if they are none. Raises RequestError (400) if they cannot be read."""
     try:
-        found = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        found = msgspec.json.decode(arguments or "{}", type=dict[str, Any] | None) or {}
+    except msgspec.MsgspecError:
+        return None
+    except (UnicodeError, RecursionError) as error:
         raise RequestError(f"{param} is no JSON object: {error}", param=param) from error
     _check_depth(found, param)
     return found
