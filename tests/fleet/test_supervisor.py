@@ -39,7 +39,7 @@ def test_model_whose_configuration_hangs_holds_up_no_other(tmp_path: Path) -> No
     }
     for name in ("hangs", "turn_hangs"):
         (tmp_path / name / "config.json").unlink()
-        os.mkfifo(tmp_path / name / "config.json")  # nobody writes to it
+        os.mkfifo(tmp_path / name / "config.json")  # no process writes to it
     command = serve_command(configure(models, port=0), policy=RestartAfterPause())
     with running(command, tmp_path / "stderr") as server:
 

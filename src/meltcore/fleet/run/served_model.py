@@ -367,7 +367,7 @@ async def find_on_thread(config: ModelSection) -> Task:
     A hub that does not answer holds up a thread of this model alone. The thread does not delay the end of the process.
     """
     found: Future[Task] = Future()
-    found.set_running_or_notify_cancel()  # the thread sets its result even if nobody waits any more
+    found.set_running_or_notify_cancel()  # the thread sets its result even if no caller waits any more
 
     def find() -> None:
         try:
