@@ -37,6 +37,13 @@ def test_each_line_is_a_question_that_follows_the_earlier_ones(server: RunningSe
     assert ask(server, "abc\n", "--system", "S-").stdout == "S-abcS\n"
 
 
+def test_bytes_that_are_no_text_are_replaced(server: RunningServer) -> None:
+    command = [*COMMAND, server.url, "--max-tokens", "20"]
+    done = subprocess.run(command, input=b"\xff\xfe bad\n", capture_output=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode().startswith("\ufffd\ufffd bad")
+
+
 def test_errors_are_printed_and_the_chat_goes_on(server: RunningServer) -> None:
     done = ask(server, "boom\nab\n")
     assert (done.returncode, done.stdout.splitlines()) == (0, ["", "ababab"])

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     Without a terminal each line of the input is a question. Raises ConfigError if the server does not answer or has no
     model.
     """
+    import io
     import sys
 
     from meltcore.measure.load.wire.connection import resolve_target, run_coroutine
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     request = {"model": model, "stream": True, **{key: value for key, value in sampling.items() if value is not None}}
     beginning = [] if args.system is None else [{"role": "system", "content": args.system}]
     is_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a request must be valid Unicode
     if is_terminal:
         import readline  # noqa: F401 - gives input() a history
 

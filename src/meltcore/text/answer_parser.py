@@ -171,9 +171,8 @@ class AnswerParser(CharacterReader):
             self._steps = self._run(self._format)
 
     def _new_text(self) -> str:
-        text = "".join(self._answer)
-        self._answer.clear()
-        return text
+        answer, self._answer = self._answer, []
+        return "".join(answer)
 
     def _write(self, text: str) -> None:
         """Pass on text as reasoning or as a part of the answer."""
@@ -190,8 +189,7 @@ class AnswerParser(CharacterReader):
         body = text.rstrip()
         if body:
             self._answer += [*self._space, body]
-            self._space = []
-            self._has_text = True
+            self._space, self._has_text = [], True
         self._space.append(text[len(body) :])
 
     # --- text and blocks of calls

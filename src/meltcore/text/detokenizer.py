@@ -228,7 +228,7 @@ class Detokenizer:
     def flush(self) -> str:
         """Return the text that is still held back, after the answer has ended without a stop string.
 
-        A call that was cut is text, but is not searched: the answer went on where it had a stop string.
+        A call that was cut may be text, but is not searched: the answer went on where it had a stop string.
         """
         if self.matched_stop is not None:
             return ""

@@ -10,6 +10,8 @@ import pytest
 from server_harness import MODEL, RunningServer, scripted_server
 from waiting import WAIT_S
 
+from meltcore.serve.dialects.messages import CountRequest, InputMessage, ToolResultBlock, chat_of
+
 pytestmark = pytest.mark.slow
 
 END = "~"  # ends the scripted answer
@@ -110,6 +112,15 @@ def test_system_messages_and_edits_that_keep_all_are_accepted(client: anthropic.
     assert message.content[0].text == "now"
 
 
+def test_chats_continue_a_last_message_of_the_assistant_and_see_failed_results() -> None:
+    messages = [InputMessage("user", "x"), InputMessage("assistant", "He")]
+    assert chat_of(CountRequest(messages=messages)).continue_final_message
+    assert not chat_of(CountRequest(messages=messages[:1])).continue_final_message
+    failed = ToolResultBlock(tool_use_id="a", content="no such file", is_error=True)
+    [message] = chat_of(CountRequest(messages=[InputMessage("user", [failed])])).messages
+    assert message.content == "Error: no such file"
+
+
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "hello"}])
     assert counted.input_tokens == 5
@@ -134,6 +145,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "a b"),
     ({"container": "x"}, "container"),
+    ({"output_config": {"effort": "banana"}}, "output_config.effort: Invalid enum value 'banana'"),
 ]
 
 

@@ -78,7 +78,7 @@ class ToolUseBlock(_Block, tag="tool_use", kw_only=True):
 
 
 class ToolResultBlock(_Block, tag="tool_result", kw_only=True):
-    """The result of a tool call. With `is_error` the text says what failed."""
+    """The result of a tool call. With `is_error` the model sees "Error: " before the text."""
 
     tool_use_id: str
     content: str | list[TextBlock] | None = None
@@ -132,7 +132,7 @@ class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """How the model answers. A chat template may read `effort` as `reasoning_effort`."""
 
-    effort: str | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
@@ -189,6 +189,7 @@ def chat_of(request: CountRequest) -> ChatRequest:
         messages += _messages(message, f"messages[{index}]")
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
     chat = ChatRequest(messages=messages, model=request.model)
+    chat.continue_final_message = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     if request.tools:
         chat.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
     if choice is not None:
@@ -237,7 +238,8 @@ def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
     results = []
     for block in blocks:
         if isinstance(block, ToolResultBlock) and message.role == "user":
-            results.append(ChatMessage("tool", _text(block.content), tool_call_id=block.tool_use_id))
+            result = f"Error: {_text(block.content)}" if block.is_error else _text(block.content)
+            results.append(ChatMessage("tool", result, tool_call_id=block.tool_use_id))
         elif not isinstance(block, TextBlock):
             allowed = "text and tool_result belong" if message.role == "user" else "text belongs"
             raise RequestError(f"{param}: only {allowed} into a message of the {message.role}", param=param)
@@ -341,6 +343,7 @@ class MessagesEndpoint(DialectEndpoint):
     error_form = "anthropic"
     field_names: ClassVar[Mapping[str, str]] = {
         "response_format.json_schema": "output_config.format",
+        "continue_final_message": "messages",
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
     }
