@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import GIB
+from meltcore.engine.memory import memory_needs
 from meltcore.fleet.admin.operations import check_startable, check_unchanged
 from meltcore.fleet.plan import measured
 from meltcore.fleet.plan.first_fit import Place
@@ -132,6 +134,31 @@ def test_model_of_unknown_size_is_left_to_its_engine() -> None:
     assert lines == [line for line in lines if line.startswith("models.gone is not in the plan: /none")]
     assert len(lines) == 1
     assert [model.memory is None for model in config.models.values()] == [True, False]
+
+
+def test_hub_that_does_not_answer_holds_up_a_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan asked for one model after another, each many times, and printed nothing for minutes."""
+    released, asked, lines = threading.Event(), list[str](), list[str]()
+
+    def open_checkpoint(name: str, **_: object) -> None:
+        asked.append(name)
+        released.wait()
+
+    monkeypatch.setattr(memory_needs, "open_checkpoint", open_checkpoint)
+    monkeypatch.setattr(memory_needs, "recognized_task", lambda *_, **__: None)
+    monkeypatch.setattr(memory_needs, "_NOTICE_S", 0.05)
+    text = "timeouts: {start_s: 0.1}\nmodels: {a: {checkpoint: far/a}, b: {checkpoint: far/b, memory: 4GiB}}"
+    try:
+        found = find_plan(parse_fleet(text), OneMachine.of(machine(40)), lines.append)
+    finally:
+        released.set()
+        memory_needs.forget_failures()
+    assert found.plan is not None
+    assert sorted(asked) == ["far/a", "far/b"]
+    assert lines == [
+        "asking the hub for far/a, far/b",
+        "models.a is not in the plan: far/a: the hub has not sent its configuration within 0.1 s",
+    ]
 
 
 @pytest.mark.parametrize(

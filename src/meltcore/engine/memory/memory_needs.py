@@ -7,19 +7,22 @@ budget that is enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.process import start_call
 from meltcore.common.tasks import DEFAULT, Task, load, recognized_task, tasks
 from meltcore.engine.memory.memory_plan import smallest_budget
 from meltcore.engine.memory.model_sizes import SizeRequest, read_sizes
 from meltcore.engine.memory.workspace import sleep_rounding_bytes
 from meltcore.kernels.comm.buffer_sizes import buffer_bytes
-from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, is_on_hub, open_checkpoint
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.fleet_spec import ModelSection
 
@@ -28,6 +31,8 @@ _LARGEST_BYTES = 2**44
 # What an engine holds of a GPU while it sleeps, beside its context: workspaces of libraries, tables, inputs of graphs.
 # Measured on an H100: 40 to 118 MiB, of generation about 55 MiB and the token counts of penalties.
 _ASLEEP_BYTES = 128 * 2**20
+_NOTICE_S = 3.0
+_failures: dict[tuple[str, str], str] = {}  # why a checkpoint of the hub was not found, by its name and load format
 
 
 class PlannedEngine(NamedTuple):
@@ -106,16 +111,51 @@ def peer_bytes(ranks: int) -> int:
     return buffer_bytes(ranks) if ranks > 1 else 0
 
 
-def read_model_sizes(models: Iterable[tuple[ModelSection, bool]]) -> None:
+def read_model_sizes(
+    models: Iterable[tuple[ModelSection, bool]],
+    limit_s: float,
+    report: Callable[[str], None] = lambda _line: None,
+) -> None:
     """Read the sizes of several models together, so that `engine_needs` finds them.
 
-    `models` has pairs of a model and whether its engine runs on a CPU. Errors of a model are raised by `engine_needs`.
+    Errors of a model are raised by `engine_needs`. A checkpoint that was not found is not asked for again until
+    `forget_failures` is called.
+
+    Args:
+        models: pairs of a model and whether its engine runs on a CPU.
+        limit_s: seconds within which the hub must have answered. It is asked for all checkpoints at the same time.
+        report: gets a line if the hub does not answer within a few seconds.
     """
+    models = list(models)
+    asked = {_hub_key(pair[0]): pair for pair in models if _is_on_hub(pair[0]) and _hub_key(pair[0]) not in _failures}
+    calls = {key: start_call(partial(_opened, *pair)) for key, pair in asked.items()}
+    late = wait(calls.values(), min(_NOTICE_S, limit_s)).not_done
+    if late:
+        report(f"asking the hub for {', '.join(name for (name, _), call in calls.items() if call in late)}")
+        wait(late, max(0.0, limit_s - _NOTICE_S))
+    for key, call in calls.items():
+        if not call.done():
+            _failures[key] = f"{key[0]}: the hub has not sent its configuration within {limit_s:g} s"
+        elif isinstance(error := call.exception(), UnknownSizesError):
+            _failures[key] = str(error)
     requests = []
     for model, on_cpu in models:
         with suppress(ConfigError):
             requests.append(_opened(model, on_cpu).request)
     read_sizes(request for request in requests if request.function)
+
+
+def forget_failures() -> None:
+    """Let the next `read_model_sizes` ask the hub again for checkpoints that were not found."""
+    _failures.clear()
+
+
+def _hub_key(model: ModelSection) -> tuple[str, str]:
+    return model.model, model.load_format
+
+
+def _is_on_hub(model: ModelSection) -> bool:
+    return model.shapes is None and is_on_hub(model.model)
 
 
 class _Opened(NamedTuple):
@@ -141,6 +181,8 @@ def _awake_needs(model: ModelSection, on_cpu: bool) -> PlannedEngine:
 
 def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
     """Open a model's checkpoint. Raises ConfigError if it cannot be read or belongs to another task."""
+    if _is_on_hub(model) and (reason := _failures.get(_hub_key(model))):
+        raise UnknownSizesError(reason)
     name, source = model.model, "its configuration"
     if model.shapes is not None and not Path(name).expanduser().exists():
         name, source = model.shapes, f"published shapes of {model.shapes}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 
@@ -48,14 +48,15 @@ def known_needs(known: dict[str, PlannedEngine], name: str, model: ModelSection)
     return known[key]
 
 
-def read_fleet_sizes(spec: FleetSpec) -> None:
+def read_fleet_sizes(spec: FleetSpec, report: Callable[[str], None] = lambda _line: None) -> None:
     """Read the sizes of all models in parallel, on their devices and on the CPU.
 
-    The nearest plan may put any model on the CPU.
+    The nearest plan may put any model on the CPU. `report` gets a line if the hub does not answer within a few seconds.
     """
     engines = [model for model in spec.models.values() if model.kind == "engine"]
     on_cpu = [msgspec.structs.replace(model, device="cpu", residency="always_on") for model in engines]
-    read_model_sizes((model, model.device == "cpu") for model in (*engines, *on_cpu))
+    models = ((model, model.device == "cpu") for model in (*engines, *on_cpu))
+    read_model_sizes(models, spec.timeouts.start_s, report)
 
 
 def host_needs(spec: FleetSpec, needs: dict[str, PlannedEngine]) -> tuple[int, int]:

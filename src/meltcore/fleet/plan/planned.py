@@ -16,7 +16,7 @@ import msgspec
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import size_text
-from meltcore.engine.memory.memory_needs import PlannedEngine, UnknownSizesError, read_model_sizes
+from meltcore.engine.memory.memory_needs import PlannedEngine, UnknownSizesError, forget_failures, read_model_sizes
 from meltcore.fleet.plan.cluster import (
     Cluster,
     lacking_nodes,
@@ -122,7 +122,8 @@ class FleetPlanner:
     def read_sizes(self) -> None:
         """Read the sizes of the models on GPUs and on the CPU, so that `elsewhere` does not wait for them."""
         engines = [model for model in self._running_spec.models.values() if model.kind == "engine"]
-        read_model_sizes((model, on_cpu) for model in engines for on_cpu in (False, True))
+        models = ((model, on_cpu) for model in engines for on_cpu in (False, True))
+        read_model_sizes(models, self._running_spec.timeouts.start_s)
 
     def elsewhere(
         self,
@@ -375,7 +376,8 @@ def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
 
 def without_unknown(spec: FleetSpec, report: Callable[[str], None]) -> FleetSpec:
     """Return the fleet without models whose sizes cannot be read here. `report` gets a line for each of them."""
-    read_fleet_sizes(spec)
+    forget_failures()
+    read_fleet_sizes(spec, report)
     unknown = dict(_unknown(spec))
     for name, reason in unknown.items():
         report(f"models.{name} is not in the plan: {reason}")
