@@ -11,14 +11,13 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
-from threading import Thread
 from typing import Any, Literal
 
 import msgspec
 
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
+from meltcore.common.process import start_call
 from meltcore.common.tasks import DEFAULT, Task
 from meltcore.fleet.processes.engine_process import EngineProcess, common_limits
 from meltcore.fleet.run.readiness import probe, probe_error
@@ -366,14 +365,4 @@ async def find_on_thread(config: ModelSection) -> Task:
 
     A hub that does not answer holds up a thread of this model alone. The thread does not delay the end of the process.
     """
-    found: Future[Task] = Future()
-    found.set_running_or_notify_cancel()  # the thread sets its result even if no caller waits any more
-
-    def find() -> None:
-        try:
-            found.set_result(find_task(config))
-        except Exception as error:  # raised again where it is awaited
-            found.set_exception(error)
-
-    Thread(target=find, daemon=True).start()
-    return await asyncio.wrap_future(found)
+    return await asyncio.wrap_future(start_call(partial(find_task, config)))
