@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from server_harness import MODEL, RunningServer, scripted_server
 from waiting import WAIT_S
 
+from meltcore.common.errors import RequestError
 from meltcore.serve.dialects.messages import CountRequest, InputMessage, ToolResultBlock, chat_of
+from meltcore.serve.requests.asgi import error_json
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +124,15 @@ def test_chats_continue_a_last_message_of_the_assistant_and_see_failed_results()
     assert message.content == "Error: no such file"
 
 
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (413, "request_too_large"), (500, "api_error"), (503, "overloaded_error")],
+)
+def test_errors_have_the_types_of_the_api(status: int, kind: str) -> None:
+    error = json.loads(error_json(RequestError("lost", status=status), "anthropic"))
+    assert (error["type"], error["error"]["type"]) == ("error", kind)
+
+
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "hello"}])
     assert counted.input_tokens == 5
@@ -145,6 +157,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "a b"),
     ({"container": "x"}, "container"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 201}}, "thinking.budget_tokens is 201; it must be at most"),
     ({"output_config": {"effort": "banana"}}, "output_config.effort: Invalid enum value 'banana'"),
 ]
 

@@ -133,6 +133,8 @@ def test_an_embedding_model_ranks_by_the_cosine(embedder: RunningServer) -> None
     documents = ["abc", "xyz zyx", "abd"]
     query, *others = vectors(embedder, ["abc", *documents])
     cosines = [sum(map(lambda a, b: a * b, query, other)) for other in others]
+    absent = embedder.post("/v1/rerank", {"query": "abc", "documents": documents, "return_documents": None}).json
+    assert all("document" not in result for result in absent["results"])
     answer = embedder.post("/v1/rerank", {"query": "abc", "documents": documents, "return_documents": True}).json
     best = sorted(range(3), key=lambda index: -cosines[index])
     assert [result["index"] for result in answer["results"]] == best

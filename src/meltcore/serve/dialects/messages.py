@@ -208,6 +208,12 @@ def chat_of(request: CountRequest) -> ChatRequest:
         chat.response_format = JsonSchemaFormat(JsonSchema("answer", output.format.schema, strict=True))
     chat.chat_template_kwargs = variables or None
     if isinstance(request, MessagesRequest):
+        if (chat.thinking_token_budget or 0) > request.max_tokens:
+            raise RequestError(
+                f"thinking.budget_tokens is {chat.thinking_token_budget}; it must be at most max_tokens, "
+                f"{request.max_tokens}",
+                param="thinking.budget_tokens",
+            )
         chat.max_tokens, chat.stream, chat.stop = request.max_tokens, request.stream, request.stop_sequences
         chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
         user = (request.metadata or {}).get("user_id")

@@ -29,6 +29,7 @@ _ERROR_TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 _MAX_COPY_BYTES = 2**20  # on the event loop; bytes.join releases the GIL from here on
 _DISCARD_BYTES = 256 * 2**20
 _DISCARD_S = 5.0
@@ -172,6 +173,8 @@ async def finish_batch(field: str, work: Iterable[Coroutine[Any, Any, _Result]])
 def error_json(error: RequestError, form: ErrorForm = "openai") -> bytes:
     """Return an error in OpenAI's form, with the additional fields of another API's form."""
     error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    if form == "anthropic":
+        error_type = _ANTHROPIC_TYPES.get(error.status, "api_error" if error_type == "server_error" else error_type)
     message, param = error.message[:_MAX_MESSAGE_CHARS], shorten(error.param)
     error_fields = {"message": message, "type": error_type, "param": param, "code": error.code}
     additional = {"dwani": {"detail": message}, "anthropic": {"type": "error"}}.get(form, {})

@@ -54,7 +54,7 @@ class RerankRequest(_ScoringRequest, kw_only=True):
     query: str
     documents: list[str]
     top_n: int | None = None
-    return_documents: bool = False
+    return_documents: bool | None = None
 
 
 class ScoreRequest(_ScoringRequest, kw_only=True):
