@@ -41,10 +41,10 @@ def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int 
     try:
         (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+            log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])  # b" " * 1 would be an object that Python shares
             nvrtc.nvrtcGetProgramLog(program, log)
             raise MeltcoreError(f"NVRTC cannot compile {name} for sm_{arch}: {log.decode().strip()}")
-        cubin: bytes = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
+        cubin = bytes(nvrtc.nvrtcGetCUBINSize(program)[1])
         nvrtc.nvrtcGetCUBIN(program, cubin)
         return cubin
     finally:
