@@ -19,6 +19,7 @@ from server_harness import RunningServer, running, serve_command, server_config
 from waiting import WAIT_S
 
 from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
+from meltcore.serve.tasks.embedding.backend import _cosine
 from meltcore.settings.fleet_spec import ModelSection
 
 pytestmark = pytest.mark.slow
@@ -127,6 +128,13 @@ def test_bad_requests_are_named(
     answer = embedder.post(path, body)
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
     assert message in answer.error["message"]
+
+
+def test_no_cosine_is_past_one() -> None:
+    vectors = [array("f", (math.sin(seed * place) for place in range(1, 65))) for seed in range(1, 200)]
+    products = [sum(value * value for value in each) / math.hypot(*each) ** 2 for each in vectors]
+    assert max(products) > 1, "rounding is no matter here"
+    assert {_cosine(each, each) for each in vectors} <= {1.0, *(value for value in products if value < 1)}
 
 
 def test_an_embedding_model_ranks_by_the_cosine(embedder: RunningServer) -> None:

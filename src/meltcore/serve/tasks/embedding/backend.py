@@ -195,4 +195,5 @@ async def _encode_pairs(
 
 def _cosine(first: array[float], second: array[float]) -> float:
     norms = math.hypot(*first) * math.hypot(*second)
-    return sum(map(mul, first, second)) / norms if norms else 0.0
+    cosine = sum(map(mul, first, second)) / norms if norms else 0.0
+    return max(-1.0, min(cosine, 1.0))  # rounding takes those of equal vectors past 1
