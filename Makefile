@@ -31,7 +31,7 @@ demo: $(STAMP)  ## Serve the bundled models as one fleet, open every route, load
 	-$(BIN)/python scripts/real_models.py fetch $(REAL_MODELS) smollm2
 	$(BIN)/meltcore demo $$(test -f $(SMOLLM2) && echo --chat-model $(SMOLLM2))
 
-test: $(STAMP)  ## Run every test (20 to 40 minutes on two cores).
+test: $(STAMP)  ## Run every test (about 15 minutes on two idle cores).
 	$(PYTEST)
 
 test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 2 minutes on two cores).
@@ -44,7 +44,7 @@ test-gpu: $(STAMP)  ## Run every test that needs a GPU, on one GPU.
 test-gpu-fast: $(STAMP)  ## Run the tests that may share a GPU and are not slow.
 	$(GPU_PYTEST) $(GPU_SHARED) -m 'gpu and not gpu_alone and not slow'
 
-test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 8 minutes).
+test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 12 minutes).
 	@# One after another: each starts a cluster. -rs names what is skipped, as where network namespaces are not permitted.
 	$(BIN)/python -m pytest -rs -m ray tests/fleet/ray_cluster
 

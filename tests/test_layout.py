@@ -255,6 +255,7 @@ def test_functions_beside_triton_kernels_have_types() -> None:
     assert ["/".join(parts(path)) + ": " + each.name for path, each in untyped] == []
 
 
+@pytest.mark.slow
 def test_verbs_import_their_work_only_when_run() -> None:
     """At the top of a verb's file stand argparse and the standard library; `--help` must be fast."""
     files = [path for path in (SOURCE / "cli").rglob("[a-z]*.py") if path.stem != "main"]

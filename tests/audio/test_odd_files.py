@@ -197,6 +197,7 @@ def test_wav_whose_header_is_older_than_its_samples_is_refused() -> None:
         duration_s(WAV[: DATA + 4] + bytes(4) + b"LIST\4\0\0\0INFO")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mp3", "flac", "vorbis", "wav", "aac", "m4a", "webm", "aiff", "au"])
 def test_bytes_before_the_first_frame_and_tags_after_the_last(name: str) -> None:
     data = MAKERS[name](1.5, 48_000)

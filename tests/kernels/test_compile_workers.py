@@ -69,6 +69,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
     wait_ended(started.pids)
 
 
+@pytest.mark.slow
 def test_workers_compile_cuda_sources(started: Started) -> None:
     good, bad = Binary(started.kernel, (("SIZE", 3),), 90), Binary(started.kernel, (), 90)
     assert not good.is_compiled()
@@ -85,12 +86,14 @@ def test_workers_compile_cuda_sources(started: Started) -> None:
     assert len(started.reasons) == 1
 
 
+@pytest.mark.slow
 def test_dead_worker_is_reported_and_not_asked_again(started: Started) -> None:
     os.kill(started.pids[2], signal.SIGKILL)
     assert [started.compile(size) for size in (2, 3, 4)] == [False, True, True]
     assert started.reasons == ["a process that compiles kernels has ended"]
 
 
+@pytest.mark.slow
 def test_hanging_worker_is_given_up(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_workers, "_LIMIT_S", 0.2)
     os.kill(started.pids[2], signal.SIGSTOP)
@@ -100,6 +103,7 @@ def test_hanging_worker_is_given_up(started: Started, monkeypatch: pytest.Monkey
     assert started.compile(3)
 
 
+@pytest.mark.slow
 def test_closing_ends_stopped_workers(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parent ends them by itself: nothing else has to be killed."""
     monkeypatch.setattr(compile_workers, "_END_LIMIT_S", WAIT_S)
@@ -120,6 +124,7 @@ def test_closing_ends_a_stopped_parent(started: Started, monkeypatch: pytest.Mon
     wait_ended(started.pids)
 
 
+@pytest.mark.slow
 def test_compilers_that_a_worker_has_started_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ptxas and the C compiler, which inherit what a worker does with signals."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
@@ -144,6 +149,7 @@ def test_compilers_that_a_worker_has_started_end_with_it(tmp_path: Path, monkeyp
     wait_ended([parent, *compilers])
 
 
+@pytest.mark.slow
 def test_workers_end_when_they_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     started = start(tmp_path)
@@ -186,6 +192,7 @@ def rehearsal_of(kernel: CudaKernel, then: Callable[[], None]) -> Callable[[], N
     return rehearse
 
 
+@pytest.mark.slow
 def test_interrupted_start_ends_the_workers_and_compiles_no_more(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:

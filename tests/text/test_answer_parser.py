@@ -109,6 +109,7 @@ def test_any_division_of_the_characters_gives_the_same(family: str, form: Answer
             assert parse(form, pieces) == (example.text, "", example.calls), pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2, 5, 1000])
 def test_marks_may_be_tokens_or_spelled(family: str, form: AnswerFormat, tokens: int) -> None:
     """vllm #58105: some answers spell a mark in ordinary tokens. Several tokens may come together."""

@@ -73,6 +73,7 @@ def assert_encoded_alike(ours: Tokenizer, theirs: Any, text: str) -> None:
     assert ours.decode(found, skip_special_tokens=False) == unicodedata.normalize("NFC", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_written_text_is_encoded_as_transformers_does(ours: Tokenizer, theirs: Any, text: str) -> None:
     assert_encoded_alike(ours, theirs, text)
@@ -84,6 +85,7 @@ def test_any_text_is_encoded_as_transformers_does(ours: Tokenizer, theirs: Any, 
     assert_encoded_alike(ours, theirs, text)
 
 
+@pytest.mark.slow
 def test_every_id_stands_for_the_same_text(ours: Tokenizer, theirs: Any) -> None:
     assert ours.vocab_size == len(theirs) == 151_669
     assert END in ours.special_ids

@@ -65,6 +65,7 @@ def test_rehearsal_launches_penalties_and_counts_no_token(checkpoint: Path, monk
     assert counts[0].sum() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["make_sleep_memory", "load"])
 def test_failed_start_ends_the_processes_that_compile(
     failing: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
