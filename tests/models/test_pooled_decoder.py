@@ -156,7 +156,7 @@ REFUSED = [
     ("1_Logit/config.json", {"true_token_id": 257}, "false_token_id"),
     ("1_Logit/config.json", {"true_token_id": 257, "false_token_id": None}, "false_token_id"),
     ("1_Logit/config.json", {"true_token_id": 300, "false_token_id": 258}, "names token 300 of 300"),
-    ("1_Logit/config.json", {"true_token_id": 258, "false_token_id": 257}, "those of no and yes are"),
+    ("1_Logit/config.json", {"true_token_id": 258, "false_token_id": 257}, "the tokens of no and yes are"),
     ("modules.json", [{"type": "x.Transformer"}, {"type": "x.Dense"}], "lists Transformer, Dense; a decoder here"),
     ("modules.json", [{"type": "x.Pooling"}, {"type": "x.LogitScore"}], "a decoder here has"),
     ("modules.json", [{"type": "x.Pooling", "path": "1_Logit"}], "sets no mode; known are pooling_mode_lasttoken"),

@@ -30,7 +30,7 @@ class GuardedProcess(LoggedProcess):
     def __init__(
         self, command: Sequence[str], log_path: Path, *, environment: Mapping[str, str], **options: Any
     ) -> None:
-        """Store the command and its whole environment. `options` are those of LoggedProcess."""
+        """Store the command and its whole environment. LoggedProcess describes `options`."""
         super().__init__([sys.executable, "-m", __name__, *command], log_path, stdin=subprocess.PIPE, **options)
         self._command_environment = dict(environment)  # the guard has ours, which may be for another Python
 

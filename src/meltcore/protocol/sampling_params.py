@@ -8,7 +8,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100
 MAX_STOP_STRINGS = 16
 SEED_LIMIT = 2**63
-MAX_LOGIT_BIASES = 1024  # of one request: a step copies those of all its rows to the device
+MAX_LOGIT_BIASES = 1024  # of one request: a step copies the biases of all its rows to the device
 MAX_TOP_K = 2**31 - 1  # larger than any vocabulary, and fits the 32 bits of the kernels
 # Logits are divided by these in float32. Beyond its largest value, 3.4e38, all tokens would become equal.
 MIN_TEMPERATURE, MIN_REPETITION_PENALTY = 1e-20, 1e-3

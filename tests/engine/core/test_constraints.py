@@ -241,7 +241,7 @@ def test_answer_is_constrained_after_its_reasoning(seen: tools.SeenEngine) -> No
 
 
 def test_failing_and_refused_grammars_end_their_requests_only(
-    seen: tools.SeenEngine, monkeypatch: pytest.MonkeyPatch
+    seen: tools.SeenEngine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     seen.add("refused", PROMPT, grammar=Grammar("start: missing"))
     seen.add("also refused", PROMPT, grammar=Grammar('start: %json {"not": {}}'))
@@ -260,6 +260,7 @@ def test_failing_and_refused_grammars_end_their_requests_only(
     assert outputs["wrong"][-1].finish_reason == "error"
     assert outputs["wrong"][-1].error_code == "grammar_failed"
     assert "its grammar allows too many alternatives" in str(outputs["wrong"][-1].error)
+    assert re.search(r"meltcore: the grammar of request wrong has failed: .*\w", capfd.readouterr().err)
     assert len(ids(outputs["free"])) == 4
 
 

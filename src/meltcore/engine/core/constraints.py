@@ -8,6 +8,7 @@ So the engine reads the tokens of a step, and with them waits for its kernels, b
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
@@ -229,5 +230,7 @@ def _task(request: Request) -> Future[None] | None:
 
 def _fail(request: Request, constraint: Constraint) -> None:
     constraint.is_over = True
+    reason = " ".join(constraint.matcher.get_error().split())[:500]  # of llguidance, whose words are not for clients
+    print(f"meltcore: the grammar of request {request.id} has failed: {reason}", file=sys.stderr, flush=True)
     request.error = "the answer cannot go on: its grammar allows too many alternatives in one place; simplify it"
     request.error_code = "grammar_failed"

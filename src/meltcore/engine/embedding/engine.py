@@ -239,8 +239,9 @@ def _check_answers(config: PoolingConfig, checkpoint: Checkpoint) -> None:
         found = tokenizer.token_id("no"), tokenizer.token_id("yes")
         if found != config.answer_ids:
             raise ConfigError(
-                f"{checkpoint.name}: the tokens of LogitScore are {config.answer_ids}, but those of no and yes are "
-                f"{found}; rerankers here have the prompt and the answers of Qwen3-Reranker"
+                f"{checkpoint.name}: the tokens of LogitScore are {config.answer_ids}, "
+                f"but the tokens of no and yes are {found}; "
+                "rerankers here have the prompt and the answers of Qwen3-Reranker"
             )
 
 

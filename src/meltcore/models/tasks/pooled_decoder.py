@@ -1,7 +1,7 @@
 """A decoder that embeds texts or scores pairs of texts with the hidden states of their last tokens.
 
 The decoder's layers compute all inputs of a batch in one causal step over a paged cache. The cache is memory of the
-step alone: every layer writes its keys and values over those of the layer before it, and none are kept.
+step alone: every layer writes its keys and values over the values of the layer before it, and nothing is kept.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = None  # one last event with the whole usage
     continuous_usage_stats: bool | None = None  # usage so far in every event
-    include_obfuscation: bool | None = None  # pad events, so that their lengths do not show those of their texts
+    include_obfuscation: bool | None = None  # pad events, so that their lengths do not show the lengths of texts
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):

@@ -196,4 +196,4 @@ async def _encode_pairs(
 def _cosine(first: array[float], second: array[float]) -> float:
     norms = math.hypot(*first) * math.hypot(*second)
     cosine = sum(map(mul, first, second)) / norms if norms else 0.0
-    return max(-1.0, min(cosine, 1.0))  # rounding takes those of equal vectors past 1
+    return max(-1.0, min(cosine, 1.0))  # rounding takes the cosine of equal vectors past 1
