@@ -21,12 +21,6 @@ def server() -> Iterator[RunningServer]:
         running.check_no_leak()
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", timeout=WAIT_S, max_retries=0) as made:
-        yield made
-
-
 def ask(client: openai.OpenAI, **fields: object) -> object:
     return client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hello"}], **fields)
 

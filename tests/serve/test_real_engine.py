@@ -36,12 +36,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         server.check_no_leak()
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as made:
-        yield made
-
-
 def test_answer_is_correct_streamed_and_unstreamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=BUNDLED_MODEL, messages=QUESTION)
     assert "56" in (whole.choices[0].message.content or "")

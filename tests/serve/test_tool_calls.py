@@ -11,7 +11,6 @@ import openai
 import pydantic
 import pytest
 from server_harness import MODEL, RunningServer, chat_body, scripted_server
-from waiting import WAIT_S
 
 from meltcore.serve.tasks.generation.tools import MAX_TOOLS, MAX_TOOLS_BYTES
 
@@ -45,12 +44,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with scripted_server("--tokens-per-step", "3", engine=settings) as running:
         yield running
         running.check_no_leak()
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", timeout=WAIT_S, max_retries=0) as made:
-        yield made
 
 
 def ask(client: openai.OpenAI, written: str, **fields: Any) -> Any:

@@ -11,7 +11,6 @@ import openai
 import pydantic
 import pytest
 from server_harness import MODEL, RunningServer, make_model, scripted_server
-from waiting import WAIT_S
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.dialects.response_forms import ResponsesRequest
@@ -46,12 +45,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with scripted_server("--tokens-per-step", "3", engine=settings, api_key="key") as running:
         yield running
         running.check_no_leak()
-
-
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", timeout=WAIT_S, max_retries=0) as made:
-        yield made
 
 
 @pytest.mark.slow

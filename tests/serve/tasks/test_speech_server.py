@@ -69,12 +69,6 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         yield server
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, np.ndarray]:
     """The speech of the offline API, by text."""

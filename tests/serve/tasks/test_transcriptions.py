@@ -46,12 +46,6 @@ def server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as made:
-        yield made
-
-
 def wav(seconds: float = 2.0, seed: int = 1, rate: int = 16_000, format: str = "WAV") -> bytes:
     file = io.BytesIO()
     soundfile.write(file, speech(seconds, seed=seed)[0].numpy(), rate, format=format)
