@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 from waiting import WAIT_S, wait_until
 
+from meltcore.common.process import start_ticks
 from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.settings.config import SharingSection
@@ -175,22 +176,21 @@ class RunningServer:
         return engine
 
     def engine_pids(self) -> list[int]:
-        """In the order they were started, which is that of the replicas."""
-        return sorted(
-            pid for pid, command in self._children() if "engine" in command and "serve.api_server" not in command
-        )
+        """In the order they were started, which is that of the replicas. Numbers of processes begin anew at a limit."""
+        return [pid for pid, command in self._children() if "engine" in command and "serve.api_server" not in command]
 
     def api_server_pids(self) -> list[int]:
         """The API server processes, in the order they were started."""
         return [pid for pid, command in self._children() if "serve.api_server" in command]
 
     def _children(self) -> list[tuple[int, str]]:
-        """Without those that have just ended, and those that are still a copy of their parent."""
+        """By their start, without those that have just ended, and those that are still a copy of their parent."""
         own = Path(f"/proc/{self.process.pid}")
         command, found = (own / "cmdline").read_bytes(), []
         for pid in (own / "task" / own.name / "children").read_text().split():
             with suppress(OSError):
                 found.append((int(pid), Path(f"/proc/{pid}/cmdline").read_bytes()))
+        found.sort(key=lambda child: start_ticks(child[0]) or 0)
         return [(pid, theirs.decode()) for pid, theirs in found if theirs not in (b"", command)]
 
 
