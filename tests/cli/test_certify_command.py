@@ -2,6 +2,8 @@
 
 import json
 import signal
+import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from fake_gpu import FakeGpu, ReadingChange
 from fake_node import FakeNode
 from sample_certificates import h200s, node
 
+from meltcore.cli.load import _recorded
 from meltcore.cli.main import main
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.gpus.driver import GpuLostError, NvmlWithTimeout
@@ -130,10 +133,47 @@ def test_without_driver_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture
         assert main(["certify", "--out", str(tmp_path)]) == 3
         assert "UNKNOWN: no NVIDIA driver" in capsys.readouterr().err
         assert main(["bench", "--out", str(tmp_path / "runs")]) == 2
-        assert "there is no GPU to read; --cpu measures on the CPU" in capsys.readouterr().err
+        assert capsys.readouterr().err.strip().endswith("(docker run --gpus all); --cpu measures on the CPU")
         assert list(tmp_path.iterdir()) == []
     else:
         pytest.skip("this machine has a driver")
+
+
+_MISMATCHED_SAMPLER = """
+import pynvml
+from meltcore.measure.node.monitor import sampler
+def fail():
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+pynvml.nvmlInit = fail
+sampler.main()
+"""
+
+
+def test_faulty_driver_stops_every_command_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A library that does not fit the kernel module was taken for a machine without GPUs."""
+    import pynvml
+
+    from meltcore.measure.node.monitor import sampler
+
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    monkeypatch.setattr(sampler, "SAMPLER_COMMAND", (sys.executable, "-c", _MISMATCHED_SAMPLER))
+    monkeypatch.chdir(tmp_path)
+    for command, status in ({"certify": 3, "snapshot": 2, "monitor": 2, "bench": 2}).items():
+        assert main([command]) == status, command
+        error = capsys.readouterr().err
+        assert "the NVIDIA driver does not start: " in error, command
+        assert "different versions, as after an update: reboot" in error, command
+        assert "no NVIDIA driver" not in error, command
+    with (
+        pytest.raises(MeltcoreError, match="does not start"),
+        _recorded(Namespace(monitor=False, gpu=None), tmp_path / "gpus.jsonl", tries=True),
+    ):
+        raise AssertionError("a load on a faulty driver was not stopped")
 
 
 def test_gpu_lost_before_start_fails(

@@ -8,7 +8,7 @@ from typing import Any
 
 from pynvml import NVMLError
 
-from meltcore.common.gpus.driver import NoDriverError, Nvml
+from meltcore.common.gpus.driver import DriverStartError, Nvml
 from meltcore.serve.requests.backend import Backend, ModelTable
 from meltcore.serve.tasks.model_choice import ModelChoice
 from meltcore.serve.tasks.translation.choice import can_translate
@@ -82,10 +82,11 @@ def query_gpus() -> list[dict[str, Any]]:
     """
     try:
         nvml = Nvml()  # stays open: only the first one loads the driver's library
-    except NoDriverError:
+        count = nvml.count()
+    except (DriverStartError, NVMLError):
         return []
     gpus = []
-    for index in range(nvml.count()):
+    for index in range(count):
         try:
             handle = nvml.device(index)
             used_bytes, total_bytes = nvml.memory_bytes(handle)

@@ -4,11 +4,12 @@ import time
 from types import SimpleNamespace
 
 import msgspec
+import pynvml
 import pytest
 from fake_gpu import HEALTHY, FakeNvml
 from hardware_tools import LOST, NO_FUNCTION, NO_PERMISSION, NOT_SUPPORTED, FakeReader
 
-from meltcore.common.gpus.driver import NoDriverError, Nvml
+from meltcore.common.gpus.driver import DriverStartError, NoDriverError, Nvml
 from meltcore.common.gpus.gpu_types import GpuType, lacks_feature
 from meltcore.common.gpus.metrics import METRICS, NOT_APPLICABLE, UNKNOWN, clock_reason_names
 from meltcore.common.gpus.reader import MIN_GPM_WINDOW_S, GpmWindow
@@ -169,20 +170,30 @@ def test_fake_implements_every_method_of_nvml() -> None:
     assert methods <= set(vars(FakeNvml))
 
 
-def test_missing_driver_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pynvml
+@pytest.mark.parametrize(
+    ("code", "is_absent", "text"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, True, "no NVIDIA driver here .*docker run --gpus all"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, True, "no NVIDIA driver here .*load the driver"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, False, "does not start: .*version mismatch; .*: reboot"),
+        (pynvml.NVML_ERROR_NO_PERMISSION, False, "does not start: Insufficient Permissions; give .*access"),
+        (pynvml.NVML_ERROR_UNKNOWN, False, "does not start: Unknown Error; look in the kernel log"),
+    ],
+)
+def test_faulty_driver_is_not_a_missing_one(
+    code: int, is_absent: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(code)
 
-    def absent() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", absent)
-    with pytest.raises(NoDriverError, match="no NVIDIA driver"):
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    with pytest.raises(DriverStartError, match=text) as error:
         Nvml()
+    assert isinstance(error.value, NoDriverError) == is_absent
 
 
 def test_field_is_read_by_its_type_and_status(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only decoding in the driver module that the fake does not replace."""
-    import pynvml
 
     def field(kind: int, status: int, **value: float) -> SimpleNamespace:
         return SimpleNamespace(valueType=kind, nvmlReturn=status, value=SimpleNamespace(dVal=-1.0, **value))

@@ -141,6 +141,8 @@ def test_driver_that_fails_or_hangs_is_told_in_its_own_place(driver: pytest.Monk
     driver.setattr(pynvml, "nvmlDeviceGetCount", fail)
     assert take_fingerprint().gpus == []
     assert take_fingerprint().gpu_driver == "NVML error: Unknown Error"
+    driver.setattr(pynvml, "nvmlInit", fail)
+    assert take_fingerprint().gpu_driver == "NVML error: Unknown Error"
     driver.setattr(pynvml, "nvmlInit", lambda: threading.Event().wait(30))
     driver.setattr("meltcore.measure.documents.fingerprint._DRIVER_TIMEOUT_S", 0.1)
     assert take_fingerprint().gpu_driver == "NVML gave no answer within 0.1 s"

@@ -102,6 +102,8 @@ def test_gpus_are_read_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = status.query_gpus()
     assert first == {"name": "GPU 0", "memory_bytes": 2**30, "memory_used_bytes": 2**29, "utilization": 0.4}
     assert (second["name"], second["utilization"]) == ("GPU 1", None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: refuse(0))
+    assert status.query_gpus() == []
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: refuse(0))
     assert status.query_gpus() == []
 

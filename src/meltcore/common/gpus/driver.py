@@ -28,6 +28,13 @@ UNUSABLE = {
     pynvml.NVML_ERROR_RESET_REQUIRED: "needs a reset: drain the node, then run `nvidia-smi --gpu-reset` or reboot",
 }
 
+_NO_DRIVER = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+_START_REMEDIES = {
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+        "its kernel module and its library have different versions, as after an update: reboot, or reload the module"
+    ),
+    pynvml.NVML_ERROR_NO_PERMISSION: "give this user or container access to /dev/nvidia*",
+}
 _FIELD_TYPES = {
     pynvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
     pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
@@ -42,7 +49,11 @@ Item = TypeVar("Item")
 _Result = TypeVar("_Result")
 
 
-class NoDriverError(MeltcoreError):
+class DriverStartError(MeltcoreError):
+    """Reports that the NVIDIA driver does not start. Its cause is the error of NVML."""
+
+
+class NoDriverError(DriverStartError):
     """Reports that this machine has no NVIDIA driver."""
 
 
@@ -57,11 +68,20 @@ class Nvml:
     """
 
     def __init__(self) -> None:
-        """Start NVML. Raises NoDriverError if the driver's library is missing or does not start."""
+        """Start NVML.
+
+        Raises NoDriverError if the driver is not installed or not loaded. Raises DriverStartError if it is faulty.
+        """
         try:
             pynvml.nvmlInit()
         except NVMLError as error:
-            raise NoDriverError(f"no NVIDIA driver here ({error}); there is no GPU to read") from error
+            if error.value in _NO_DRIVER:
+                raise NoDriverError(
+                    f"no NVIDIA driver here ({error}), so there is no GPU to read: install or load the driver; "
+                    "give a container its GPUs (docker run --gpus all)"
+                ) from error
+            remedy = _START_REMEDIES.get(error.value, "look in the kernel log (dmesg)")
+            raise DriverStartError(f"the NVIDIA driver does not start: {str(error).rstrip('.')}; {remedy}") from error
 
     def close(self) -> None:
         """Shut NVML down."""

@@ -117,7 +117,7 @@ def _count_driver_gpus(driver_file: Path) -> int:
     """Return the number of GPUs that the driver with this file reports. Raises ConfigError if it reports no number."""
     from pynvml import NVMLError
 
-    from meltcore.common.gpus.driver import START_LIMIT_S, NoDriverError, Nvml
+    from meltcore.common.gpus.driver import START_LIMIT_S, DriverStartError, Nvml
 
     def count() -> int:
         with closing(Nvml()) as nvml:
@@ -125,8 +125,8 @@ def _count_driver_gpus(driver_file: Path) -> int:
 
     try:
         return call_with_timeout(START_LIMIT_S, count)
-    except (NoDriverError, NVMLError, TimeoutError) as error:
-        reason = error.__cause__ if isinstance(error, NoDriverError) else error
+    except (DriverStartError, NVMLError, TimeoutError) as error:
+        reason = error.__cause__ if isinstance(error, DriverStartError) else error
         raise ConfigError(
             f"this machine has {driver_file} of a GPU's driver, and its GPUs cannot be counted: {reason}; "
             f"set {VISIBLE} to their numbers, or to nothing (or `device: cpu`, --device cpu) for the CPU"

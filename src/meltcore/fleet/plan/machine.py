@@ -15,7 +15,7 @@ from typing import Any
 from pynvml import NVMLError
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.gpus.driver import START_LIMIT_S, UNUSABLE, GpuLostError, NoDriverError, Nvml
+from meltcore.common.gpus.driver import START_LIMIT_S, UNUSABLE, DriverStartError, GpuLostError, Nvml
 from meltcore.common.gpus.machine import VISIBLE, Machine, VisibleGpu, check_order, visible_gpus
 from meltcore.common.host_memory import host_available_bytes
 from meltcore.common.options import is_number
@@ -103,7 +103,7 @@ def _visible_devices(names: list[str]) -> Iterator[tuple[Nvml, list[Any]]]:
     """
     try:
         nvml = Nvml()
-    except NoDriverError as error:
+    except DriverStartError as error:
         source = f"{VISIBLE} names" if VISIBLE in os.environ else "this machine has the device files of"
         raise ConfigError(
             f"{source} GPU {', '.join(names)}, and the NVIDIA driver does not start: {error.__cause__}; "

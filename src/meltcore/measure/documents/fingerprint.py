@@ -151,12 +151,14 @@ def _gpus() -> tuple[list[Gpu], str | None]:
 def _query_driver() -> tuple[list[Gpu], str | None]:
     from pynvml import NVMLError
 
-    from meltcore.common.gpus.driver import NoDriverError, Nvml
+    from meltcore.common.gpus.driver import DriverStartError, NoDriverError, Nvml
 
     try:
         nvml = Nvml()
     except NoDriverError:
         return [], None
+    except DriverStartError as error:
+        return [], f"NVML error: {error.__cause__}"
     with closing(nvml):
         try:
             gpus = [_gpu(nvml, index) for index in range(nvml.count())]
