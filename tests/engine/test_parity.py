@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from meltcore.engine.host.step_pacing import StepTurn
+
 TOLERANCE = 1e-4
 
 
@@ -87,6 +89,12 @@ def test_cached_prefix_equals_transformers(family: str, reference: PreTrainedMod
     shared = tools.random_prompt(130, 3)
     seen.add("first", [*shared, 5, 6, 7])
     seen.run()
+    first = seen.engine.stats()
+    # The prompt of 133 tokens gives the first of 8. A recurrent state is kept at 128, so there it takes two steps.
+    num_steps = 9 if family == "qwen3_5_moe_text" else 8
+    assert (first.steps_total, first.step_rows_total, first.step_prompt_tokens_total) == (num_steps, num_steps, 133)
+    assert first.paced_steps_total == 0
+    seen.engine.take_turn(StepTurn(0.0, 10.0))
     prompts = {"again": [*shared, 5, 6, 7], "branch": shared + tools.random_prompt(40, 4), "exact": shared[:128]}
     for request_id, prompt in prompts.items():
         seen.add(request_id, prompt)
@@ -94,7 +102,11 @@ def test_cached_prefix_equals_transformers(family: str, reference: PreTrainedMod
     # Two full pages for the first two; the third is two pages itself and keeps one token to compute, so one page: no
     # hit where that needs a recurrent state, which is kept after the last full page.
     exact = 0 if family == "qwen3_5_moe_text" else 64
-    assert seen.engine.stats().prefix_hit_tokens_total == 128 + 128 + exact
+    stats = seen.engine.stats()
+    assert stats.prefix_hit_tokens_total == 128 + 128 + exact
+    for name in ("steps", "step_s", "step_rows", "step_prompt_tokens"):
+        later = getattr(stats, f"{name}_total") - getattr(first, f"{name}_total")
+        assert getattr(stats, f"paced_{name}_total") == pytest.approx(later), "all later steps were limited"
 
 
 @pytest.mark.slow

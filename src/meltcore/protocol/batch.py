@@ -54,7 +54,8 @@ class TaskResult(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 class BatchStats(msgspec.Struct, array_like=True, frozen=True):
     """Holds gauges and counters of a batch engine after a step. The names of counters end in `_total`.
 
-    Costs are in positions of the task, such as encoder frames. Padded costs include the padding of batches.
+    Costs are in positions of the task, such as encoder frames. Padded costs include the padding of batches. The prompt
+    tokens of steps are padded costs. Paced steps were limited because an engine of a higher class was at work.
     """
 
     running: int = 0
@@ -65,6 +66,12 @@ class BatchStats(msgspec.Struct, array_like=True, frozen=True):
     cost_total: int = 0
     padded_cost_total: int = 0
     expired_total: int = 0
+    step_rows_total: int = 0
+    step_prompt_tokens_total: int = 0
+    paced_steps_total: int = 0
+    paced_step_s_total: float = 0.0
+    paced_step_rows_total: int = 0
+    paced_step_prompt_tokens_total: int = 0
 
 
 class BatchReady(EngineReady, array_like=True, frozen=True):

@@ -10,6 +10,7 @@ from meltcore.protocol.generation import AddRequest, EngineStats
 from meltcore.protocol.shell import CommonFromEngine, CommonToEngine, EngineOutputs, EngineReady
 
 ToEngine = AddRequest | TaskRequest | CommonToEngine
+_SHARED_FIELDS = [name for name in BatchStats.__struct_fields__ if name in EngineStats.__struct_fields__]
 FromEngine = EngineOutputs[Any, Any] | EngineReady | CommonFromEngine
 
 
@@ -23,6 +24,5 @@ def shared_stats(stats: EngineStats | BatchStats) -> EngineStats:
     """Return statistics of an engine as EngineStats. For a batch engine the numbers of pages and tokens are 0."""
     if isinstance(stats, EngineStats):
         return stats
-    return EngineStats(
-        running=stats.running, waiting=stats.waiting, steps_total=stats.steps_total, step_s_total=stats.step_s_total
-    )
+    shared = {name: getattr(stats, name) for name in _SHARED_FIELDS}
+    return EngineStats(**dict[str, Any](shared))

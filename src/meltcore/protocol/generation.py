@@ -119,7 +119,10 @@ class SequenceOutput(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
-    """Holds gauges and counters of the engine after a step. The names of counters end in `_total`."""
+    """Holds gauges and counters of the engine after a step. The names of counters end in `_total`.
+
+    Paced steps were limited because an engine of a higher class was at work on the same GPU.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -138,6 +141,12 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     masks_total: int = 0
     mask_s_total: float = 0.0
     late_masks_total: int = 0
+    step_rows_total: int = 0
+    step_prompt_tokens_total: int = 0
+    paced_steps_total: int = 0
+    paced_step_s_total: float = 0.0
+    paced_step_rows_total: int = 0
+    paced_step_prompt_tokens_total: int = 0
 
 
 class StepOutputs(EngineOutputs[SequenceOutput, EngineStats], tag="outputs", array_like=True, frozen=True):

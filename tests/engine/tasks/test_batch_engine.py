@@ -159,6 +159,15 @@ def test_requests_begin_while_others_run() -> None:
     assert engine.stats().running == 2
     assert engine.stats().waiting_cost == 32
     assert drain(engine) == [("a", "stop"), ("b", "stop"), ("c", "stop")]
+    stats = engine.stats()
+    assert (stats.steps_total, stats.step_rows_total, stats.step_prompt_tokens_total) == (6, 9, 96)
+    assert stats.paced_steps_total == 0
+    engine.take_turn(StepTurn(0.0, 1.0))
+    engine.add(Ask(request_id="d", cost=32))
+    drain(engine)
+    stats = engine.stats()
+    assert (stats.paced_steps_total, stats.paced_step_rows_total, stats.paced_step_prompt_tokens_total) == (3, 3, 32)
+    assert (stats.steps_total, stats.step_rows_total, stats.step_prompt_tokens_total) == (9, 12, 128)
 
 
 def test_large_request_is_not_starved_by_small_ones() -> None:

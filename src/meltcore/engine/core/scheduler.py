@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from meltcore.engine.core.kv_cache import FULL_ATTENTION, PAGE_SIZE, PageLayout, PagePool, PrefixCache, pages_for
@@ -56,6 +56,11 @@ class Chunk(NamedTuple):
     def end(self) -> int:
         """The position after the last token of the chunk."""
         return self.start + self.size
+
+
+def prompt_tokens(chunks: Iterable[Chunk]) -> int:
+    """Return the number of prompt tokens in a step. A chunk of one token is a decode."""
+    return sum(chunk.size for chunk in chunks if chunk.size > 1)
 
 
 class Scheduler:

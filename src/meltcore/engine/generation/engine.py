@@ -19,7 +19,7 @@ from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, PagePool, Prefi
 from meltcore.engine.core.pacing import PromptSpeed
 from meltcore.engine.core.recurrent_states import RecurrentStatePool
 from meltcore.engine.core.request import Request, RequestStatus, TokenMask
-from meltcore.engine.core.scheduler import Chunk, Scheduler
+from meltcore.engine.core.scheduler import Chunk, Scheduler, prompt_tokens
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
@@ -33,7 +33,7 @@ from meltcore.engine.host.device import (
 )
 from meltcore.engine.host.sleep import SleepResult
 from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_memory
-from meltcore.engine.host.step_pacing import StepTurn
+from meltcore.engine.host.step_pacing import StepCounts, StepTurn
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
 from meltcore.engine.worker.model_runner import Event, LaunchedStep, ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
@@ -131,8 +131,8 @@ class GenerationEngine:
         self._eos_token_ids = frozenset(
             token_id for token_id in self.checkpoint.eos_token_ids if token_id < self.vocab_size
         )
-        self._num_added = self._steps = self._prompt_tokens = self._generated_tokens = 0
-        self._step_s = 0.0
+        self._num_added = self._prompt_tokens = self._generated_tokens = 0
+        self._step_counts = StepCounts()
         self.load_s = time.monotonic() - start_s
 
     def _prepare(
@@ -237,6 +237,7 @@ class GenerationEngine:
         limit_s, budget = turn.limit_s, self.scheduler.max_num_batched_tokens
         self.scheduler.max_prompt_tokens = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s)
         self._was_held = turn.waited_s > 0 and self._launched is not None
+        self._step_counts.is_paced = limit_s is not None
 
     def step(self) -> StepOutputs:
         """Launch the next step, then read the previous step. Without async scheduling, read the launched step itself.
@@ -272,11 +273,9 @@ class GenerationEngine:
         if step_to_read is not None and not self._was_held:  # else it may have ended during the wait
             self._record_time(step_to_read.chunks, self._read_s - max(launched_s, self._returned_s))
         self._returned_s = end_s
-        if scheduled:
-            self._steps += 1
-        elif step_to_read is None and not outputs:
+        if not scheduled and step_to_read is None and not outputs:
             self._constraints.wait_idle()
-        self._step_s += end_s - start_s
+        self._step_counts.add(end_s - start_s, len(scheduled), prompt_tokens(scheduled))
         return StepOutputs(outputs, self.stats(), end_s)
 
     def _prepare_sampling(self, requests: list[Request], record_event: Callable[[], Event | None]) -> None:
@@ -312,7 +311,7 @@ class GenerationEngine:
         self._ended_outputs.append(self._last_output(request, []))
 
     def _record_time(self, chunks: list[Chunk], took_s: float) -> None:
-        self._prompt_speed.record(took_s, sum(chunk.size for chunk in chunks if chunk.size > 1))
+        self._prompt_speed.record(took_s, prompt_tokens(chunks))
         if self.scheduler.pacer is not None:
             self.scheduler.record_step_time(chunks, took_s)
 
@@ -323,8 +322,6 @@ class GenerationEngine:
             waiting=self.scheduler.waiting_count + self._constraints.num_compiling,
             pages_used=self.pool.num_used,
             num_pages=self.pool.total,
-            steps_total=self._steps,
-            step_s_total=self._step_s,
             prompt_tokens_total=self._prompt_tokens,
             generated_tokens_total=self._generated_tokens,
             prefix_queried_tokens_total=self.scheduler.prefix_queried_tokens,
@@ -334,6 +331,7 @@ class GenerationEngine:
             recurrent_state_slots_used=0 if self.states is None else self.states.num_used,
             recurrent_state_snapshots=0 if self.states is None else len(self.states.snapshots),
             **self._constraints.stats(),
+            **self._step_counts.stats(),
         )
 
     def check(self) -> None:

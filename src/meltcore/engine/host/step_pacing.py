@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meltcore.protocol.step_marks import StepMarks
 from meltcore.settings.config import EngineSharing
@@ -40,6 +41,44 @@ class StepTurn(NamedTuple):
 
 
 _NO_WAIT = StepTurn(0.0, None)
+
+
+class StepCounts:
+    """Counts the steps of an engine: all of them, and those that were limited because a higher class was at work."""
+
+    def __init__(self) -> None:
+        """Start at 0."""
+        self.is_paced = False  # the next step is limited
+        self._all, self._paced = _StepSums(), _StepSums()
+
+    def add(self, took_s: float, rows: int, prompt_tokens: int) -> None:
+        """Count a step that took `took_s` seconds. Without rows only the time counts."""
+        for sums in (self._all, self._paced) if self.is_paced else (self._all,):
+            sums.steps += rows > 0
+            sums.step_s += took_s
+            sums.rows += rows
+            sums.prompt_tokens += prompt_tokens
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters by their names in the statistics of an engine."""
+        return {
+            "steps_total": self._all.steps,
+            "step_s_total": self._all.step_s,
+            "step_rows_total": self._all.rows,
+            "step_prompt_tokens_total": self._all.prompt_tokens,
+            "paced_steps_total": self._paced.steps,
+            "paced_step_s_total": self._paced.step_s,
+            "paced_step_rows_total": self._paced.rows,
+            "paced_step_prompt_tokens_total": self._paced.prompt_tokens,
+        }
+
+
+@dataclass
+class _StepSums:
+    steps: int = 0
+    step_s: float = 0.0
+    rows: int = 0
+    prompt_tokens: int = 0
 
 
 class StepPacing:

@@ -30,7 +30,7 @@ from meltcore.common.tasks import DEFAULT, Task
 from meltcore.engine.core.waiting import WaitingQueue, WaitingRequest, cost_buckets
 from meltcore.engine.host.shell import Outputs
 from meltcore.engine.host.sleep import SleepResult
-from meltcore.engine.host.step_pacing import StepTurn
+from meltcore.engine.host.step_pacing import StepCounts, StepTurn
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskFinishReason, TaskRequest, TaskResult, TaskTimes
 from meltcore.settings.config import EngineConfig
 
@@ -168,8 +168,8 @@ class BatchEngine(Generic[Request, Result]):
         self._running_cost = 0
         self._early_results: list[Result] = []
         self._s_per_cost: float | None = None
-        self._steps = self._expired = self._cost = self._padded_cost = 0
-        self._step_s = 0.0
+        self._expired = self._cost = self._padded_cost = 0
+        self._step_counts = StepCounts()
 
     @property
     def has_work(self) -> bool:
@@ -215,6 +215,7 @@ class BatchEngine(Generic[Request, Result]):
     def take_turn(self, turn: StepTurn) -> None:
         """Start smaller batches while an engine of a higher class is using the same GPU."""
         self._start_limit_s = min(self._max_start_s, turn.limit_s or self._max_start_s)
+        self._step_counts.is_paced = turn.limit_s is not None
 
     def step(self) -> Outputs:
         """Begin the requests that fit, compute one step of the task, and return the new results."""
@@ -224,11 +225,11 @@ class BatchEngine(Generic[Request, Result]):
             self._early_results.append(self.task.ended(request.request_id, "deadline", None))
         started_cost = self._start(began_s)
         results, self._early_results = self._early_results, []
-        if self._running:
+        rows = len(self._running)
+        if rows:
             results += [self._end_request(result) for result in self.task.step()]
-            self._steps += 1
         ended_s = self._clock()
-        self._step_s += ended_s - began_s
+        self._step_counts.add(ended_s - began_s, rows, started_cost)
         if started_cost:
             self._record_speed((ended_s - began_s) / started_cost)
         return self._outputs(results, ended_s)
@@ -260,11 +261,10 @@ class BatchEngine(Generic[Request, Result]):
             running=len(self._running),
             waiting=len(self._queue),
             waiting_cost=self._queue.cost,
-            steps_total=self._steps,
-            step_s_total=self._step_s,
             cost_total=self._cost,
             padded_cost_total=self._padded_cost,
             expired_total=self._expired,
+            **self._step_counts.stats(),
         )
 
     def _start(self, now_s: float) -> int:

@@ -88,8 +88,16 @@ _ENGINE_METRICS: tuple[tuple[_Family, str, str, Callable[[EngineStats], float]],
         "Masks that were late, whose requests missed a step",
         attrgetter("late_masks_total"),
     ),
-    (CounterMetricFamily, "engine_steps", "Steps that the engines have run", attrgetter("steps_total")),
-    (CounterMetricFamily, "engine_step_seconds", "Time of the engines' steps", attrgetter("step_s_total")),
+    *(
+        (CounterMetricFamily, f"engine_{prefix}{name}", f"{help}{condition}", attrgetter(f"{prefix}{column}_total"))
+        for prefix, condition in (("", ""), ("paced_", ", of steps limited for a higher class"))
+        for name, help, column in (
+            ("steps", "Steps that the engines have run", "steps"),
+            ("step_seconds", "Time of the engines' steps", "step_s"),
+            ("step_rows", "Sequences, sentences, clips or texts of the engines' steps", "step_rows"),
+            ("step_prompt_tokens", "Prompt tokens or padded positions of these steps", "step_prompt_tokens"),
+        )
+    ),
 )
 
 
