@@ -20,7 +20,8 @@ from meltcore.serve.tasks.generation.structured import requested_grammar
 from meltcore.serve.tasks.generation.text_function import text_function
 from meltcore.serve.tasks.generation.tools import tool_grammar
 from meltcore.text.answer_format import CALL_FORMATS, AnswerFormat, answer_format
-from meltcore.text.answer_parser import AnswerParser, ToolSet
+from meltcore.text.answer_parser import AnswerParser
+from meltcore.text.call_scanners import ToolSet
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.grammar import GrammarCompiler
 from meltcore.text.tokenizer import Tokenizer

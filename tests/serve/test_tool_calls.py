@@ -170,6 +170,16 @@ def test_broken_call_is_text(client: openai.OpenAI) -> None:
         assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", written, None)
 
 
+def test_broken_call_of_a_stream_ends_as_it_stands(client: openai.OpenAI) -> None:
+    """Clients cannot take back the parts that were sent. They check arguments themselves, as with OpenAI."""
+    for written, rest in ((CALL.replace("}}", "} oh"), " oh\n</tool_call>"), (f"{CALL[:-16]}\n", "")):
+        events = [event.choices[0] for event in ask(client, written, stream=True)]
+        parts = [part for event in events for part in event.delta.tool_calls or ()]
+        assert "".join(part.function.arguments for part in parts).startswith('{"place": "')
+        assert "".join(event.delta.content or "" for event in events) == rest
+        assert events[-1].finish_reason == "tool_calls"
+
+
 def test_without_tools_nothing_is_a_call(client: openai.OpenAI) -> None:
     choice = ask(client, CALL, tools=openai.NOT_GIVEN).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("stop", CALL)

@@ -185,6 +185,27 @@ def test_stop_string_within_a_cut_call_does_not_end_the_answer(family: str, form
         assert (text, detokenizer.matched_stop) == ("" if is_call else written[:end], None)
 
 
+def test_what_a_stream_has_sent_of_a_broken_call_is_no_text(family: str, form: AnswerFormat) -> None:
+    """A client cannot take it back. However the characters arrive, each comes once."""
+    tools = ToolSet(TOOLS.schemas, is_streamed=True)
+    chance, broken = random.Random(5), 0
+    for at in range(40):
+        written = f"{mutated(write(family, [('get', {'place': f'Bonn{at}', 'days': 3})]), family, chance)} ok"
+        results = []
+        for pieces in ([written], [*written]):
+            parser = AnswerParser(form, tools)
+            text = "".join(map(parser.feed, pieces)) + parser.end()
+            calls = merged(parser.take()[1])
+            results.append((text, calls, parser.has_calls))
+        assert results[0] == results[1], written
+        ends = [end for _, _, end in calls]
+        assert parser.has_calls == ("complete" in ends or "broken" in ends)
+        if ends == ["broken"]:
+            broken += 1
+            assert (text + calls[0][1]).count("Bonn") <= written.count("Bonn"), written
+    assert broken
+
+
 MUTATIONS = ["", '"', "'", "{", "}", "[", "]", "\\", "\n", ",", ":", "<", ">", "=", "(", ")", "x", "\u2028", "\ufffd"]
 
 

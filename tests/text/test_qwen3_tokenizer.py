@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.answer_format import answer_format
-from meltcore.text.answer_parser import ToolSet
+from meltcore.text.call_scanners import ToolSet
 from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer

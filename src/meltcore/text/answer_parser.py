@@ -3,7 +3,8 @@
 One machine reads all families of models. It takes characters, and the ids of marks, and passes on what is certain. Text
 that may still become a mark is held back. A call is certain when it is complete; the beginning of its arguments is
 passed on before, since arguments may be long. If a call then breaks, it is marked as broken, and all its characters are
-text again. If the answer ends within the arguments, the call stays a call and is marked as cut. No answer is an error.
+text again, except in a stream that has sent them. If the answer ends within the arguments, the call stays a call and is
+marked as cut. No answer is an error.
 
 The work is linear. The machine consumes what it reads, and text that is given back is read once more at most, from the
 last mark within.
@@ -15,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from meltcore.text.answer_format import AnswerFormat, CallFormat
 from meltcore.text.call_scanners import (
@@ -24,10 +25,10 @@ from meltcore.text.call_scanners import (
     JsonScanner,
     PythonScanner,
     Steps,
+    ToolSet,
     find_marks,
     is_encodable,
     python_to_json,
-    schema_types,
     to_json,
     typed_json,
     whole_call,
@@ -42,21 +43,6 @@ _HEADER = re.compile(
 _FIRST_KEY = re.compile(r'\s*\{\s*"(?:name|type|function|arguments|parameters|id)"\s*:')
 # How reading a call ended: with a call, with something that is given back as text, or with text that was passed on.
 _CALL, _BROKEN, _TEXT = "call", "broken", "text"
-
-
-class ToolSet(NamedTuple):
-    """Holds the tools of a request: the schema of the parameters of each by its name, and how many calls may follow.
-
-    Further calls are dropped. With 0 no call and no markup of calls reaches the client.
-    """
-
-    schemas: Mapping[str, Mapping[str, Any]]
-    max_calls: int | None = None
-
-    def types(self, tool: str, parameter: str) -> tuple[str, ...]:
-        """Return the JSON types of a parameter; an empty tuple if it may have any."""
-        properties = self.schemas.get(tool, {}).get("properties")
-        return schema_types(properties.get(parameter)) if isinstance(properties, dict) else ()
 
 
 class CallDelta(NamedTuple):
@@ -103,7 +89,8 @@ class AnswerParser(CharacterReader):
         self._space: list[str] = []  # whitespace that is dropped if only a call follows
         self._has_text = False
         self._raw_head = 0  # characters of it that have led to the call
-        self._num_opened = self._num_complete = 0
+        self._num_passed = 0  # pieces of `_raw` that were passed on as a part of a call
+        self._num_opened = self._num_calls = 0
         self._is_open = self._is_over = False
         self._steps: Steps | None = None
         if self._format is not None:
@@ -123,8 +110,8 @@ class AnswerParser(CharacterReader):
 
     @property
     def has_calls(self) -> bool:
-        """Whether a complete call has been passed on."""
-        return self._num_complete > 0 and self._tools.max_calls != 0
+        """Whether a call has been passed on that is complete, or that broke in a stream."""
+        return self._num_calls > 0 and self._tools.max_calls != 0
 
     def take(self) -> tuple[list[str], list[CallDelta]]:
         """Return the reasoning and the parts of calls that have come since it was called last."""
@@ -155,7 +142,7 @@ class AnswerParser(CharacterReader):
         """Return the rest of the text, after the last token."""
         self._is_over = True
         self._settle()
-        if self._space and not self._num_complete:
+        if self._space and not self._num_calls:
             self._answer += self._space
         self._space = []
         return self._new_text()
@@ -246,6 +233,7 @@ class AnswerParser(CharacterReader):
     def _give_back(self, form: CallFormat) -> None:
         """Make text of what was no call. Reading continues at the last mark within. A call that is cut stays one."""
         raw, rest, is_open = "".join(self._raw), self._buffer[self._at :], self._is_open
+        sent_chars = sum(map(len, self._raw[: self._num_passed]))
         self._raw, self._is_open = [], False
         marks = (mark if len(mark) > 1 else f"\n{mark}" for mark in form.opens)
         at = max(raw.rfind(mark, self._raw_head) for mark in marks)
@@ -253,12 +241,16 @@ class AnswerParser(CharacterReader):
             at = len(raw) - held  # a mark begins there
         is_cut = is_open and self._is_over and at < 0 and any(each.startswith(rest) for each in _XML_PARTS)
         end: Literal["cut", "broken"] = "cut" if is_cut else "broken"
-        if is_open and self._add(CallDelta(self._num_opened - 1, end=end)) and is_cut:
+        is_sent = is_open and self._add(CallDelta(self._num_opened - 1, end=end))
+        if is_sent and is_cut:
             self._at, self._space = len(self._buffer), []
             return
         if at >= 0:
             self._buffer, self._at = raw[at:] + rest, 0
             raw = raw[:at]
+        if is_sent and self._tools.is_streamed:
+            self._num_calls += 1
+            raw = raw[sent_chars:]
         if self._tools.max_calls != 0:
             self._write(raw)
         elif self._has_ended and at < 0:
@@ -267,7 +259,7 @@ class AnswerParser(CharacterReader):
     # --- calls
 
     def _add(self, delta: CallDelta) -> bool:
-        is_wanted = self._tools.max_calls is None or self._num_complete < self._tools.max_calls
+        is_wanted = self._tools.max_calls is None or self._num_calls < self._tools.max_calls
         self._calls += [delta] * is_wanted
         return is_wanted
 
@@ -275,18 +267,19 @@ class AnswerParser(CharacterReader):
         """Pass on the name of a call. Return False if only a known tool makes a call here, and the name is another."""
         if (self._in_reasoning or not form.has_marks or not is_encodable(name)) and name not in self._tools.schemas:
             return False
-        self._is_open = True
+        self._is_open, self._num_passed = True, len(self._raw)
         self._add(CallDelta(self._num_opened, name))
         self._num_opened += 1
         return True
 
     def _arguments(self, text: str) -> None:
+        self._num_passed = len(self._raw)
         self._add(CallDelta(self._num_opened - 1, arguments=text))
 
     def _end_call(self) -> None:
         self._add(CallDelta(self._num_opened - 1, end="complete"))
         self._is_open, self._in_reasoning = False, False
-        self._num_complete += 1
+        self._num_calls += 1
         self._raw, self._raw_head = [], 0
         if not self._has_text:
             self._space, self._skips_space = [], True
@@ -301,10 +294,11 @@ class AnswerParser(CharacterReader):
             if not (yield from self._some()):
                 return _BROKEN
             piece = self._take(scanner.scan(self._buffer, self._at))
+            if in_arguments and piece:
+                self._arguments(piece)
             if scanner.is_broken:
                 return _BROKEN
             if in_arguments:
-                self._arguments(piece)
                 in_arguments = scanner.stop != "}"
             elif scanner.stop and is_first:
                 is_first = False
@@ -358,9 +352,10 @@ class AnswerParser(CharacterReader):
             if not (yield from self._some()):
                 return _BROKEN
             piece = self._take(scanner.scan(self._buffer, self._at))
+            if piece:
+                self._arguments(piece)
             if scanner.is_broken:
                 return _BROKEN
-            self._arguments(piece)
         return _CALL
 
     def _quoted_object(self, form: CallFormat, name: str) -> Steps:

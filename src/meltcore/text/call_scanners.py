@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Generator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_DEPTH = 64  # of nested objects and lists; templates and clients read what is parsed here by recursion
 
@@ -395,3 +395,20 @@ def whole_call(text: str) -> tuple[str | None, str]:
     except (ValueError, RecursionError):
         pass
     return None, ""
+
+
+class ToolSet(NamedTuple):
+    """Holds the tools of a request: the schema of the parameters of each by its name, and how many calls may follow.
+
+    Further calls are dropped. With 0 no call and no markup of calls reaches the client. If `is_streamed` is true, the
+    client receives each call as it comes, so a call that breaks stays a call. Otherwise its characters become text.
+    """
+
+    schemas: Mapping[str, Mapping[str, Any]]
+    max_calls: int | None = None
+    is_streamed: bool = False
+
+    def types(self, tool: str, parameter: str) -> tuple[str, ...]:
+        """Return the JSON types of a parameter; an empty tuple if it may have any."""
+        properties = self.schemas.get(tool, {}).get("properties")
+        return schema_types(properties.get(parameter)) if isinstance(properties, dict) else ()

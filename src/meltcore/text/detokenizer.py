@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.answer_format import AnswerFormat
-from meltcore.text.answer_parser import AnswerParser, ToolSet
+from meltcore.text.answer_parser import AnswerParser
+from meltcore.text.call_scanners import ToolSet
 from meltcore.text.stop_strings import StopStrings
 from meltcore.text.tokenizer import Tokenizer
 

@@ -31,8 +31,8 @@ to_json = msgspec.json.Encoder().encode
 class Part:
     """One part of an answer. A call has a name and an id, and its content is the JSON text of its arguments.
 
-    A call is incomplete if the answer ended within, or if it broke after its beginning was sent. Only the characters of
-    a broken call follow as text.
+    A call is incomplete if the answer ended within, or if it broke after its beginning was sent. If it is broken and
+    the API sends only whole calls, its characters follow as text.
     """
 
     kind: Literal["reasoning", "text", "call"]
@@ -120,7 +120,7 @@ class AnswerWriter(ChatResponseWriter):
 
     def _add_calls(self, choice: Choice, calls: Sequence[CallDelta]) -> list[bytes]:
         events: list[bytes] = []
-        broken = {call.call_index for call in calls if call.end == "broken"}
+        broken = {call.call_index for call in calls if call.end == "broken" and not self._ticket.streams_calls}
         for call in calls:
             if call.name is not None and call.call_index not in broken:
                 events += self._begin("call", call.name, choice.new_call_id(), call.call_index)

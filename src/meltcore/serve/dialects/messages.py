@@ -346,6 +346,7 @@ def _stop(choice: Choice) -> dict[str, str | None]:
 class MessagesEndpoint(DialectEndpoint):
     """Serves POST /v1/messages."""
 
+    streams_calls = False
     error_form = "anthropic"
     field_names: ClassVar[Mapping[str, str]] = {
         "response_format.json_schema": "output_config.format",

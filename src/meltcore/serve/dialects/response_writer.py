@@ -101,8 +101,6 @@ class ResponsesWriter(AnswerWriter):
         return [self._item_event(part, f"{_CONTENT_TYPES[part.kind]}.delta", delta=text, **_position(part))]
 
     def _part_ended(self, part: Part) -> list[bytes]:
-        if self._is_custom(part) and part.is_broken:
-            return []  # nothing of it was sent
         item = self._item(part, "completed" if part.is_complete else "incomplete")
         if part.kind != "call":
             content = _content(part)

@@ -34,6 +34,7 @@ class GenerationEndpoint(Endpoint):
 
     form: type[ChatRequest | CompletionRequest]
     writer_type: type[ResponseWriter]
+    streams_calls = True  # or a stream has each call as a whole
 
     async def read_request(self, exchange: Exchange) -> tuple[ChatRequest | CompletionRequest, MakeWriter]:
         """Return the request, and what makes the writer of its answer.
@@ -62,6 +63,7 @@ class GenerationEndpoint(Endpoint):
             arrived_s=exchange.arrived_s,
             streaming=bool(request.stream),
             every_token=bool(options.continuous_usage_stats),
+            streams_calls=self.streams_calls,
         )
         await backend.submit(request, ticket)
         writer = make_writer(ticket, request.model or backend.names[0], options)

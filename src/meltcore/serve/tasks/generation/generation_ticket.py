@@ -13,7 +13,8 @@ from meltcore.protocol.generation import AddRequest, SequenceOutput, TokenLogpro
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.text.answer_format import AnswerFormat
-from meltcore.text.answer_parser import CallDelta, ToolSet
+from meltcore.text.answer_parser import CallDelta
+from meltcore.text.call_scanners import ToolSet
 from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer, incremental_decoder
 from meltcore.text.tokenizer import Tokenizer
 
@@ -355,15 +356,18 @@ class GenerationTicket(Ticket[Choice]):
         arrived_s: float,
         streaming: bool,
         every_token: bool = False,
+        streams_calls: bool = True,
     ) -> None:
         """Create the state of one request.
 
         With `every_token`, tokens that have no text yet get an event too, for clients that count usage by token.
+        Without `streams_calls`, a stream has whole calls only.
         """
         super().__init__(arrived_s)
         self.choices = self.children
         self.streaming = streaming
         self.every_token = every_token
+        self.streams_calls = streaming and streams_calls
         self.best_of: BestOf | None = None  # None returns all answers
         self.weakened: tuple[str, ...] = ()  # what the grammar of the answer does not enforce of its schema
         self.has_sent = False  # output to its client

@@ -91,7 +91,7 @@ class LocalEngine(EngineBackend):
         answer_format = tools = None
         if isinstance(request, ChatRequest):
             answer_format = text.answer_format
-            tools = requested_tools(request, answer_format, text.template)
+            tools = requested_tools(request, answer_format, text.template, is_streamed=ticket.streams_calls)
             prompts = [await self._chat_prompt(request, limit, is_only_counted=False)]
         else:
             prompts = await encode_prompts(text.tokenizer, ready.vocab_size, request.prompt, context=limit)

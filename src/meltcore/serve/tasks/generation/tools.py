@@ -12,7 +12,7 @@ from meltcore.serve.requests.protocol import ChatRequest, NamedTool, Tool, ToolC
 from meltcore.serve.tasks.generation.call_grammar import call_grammar
 from meltcore.serve.tasks.generation.structured import RequestedGrammar
 from meltcore.text.answer_format import AnswerFormat
-from meltcore.text.answer_parser import ToolSet
+from meltcore.text.call_scanners import ToolSet
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 
 MAX_TOOLS = 1024
@@ -23,9 +23,12 @@ _NOT_SHOWN = ("strict", "grammar")  # fields of a function that a chat template 
 
 
 def requested_tools(
-    request: ChatRequest, form: AnswerFormat, template: ChatTemplate | MissingTemplate
+    request: ChatRequest, form: AnswerFormat, template: ChatTemplate | MissingTemplate, *, is_streamed: bool = False
 ) -> ToolSet | None:
-    """Return the tools of a request, or None without tools. Raises RequestError (400) that names what is wrong."""
+    """Return the tools of a request, or None without tools. Raises RequestError (400) that names what is wrong.
+
+    `is_streamed` says whether the client receives calls as they come.
+    """
     tools, choice = request.tools or [], request.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -49,7 +52,7 @@ def requested_tools(
             f"this model takes no tools: {fault}; --chat-template FILE and --tool-call-parser NAME can say it",
             param="tools",
         )
-    return ToolSet(schemas, max_calls=1 if request.parallel_tool_calls is False else None)
+    return ToolSet(schemas, 1 if request.parallel_tool_calls is False else None, is_streamed)
 
 
 def _check_tools(tools: list[Tool]) -> None:
