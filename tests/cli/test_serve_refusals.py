@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import gguf
 import huggingface_hub
 import numpy as np
 import pytest
+from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.common.gpus.machine import VisibleGpu
+from meltcore.common.process import call_with_timeout
 from meltcore.common.sizes import GIB
 from meltcore.fleet import daemon, supervisor
 from meltcore.fleet.plan import machine
@@ -309,3 +312,16 @@ def test_options_of_vllm_are_refused_with_the_reason(
     usage, error = capsys.readouterr().err.splitlines()
     assert usage == "usage: meltcore serve MODEL [options] (--help lists them)"
     assert message in error
+
+
+def test_checkpoint_that_hangs_ends_serve_at_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    monkeypatch.setattr("meltcore.cli.serve._NOTICE_S", 0.05)
+    monkeypatch.setattr("meltcore.cli.serve._READ_LIMIT_S", 0.1)
+    assert call_with_timeout(WAIT_S, lambda: main(["serve", str(tmp_path)])) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"meltcore: reading {tmp_path}",
+        f"meltcore serve: {tmp_path} was not read within 0.1 s: see whether its file system answers",
+    ]

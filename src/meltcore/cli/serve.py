@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from meltcore.common.tasks import Task
     from meltcore.settings.fleet_spec import ModelSection
 
 HELP = "Serve a model through the OpenAI API."
@@ -26,6 +27,8 @@ REFUSED = {
     "`hf download MODEL --revision REVISION` prints",
     "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",
 }
+
+_NOTICE_S, _READ_LIMIT_S = 3.0, 600.0  # for a checkpoint that is no download; seconds are usual
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +98,31 @@ def _fraction_bytes(fraction: float, model: "ModelSection") -> int:
     return int(fraction * min(gpu.total_bytes for gpu in gpus))
 
 
+def _check_in_time(model: "ModelSection") -> "Task":
+    """Return the task of a model that can be served. Raises the errors of `check_servable`.
+
+    Raises ConfigError too if a local checkpoint is not read within _READ_LIMIT_S, such as one on a server that is gone.
+    Downloads from the hub have limits of their own.
+    """
+    from concurrent.futures import wait
+
+    from meltcore.common.errors import ConfigError
+    from meltcore.common.process import loading_modules, start_call
+    from meltcore.models.checkpoints.checkpoint import is_on_hub
+
+    with loading_modules():
+        from meltcore.serve.tasks.generation.servable import check_servable
+
+    on_hub, check = start_call(lambda: is_on_hub(model.model)), start_call(lambda: check_servable(model))
+    if wait([on_hub, check], _NOTICE_S).not_done and not (on_hub.done() and on_hub.result()):
+        print(f"meltcore: reading {model.model}", file=sys.stderr, flush=True)
+        if wait([on_hub, check], _READ_LIMIT_S - _NOTICE_S).not_done:
+            raise ConfigError(
+                f"{model.model} was not read within {_READ_LIMIT_S:g} s: see whether its file system answers"
+            )
+    return check.result()
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal, or start a server in the background."""
     import msgspec
@@ -119,7 +147,6 @@ def run(args: argparse.Namespace) -> int:
     with loading_modules():
         from meltcore.fleet.run.engines import place_replicas
         from meltcore.serve.requests.keys import DEFAULT_NAME, hash_key
-        from meltcore.serve.tasks.generation.servable import check_servable
 
     name, *aliases = dict.fromkeys(args.served_model_name or [args.model])
     model = from_options(ModelSection, args, checkpoint=args.model, aliases=tuple(aliases))
@@ -133,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         model = msgspec.structs.replace(model, device=tuple(gpus))
     if args.gpu_memory_utilization is not None:
         model = msgspec.structs.replace(model, memory=_fraction_bytes(args.gpu_memory_utilization, model))
-    task = check_servable(model)  # before a process starts, and before anything is printed
+    task = _check_in_time(model)  # before a process starts
     model = msgspec.structs.replace(model, task=task.name)
     if args.enable_auto_tool_choice:
         print("meltcore: --enable-auto-tool-choice is not needed: tools are always taken", file=sys.stderr)

@@ -74,6 +74,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
             smaller ones.
         mig: Each layout of MIG slices of the first GPU, and whether the engines fit into it.
         context_note: What is known about the memory of CUDA contexts and of the driver.
+        left_out: The models that are not in this plan, because their sizes are unknown, each with the reason.
     """
 
     source: str
@@ -86,6 +87,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     mig: list[tuple[str, bool]]
     context_note: str
     hosts: list[PlannedHost] = []
+    left_out: dict[str, str] = {}
 
 
 def has_smaller_settings(changes: Sequence[str]) -> bool:

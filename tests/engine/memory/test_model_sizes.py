@@ -83,7 +83,7 @@ def test_process_without_torch_has_the_sizes_of_one_with_it() -> None:
         "import sys; from meltcore.engine.memory.memory_needs import engine_needs, read_model_sizes; "
         "from meltcore.settings.fleet_spec import ModelSection; "
         "models = [ModelSection(checkpoint='meltcore/sums'), ModelSection(checkpoint='meltcore/phrases', "
-        "task='translation')]; read_model_sizes(((model, False) for model in models), 60.0); "
+        "task='translation')]; read_model_sizes(dict(zip('ab', models)), 60.0); "
         "from meltcore.engine.memory import model_sizes; model_sizes._built_by_child = None; "
         "print(*(engine_needs(model).budget_bytes for model in models), 'torch' in sys.modules)"
     )
@@ -167,7 +167,7 @@ def test_models_of_a_fleet_are_read_together(monkeypatch: pytest.MonkeyPatch, tm
     source = open_checkpoint("meltcore/sums", files="config").folder / "config.json"
     (tmp_path / "config.json").write_text(source.read_text())
     models = [ModelSection(checkpoint=name) for name in ("meltcore/sums", str(tmp_path), str(tmp_path / "missing"))]
-    read_model_sizes(((model, on_cpu) for model in models for on_cpu in (False, True)), 60.0)
+    read_model_sizes(dict(zip("abc", models, strict=True)), 60.0)
     for model in models[:2]:
         engine_needs(model)
         engine_needs(model, on_cpu=True)

@@ -77,7 +77,7 @@ def test_reload_for_files_that_are_missing_is_refused_before_an_engine_ends(
 
     model = SimpleNamespace(name="m", names=("m",), config=running.models["m"])  # has no method that ends it
     supervisor: Any = SimpleNamespace(models={0: model}, fleet=PlacedFleet(running), read_running=read_running)
-    planner: Any = SimpleNamespace(checkpoints=list, config=lambda running: PlacedFleet(new))
+    planner: Any = SimpleNamespace(checkpoints=list, config=lambda _report, running: PlacedFleet(new))
     reason = "missing: model-00002-of-00002.safetensors" if fault == "shard" else "tokenizer.json"
     with pytest.raises(ConfigError, match=f"models.m: .*{reason}"):
         asyncio.run(FleetOperations(supervisor, lambda: planner).reload())
@@ -108,6 +108,17 @@ def test_reload_whose_checkpoints_hang_blocks_neither_a_restart_nor_the_end() ->
         call_with_timeout(WAIT_S, lambda: asyncio.run(change()))  # ends while the thread of the reload hangs
     finally:
         released.set()
+
+
+def test_reload_names_the_checkpoint_that_hangs(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    sections = (ModelSection(checkpoint=each, device="cpu") for each in ("meltcore/sums", str(tmp_path)))
+    old, new = (FleetSpec(models={"m": each}, timeouts=TimeoutsSection(start_s=0.1)) for each in sections)
+    model = SimpleNamespace(name="m", names=("m",), config=old.models["m"])
+    supervisor: Any = SimpleNamespace(models={0: model}, fleet=PlacedFleet(old), read_running=AsyncMock())
+    planner: Any = SimpleNamespace(checkpoints=list, config=lambda _report, running: PlacedFleet(new))
+    with pytest.raises(ConfigError, match=rf"nothing has changed; models\.m: reading {tmp_path}$"):
+        call_with_timeout(WAIT_S, lambda: asyncio.run(FleetOperations(supervisor, lambda: planner).reload()))
 
 
 def test_server_without_a_fleet_yaml_is_not_changed() -> None:

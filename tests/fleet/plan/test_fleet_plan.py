@@ -440,6 +440,13 @@ def test_plan_for_sizes_leaves_out_models_of_unknown_sizes(tmp_path: Path, capsy
     left_out = "Not in the plan, since their sizes are unknown: gone."
     assert printed.out.startswith(f"FITS The fleet fits on GPU 0; all models stay awake. {left_out}")
     assert "models.gone is not in the plan: /none" in printed.err
+    page = tmp_path / "plan.html"
+    for gib, status in (("24", 0), ("0.001", 1)):  # also where no plan fits
+        assert main.main(["plan", str(path), "--vram", gib, "--json", "--html", str(page)]) == status
+        left_out = json.loads(capsys.readouterr().out)["left_out"]
+        assert list(left_out) == ["gone"]
+        assert left_out["gone"].startswith("/none")
+        assert f"gone: {left_out['gone']}" in page.read_text()
     path.write_text("models:\n  gone: {checkpoint: /none}\n")
     assert main.main(["plan", str(path), "--vram", "24"]) == 2
     assert "no model is in the plan, since the sizes of all are unknown" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from waiting import WAIT_S
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
+from meltcore.common.process import call_with_timeout
 from meltcore.common.sizes import GIB
 from meltcore.engine.memory import memory_needs
 from meltcore.fleet.admin.operations import check_startable, check_unchanged
@@ -109,8 +111,6 @@ def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -
 
 
 def _environment(state: Path) -> dict[str, str]:
-    import os
-
     return {**os.environ, "XDG_STATE_HOME": str(state), "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -158,6 +158,27 @@ def test_hub_that_does_not_answer_holds_up_a_plan_once(monkeypatch: pytest.Monke
     assert lines == [
         "asking the hub for far/a, far/b",
         "models.a is not in the plan: far/a: the hub has not sent its configuration within 0.1 s",
+    ]
+
+
+@pytest.mark.parametrize("fields", ["", ", memory: 1GiB", ", shapes: Qwen/Qwen3-0.6B, load_format: dummy"])
+@pytest.mark.parametrize("command", ["plan", "up"])
+def test_checkpoint_that_hangs_ends_a_plan_at_its_limit(
+    command: str, fields: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a mount whose server is gone: `plan` and `up` waited for ever, without a word."""
+    far, file = tmp_path / "far", tmp_path / "fleet.yaml"
+    far.mkdir()
+    os.mkfifo(far / "config.json")
+    file.write_text(f"timeouts: {{start_s: 0.1}}\nmodels: {{far: {{checkpoint: {far}, device: cpu{fields}}}}}")
+    monkeypatch.setattr(memory_needs, "_NOTICE_S", 0.05)
+    try:
+        assert call_with_timeout(WAIT_S, lambda: main([command, str(file)])) == 2
+    finally:
+        memory_needs.forget_failures()
+    assert capsys.readouterr().err.splitlines() == [
+        f"meltcore: models.far: reading {far}",
+        f"meltcore {command}: models.far: {far} was not read within 0.1 s (timeouts.start_s)",
     ]
 
 

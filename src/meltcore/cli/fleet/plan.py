@@ -89,10 +89,10 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
         check_devices(spec, len(args.vram))
     sizes, contexts = [round(size * GIB) for size in args.vram], find_contexts(None)
     host_bytes = None if args.host_memory is None else round(args.host_memory * GIB)
-    known = without_unknown(spec, print_unplanned)
+    known, left_out = without_unknown(spec, print_unplanned)
     plan, nearest = plan_fleet(known, sizes, contexts=contexts, host_bytes=host_bytes)
     gpus = tuple(VisibleGpu(gpu.number, "", gpu.total_bytes, 0) for gpu in empty_gpus(known, sizes, contexts))
-    found = FoundPlan(spec, known, plan, nearest, None, gpus, [gpu.total_bytes for gpu in gpus], {})
+    found = FoundPlan(spec, known, left_out, plan, nearest, None, gpus, [gpu.total_bytes for gpu in gpus], {})
     return found, Machine(gpus, "", sys.maxsize if host_bytes is None else host_bytes)
 
 
@@ -103,11 +103,12 @@ def _plan_for_machine(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Fou
     from meltcore.fleet.plan.machine import read_machine
     from meltcore.fleet.plan.site import OneMachine
 
-    check_startable(spec)
     machine = read_machine()
     if args.host_memory:
         machine = machine._replace(host_bytes=round(args.host_memory * GIB))
-    return _plan_for_site(OneMachine.of(machine), spec)
+    found = _plan_for_site(OneMachine.of(machine), spec)
+    check_startable(spec)  # after the plan, which waits for no checkpoint without a limit
+    return found
 
 
 def _plan_for_cluster(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
@@ -155,7 +156,6 @@ def run(
     if args.write is not None:
         _check_writable(args)
     found, machine = find(args, spec)
-    left_out = [name for name in spec.models if name not in found.known.models]
     if not found.known.models:
         raise ConfigError("no model is in the plan, since the sizes of all are unknown")
     shown = found.plan or found.nearest
@@ -168,7 +168,8 @@ def run(
         reason=reason[:1].upper() + reason[1:],
         others_bytes=found.others_bytes,
     )
-    page = plan_page(document, has_mig=args.mig, left_out=left_out)
+    document = msgspec.structs.replace(document, left_out=found.left_out)
+    page = plan_page(document, has_mig=args.mig)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     else:

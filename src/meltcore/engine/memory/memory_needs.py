@@ -6,9 +6,9 @@ budget that is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,7 @@ _LARGEST_BYTES = 2**44
 # Measured on an H100: 40 to 118 MiB, of generation about 55 MiB and the token counts of penalties.
 _ASLEEP_BYTES = 128 * 2**20
 _NOTICE_S = 3.0
-_failures: dict[tuple[str, str], str] = {}  # why a checkpoint of the hub was not found, by its name and load format
+_failures: dict[tuple[str, ...], ConfigError] = {}  # of checkpoints that were late, or not found on the hub
 
 
 class PlannedEngine(NamedTuple):
@@ -112,50 +112,71 @@ def peer_bytes(ranks: int) -> int:
 
 
 def read_model_sizes(
-    models: Iterable[tuple[ModelSection, bool]],
-    limit_s: float,
-    report: Callable[[str], None] = lambda _line: None,
+    models: Mapping[str, ModelSection], limit_s: float, report: Callable[[str], None] = lambda _line: None
 ) -> None:
-    """Read the sizes of several models together, so that `engine_needs` finds them.
+    """Read the sizes of several models together, on their devices and on the CPU, so that `engine_needs` finds them.
 
-    Errors of a model are raised by `engine_needs`. A checkpoint that was not found is not asked for again until
-    `forget_failures` is called.
+    Errors of a model are raised by `engine_needs`. A checkpoint that was late, or was not found on the hub, is not read
+    again until `forget_failures` is called.
 
     Args:
-        models: pairs of a model and whether its engine runs on a CPU.
-        limit_s: seconds within which the hub must have answered. It is asked for all checkpoints at the same time.
-        report: gets a line if the hub does not answer within a few seconds.
+        models: the models by name.
+        limit_s: seconds (`timeouts.start_s`) within which each checkpoint must be read. All are read at the same time.
+        report: gets lines about checkpoints that are not read within a few seconds.
     """
-    models = list(models)
-    asked = {_hub_key(pair[0]): pair for pair in models if _is_on_hub(pair[0]) and _hub_key(pair[0]) not in _failures}
-    calls = {key: start_call(partial(_opened, *pair)) for key, pair in asked.items()}
+    names: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, model in models.items():
+        names[_checkpoint_key(model)].append(name)
+    on_hub: set[tuple[str, ...]] = set()
+
+    def read(key: tuple[str, ...]) -> list[SizeRequest]:
+        sections = [models[name] for name in names[key]]
+        if sections[0].shapes is None and is_on_hub(sections[0].model):
+            on_hub.add(key)
+        on_cpu = [msgspec.structs.replace(each, device="cpu", residency="always_on") for each in sections]
+        found = [_request(each) for each in (*sections, *on_cpu)]
+        unknown = [each for each in found if isinstance(each, UnknownSizesError)]
+        if key in on_hub and unknown:
+            raise unknown[0]
+        return [each for each in found if isinstance(each, SizeRequest) and each.function]
+
+    # On threads: a folder of a server that is gone may hang for ever, also where a file is only looked for.
+    calls = {key: start_call(partial(read, key)) for key in names if key not in _failures}
     late = wait(calls.values(), min(_NOTICE_S, limit_s)).not_done
-    if late:
-        report(f"asking the hub for {', '.join(name for (name, _), call in calls.items() if call in late)}")
-        wait(late, max(0.0, limit_s - _NOTICE_S))
+    late_keys = [key for key, call in calls.items() if call in late]
+    if asked := [key[0] for key in late_keys if key in on_hub]:
+        report(f"asking the hub for {', '.join(asked)}")
+    for key in late_keys:
+        if key not in on_hub:
+            report(f"{', '.join(f'models.{name}' for name in names[key])}: reading {key[0]}")
+    wait(late, max(0.0, limit_s - _NOTICE_S))
+    requests: list[SizeRequest] = []
     for key, call in calls.items():
-        if not call.done():
-            _failures[key] = f"{key[0]}: the hub has not sent its configuration within {limit_s:g} s"
-        elif isinstance(error := call.exception(), UnknownSizesError):
-            _failures[key] = str(error)
-    requests = []
-    for model, on_cpu in models:
-        with suppress(ConfigError):
-            requests.append(_opened(model, on_cpu).request)
-    read_sizes(request for request in requests if request.function)
+        if call.done() and not isinstance(call.exception(), UnknownSizesError):
+            requests += call.result()
+        elif isinstance(error := call.exception() if call.done() else None, ConfigError):
+            _failures[key] = error
+        elif key in on_hub:
+            _failures[key] = UnknownSizesError(f"{key[0]}: the hub has not sent its configuration within {limit_s:g} s")
+        else:
+            _failures[key] = ConfigError(f"{key[0]} was not read within {limit_s:g} s (timeouts.start_s)")
+    read_sizes(requests)
 
 
 def forget_failures() -> None:
-    """Let the next `read_model_sizes` ask the hub again for checkpoints that were not found."""
+    """Let the next `read_model_sizes` read checkpoints again that were late, or not found on the hub."""
     _failures.clear()
 
 
-def _hub_key(model: ModelSection) -> tuple[str, str]:
-    return model.model, model.load_format
+def _checkpoint_key(model: ModelSection) -> tuple[str, ...]:
+    return model.model, model.load_format, model.shapes or ""
 
 
-def _is_on_hub(model: ModelSection) -> bool:
-    return model.shapes is None and is_on_hub(model.model)
+def _request(model: ModelSection) -> SizeRequest | ConfigError:
+    try:
+        return _opened(model, model.device == "cpu").request
+    except ConfigError as error:
+        return error
 
 
 class _Opened(NamedTuple):
@@ -181,8 +202,8 @@ def _awake_needs(model: ModelSection, on_cpu: bool) -> PlannedEngine:
 
 def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
     """Open a model's checkpoint. Raises ConfigError if it cannot be read or belongs to another task."""
-    if _is_on_hub(model) and (reason := _failures.get(_hub_key(model))):
-        raise UnknownSizesError(reason)
+    if (failure := _failures.get(_checkpoint_key(model))) is not None:
+        raise failure
     name, source = model.model, "its configuration"
     if model.shapes is not None and not Path(name).expanduser().exists():
         name, source = model.shapes, f"published shapes of {model.shapes}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import wrap_future
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -207,21 +207,25 @@ class FleetOperations:
         """
         limit_s = self._supervisor.fleet.spec.timeouts.start_s
         self._reading_since_s = time.monotonic()
+        late: list[str] = []
         try:
             async with asyncio.timeout(limit_s):
                 running = await self._supervisor.read_running(await wrap_future(start_call(planner.checkpoints)))
-                fleet = await wrap_future(start_call(partial(planner.config, running=running)))
+                fleet = await wrap_future(start_call(partial(planner.config, late.append, running=running)))
                 fleet = msgspec.structs.replace(fleet, spec=check_startable(fleet.spec))
                 for name in fleet.spec.engines:
                     place_replicas(fleet, name)
                 check_unchanged(self._supervisor.fleet.spec, fleet.spec)
                 configs = {model.name: model.config for model in self._supervisor.models.values()}
-                await wrap_future(start_call(partial(_check_checkpoints, fleet, configs)))
+                for name, model in fleet.spec.engines.items():
+                    if model != configs.get(name) and not fleet.on_nodes(name):
+                        late = [f"models.{name}: reading {model.model}"]
+                        await wrap_future(start_call(partial(_check_checkpoint, name, model)))
                 return fleet
         except TimeoutError as error:
             raise ConfigError(
                 f"fleet.yaml and the checkpoints of its models were not read within {limit_s:g} s (timeouts.start_s): "
-                "nothing has changed"
+                f"nothing has changed{''.join(f'; {line}' for line in late)}"
             ) from error
         finally:
             self._reading_since_s = None
@@ -287,17 +291,15 @@ class FleetOperations:
         self._supervisor.turns.remove(model)  # its successor may load
 
 
-def _check_checkpoints(fleet: PlacedFleet, running: Mapping[str, ModelSection]) -> None:
+def _check_checkpoint(name: str, model: ModelSection) -> None:
     """Raise ConfigError if the files of a model that is new or has changed cannot be loaded.
 
     Of a model with random weights only the task is read. Checkpoints on other nodes are checked by the plan.
     """
-    for name, model in fleet.spec.engines.items():
-        if model != running.get(name) and not fleet.on_nodes(name):
-            try:
-                find_task(model) if model.load_format == "dummy" else check_servable(model)
-            except ConfigError as error:
-                raise ConfigError(model_error(name, error)) from error
+    try:
+        find_task(model) if model.load_format == "dummy" else check_servable(model)
+    except ConfigError as error:
+        raise ConfigError(model_error(name, error)) from error
 
 
 async def _wait_loaded(model: Model, loading: asyncio.Task[None]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-import msgspec
-
 from meltcore.common.errors import ConfigError
 from meltcore.engine.memory.memory_needs import (
     PlannedEngine,
@@ -51,12 +49,10 @@ def known_needs(known: dict[str, PlannedEngine], name: str, model: ModelSection)
 def read_fleet_sizes(spec: FleetSpec, report: Callable[[str], None] = lambda _line: None) -> None:
     """Read the sizes of all models in parallel, on their devices and on the CPU.
 
-    The nearest plan may put any model on the CPU. `report` gets a line if the hub does not answer within a few seconds.
+    The nearest plan may put any model on the CPU. `report` gets lines about checkpoints that take more than a few
+    seconds. Each may take `timeouts.start_s`.
     """
-    engines = [model for model in spec.models.values() if model.kind == "engine"]
-    on_cpu = [msgspec.structs.replace(model, device="cpu", residency="always_on") for model in engines]
-    models = ((model, model.device == "cpu") for model in (*engines, *on_cpu))
-    read_model_sizes(models, spec.timeouts.start_s, report)
+    read_model_sizes(spec.engines, spec.timeouts.start_s, report)
 
 
 def host_needs(spec: FleetSpec, needs: dict[str, PlannedEngine]) -> tuple[int, int]:

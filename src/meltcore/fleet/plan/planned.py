@@ -16,7 +16,7 @@ import msgspec
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import size_text
-from meltcore.engine.memory.memory_needs import PlannedEngine, UnknownSizesError, forget_failures, read_model_sizes
+from meltcore.engine.memory.memory_needs import PlannedEngine, UnknownSizesError, forget_failures
 from meltcore.fleet.plan.cluster import (
     Cluster,
     lacking_nodes,
@@ -121,9 +121,7 @@ class FleetPlanner:
 
     def read_sizes(self) -> None:
         """Read the sizes of the models on GPUs and on the CPU, so that `elsewhere` does not wait for them."""
-        engines = [model for model in self._running_spec.models.values() if model.kind == "engine"]
-        models = ((model, on_cpu) for model in engines for on_cpu in (False, True))
-        read_model_sizes(models, self._running_spec.timeouts.start_s)
+        read_fleet_sizes(self._running_spec)
 
     def elsewhere(
         self,
@@ -209,6 +207,7 @@ class FoundPlan(NamedTuple):
     Args:
         spec: the fleet as it is planned, with all its models.
         known: the models in the plan, as in the file.
+        left_out: the other models by name, each with the reason.
         placed: the fleet as it would start, without the memory of models that take turns.
         gpus: the GPUs that the fleet may use.
         gpu_bytes: bytes of each GPU that other processes do not use.
@@ -219,6 +218,7 @@ class FoundPlan(NamedTuple):
 
     spec: FleetSpec
     known: FleetSpec
+    left_out: dict[str, str]
     plan: Plan | None
     nearest: Plan | None
     placed: PlacedFleet | None
@@ -248,7 +248,7 @@ def find_plan(
             _check_no_numbers(spec, left_out)
         report(left_out)
     spec = _on_this_machine(spec, machine)
-    known = without_unknown(spec, report)
+    known, left_out_models = without_unknown(spec, report)
     contexts = _measured_contexts(machine)
     gpus = _usable(spec, machine)
     gpu_bytes = _free_bytes(gpus, contexts)
@@ -286,7 +286,7 @@ def find_plan(
         spec = msgspec.structs.replace(spec, models=models)
         placed = site.place_fleet(msgspec.structs.replace(spec, models=models | kept), plan, kept_places)
     obstacles = (*site.why_no_turns(known), *lacking_texts, *filter(None, [left_out]))
-    return FoundPlan(spec, known, plan, nearest, placed, gpus, gpu_bytes, kept, obstacles)
+    return FoundPlan(spec, known, left_out_models, plan, nearest, placed, gpus, gpu_bytes, kept, obstacles)
 
 
 def _measured_contexts(machine: Machine) -> ContextMemory:
@@ -374,15 +374,18 @@ def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
     return msgspec.structs.replace(spec, models=models)
 
 
-def without_unknown(spec: FleetSpec, report: Callable[[str], None]) -> FleetSpec:
-    """Return the fleet without models whose sizes cannot be read here. `report` gets a line for each of them."""
+def without_unknown(spec: FleetSpec, report: Callable[[str], None]) -> tuple[FleetSpec, dict[str, str]]:
+    """Return the fleet without models whose sizes cannot be read here, and the reasons by the names of these models.
+
+    `report` gets a line for each of them.
+    """
     forget_failures()
     read_fleet_sizes(spec, report)
     unknown = dict(_unknown(spec))
     for name, reason in unknown.items():
         report(f"models.{name} is not in the plan: {reason}")
     models = {name: model for name, model in spec.models.items() if name not in unknown}
-    return msgspec.structs.replace(spec, models=models)
+    return msgspec.structs.replace(spec, models=models), unknown
 
 
 def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from meltcore.common.sizes import GIB, size_text
 from meltcore.measure.report.page.charts import NUM_COLORS, stacked_bar
 from meltcore.measure.report.page.page import (
@@ -29,14 +27,11 @@ _MIG_NOTE = (
 )
 
 
-def plan_page(plan: FleetPlan, *, has_mig: bool = False, left_out: Sequence[str] = ()) -> Page:
-    """Return the page of a plan, with the MIG layouts of the first GPU if `has_mig` is true.
-
-    `left_out` are the models that are not in the plan.
-    """
+def plan_page(plan: FleetPlan, *, has_mig: bool = False) -> Page:
+    """Return the page of a plan, with the MIG layouts of the first GPU if `has_mig` is true."""
     conclusion = _conclusion(plan)
-    if left_out:
-        conclusion += f" Not in the plan, since their sizes are unknown: {', '.join(left_out)}."
+    if plan.left_out:
+        conclusion += f" Not in the plan, since their sizes are unknown: {', '.join(plan.left_out)}."
     sections = [Section("Models", [_models(plan)])] if plan.models else []
     if plan.gpus:
         pictures = Figures([_picture(gpu) for gpu in plan.gpus], is_full_width=True)
@@ -63,6 +58,11 @@ def plan_page(plan: FleetPlan, *, has_mig: bool = False, left_out: Sequence[str]
             lead = f"Or these, {other_changes_text(plan.other_changes)}:"
             boxes.append(Box(style="unsure", title="Other changes", lead=lead, items=plan.other_changes))
         sections.insert(0, Section("", [*boxes]))
+    if plan.left_out:
+        reasons = [f"{name}: {reason}" for name, reason in plan.left_out.items()]
+        lead = "`up` starts these models without a budget, beside the plan:"
+        box = Box(style="unsure", title="Not in the plan", lead=lead, items=reasons, console=False)
+        sections.insert(0, Section("", [box]))
     return Page(
         title="Fleet plan",
         name=plan.source,
