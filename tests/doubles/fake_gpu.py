@@ -111,6 +111,7 @@ class FakeGpu(msgspec.Struct, kw_only=True):
     mig_instances: dict[str, int] = msgspec.field(default_factory=dict)
     xids: list[tuple[int, int]] = msgspec.field(default_factory=list)
     lost_after_s: float | None = None
+    slow_call_s: float = 0.0
 
 
 class FakeNvml(Nvml):
@@ -154,6 +155,9 @@ class FakeNvml(Nvml):
 
     def uuid(self, handle: Any) -> str:
         return handle if isinstance(handle, str) else handle.uuid
+
+    def slow_call_s(self, device: Any) -> float:
+        return float(device.slow_call_s)
 
     def identity(self, handle: Any) -> int:
         return id(handle)

@@ -50,6 +50,16 @@ def test_gpu_that_hung_once_is_not_read_again() -> None:
     assert nvml.pcie_replays(gpus[0]) == 7
 
 
+def test_slow_call_is_told_of_its_gpu_alone() -> None:
+    gpus = h200s(3)
+    nvml = NvmlWithTimeout(HangingNvml(gpus), limit_s=0.1, slow_s=0.05)
+    with pytest.raises(NVMLError):
+        nvml.pcie_replays(gpus[1])
+    assert nvml.slow_call_s(gpus[1]) >= 0.1
+    assert nvml.slow_call_s(gpus[2]) == 0
+    assert Nvml.slow_call_s(FakeNvml(gpus), gpus[1]) == 0, "calls without a limit are not timed"
+
+
 def test_hung_driver_gives_unknown_certificate(tmp_path: Path) -> None:
     node = node_of(h200s(2))
     node.nvml = NvmlWithTimeout(HangingNvml(node.fakes), limit_s=0.1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +13,9 @@ import pytest
 
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
+from meltcore.common.gpus.driver import NvmlWithTimeout
 from meltcore.common.sizes import GIB
+from meltcore.fleet.plan import machine
 from meltcore.fleet.plan.machine import process_bytes, read_gpus, read_machine
 from meltcore.fleet.plan.planned import FleetPlanner
 from meltcore.fleet.run.engines import place_replicas
@@ -224,6 +228,15 @@ def test_driver_that_does_not_start_moves_no_model_to_the_cpu(
 def test_gpu_that_is_lost_is_named(nvml: list[Card]) -> None:
     nvml += [Card(), Card(lost=True)]
     assert read_machine().problem.startswith("the GPUs cannot be listed: GPU 1 is lost: ")
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMigMode"])
+def test_gpu_whose_driver_call_hangs_is_named(nvml: list[Card], monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    nvml += [Card(), Card()]
+    answer = getattr(pynvml, call)
+    monkeypatch.setattr(pynvml, call, lambda card: threading.Event().wait(30) if card is nvml[1] else answer(card))
+    monkeypatch.setattr(machine, "NvmlWithTimeout", lambda inner: NvmlWithTimeout(inner, 0.1))
+    assert re.fullmatch(r"GPU 1( \(NVIDIA H200\))? cannot be used: Timeout", read_machine().problem)
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED])

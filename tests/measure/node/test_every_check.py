@@ -166,6 +166,14 @@ def test_fp8_gemm_is_left_out_and_listed_on_gpus_without_fp8(tmp_path: Path) -> 
     assert "fp8" in found.reason
 
 
+def test_slow_driver_call_is_a_warning_with_the_name_of_its_gpu(tmp_path: Path) -> None:
+    gpus = h200s(2)
+    gpus[1].slow_call_s = 5.5
+    certificate = certified(tmp_path, node_of(gpus), "quick")
+    assert findings_in(certificate) == [("WARN", "SLOW_DRIVER", "GPU 1")]
+    assert certificate.findings[0].message == "the driver took 5.5 s to answer a call about it"
+
+
 def test_single_warning_exits_1(tmp_path: Path) -> None:
     gpus = h200s(2)
     gpus[0].readings["power_limit_w"] = 500

@@ -164,3 +164,13 @@ def test_no_sample_and_gap_in_samples_are_unknown() -> None:
     assert verdict(holed) == HealthReport(verdict="UNKNOWN", reasons=["no sample for 3.1 s"])
     slow = [sample(index, t_s=index * 5.0) for index in range(10)]
     assert judge_health(summarize(slow), 5.0).verdict == "HEALTHY", "samples meant to be far apart are no hole"
+
+
+def test_driver_that_answers_late_or_not_at_all_is_a_finding() -> None:
+    values: dict[str, Value] = {metric.key: UNKNOWN for metric in METRICS}
+    late = verdict(with_one(read_s=5.25))
+    assert (late.verdict, late.reasons) == ("DEGRADED", ["the driver took 5.2 s to answer about it (limit 4 s)"])
+    hung = verdict([*run_of(100), sample(101, values, read_s=12.0, clock_reasons=UNKNOWN, hung=True)])
+    assert hung.verdict == "DEGRADED"
+    assert hung.reasons[0] == "the driver took 12.0 s to answer about it (limit 4 s), and has not answered since"
+    assert verdict(with_one(read_s=3.0)).verdict == "HEALTHY", "waking a GPU takes as long"

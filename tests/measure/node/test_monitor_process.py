@@ -1,23 +1,30 @@
 """The sampler process and the command: output, exit status, and that they always end."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
-from fake_gpu import FakeGpu, ReadingChange, cli_command, sampler_command
+from fake_gpu import FakeGpu, FakeNvml, ReadingChange, cli_command, sampler_command
 from waiting import WAIT_S, wait_until
 
 from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.gpus.metrics import UNKNOWN
 from meltcore.common.gpus.reader import Sample
+from meltcore.common.gpus.select import select_gpus
 from meltcore.measure.node.monitor import sampler
-from meltcore.measure.node.monitor.recording import read_recording
-from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
+from meltcore.measure.node.monitor.console import gpu_line
+from meltcore.measure.node.monitor.recording import decode_line, read_recording
+from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings, record
 
 
 def alive(pid: int) -> bool:
@@ -44,6 +51,50 @@ def command(
         cwd=cwd,
         start_new_session=True,
     )
+
+
+class _Recording(io.RawIOBase):
+    """A file that tells `on_sample` of every sample that is written to it."""
+
+    def __init__(self, on_sample: Callable[[Sample], None]) -> None:
+        self._on_sample = on_sample
+
+    def write(self, line: Any) -> int:
+        written = decode_line(bytes(line))
+        assert isinstance(written, Sample)
+        self._on_sample(written)
+        return len(line)
+
+
+@pytest.mark.parametrize("method", ["temperature_c", "gpm_supported"])
+def test_gpu_whose_driver_call_hangs_stops_no_other(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it hangs before its first sample. Once it answers, it is sampled again."""
+    monkeypatch.setattr(sampler, "_READ_LIMIT_S", 0.05)
+    answers, stopping = threading.Event(), threading.Event()
+    gpus = [FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-b")]
+    nvml = FakeNvml(gpus)
+    call = getattr(nvml, method)
+    monkeypatch.setattr(
+        nvml, method, lambda device: (device is gpus[0] or answers.wait(WAIT_S)) and call(device), raising=False
+    )
+    samples: list[Sample] = []
+
+    def on_sample(sample: Sample) -> None:
+        samples.append(sample)
+        hung = [each for each in samples if each.gpu == 1 and each.hung]
+        if len(hung) > 2 and sum(each.gpu == 0 for each in samples) > 5:
+            answers.set()
+        if sample.gpu == 1 and not sample.hung:
+            stopping.set()
+
+    end = record(nvml, select_gpus(nvml, None, {}), 0.01, _Recording(on_sample), stopping)
+    times = [sample.t_s for sample in samples if sample.gpu == 1]
+    assert times == sorted(times)
+    assert end.reason == "stopped"
+    hung = [sample for sample in samples if sample.hung and sample.gpu == 1]
+    assert all(sample.read_s >= 0.05 and set(sample.values.values()) == {UNKNOWN} for sample in hung)
+    assert "NO ANSWER of the driver for " in gpu_line(select_gpus(nvml, "1", {})[0].info, hung, 0.0)
+    assert samples[-1].values["temperature_c"] == 45
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ No other module calls NVML. `FakeNvml` of `tests/doubles/fake_gpu.py` implements
 """
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +20,7 @@ Reading: TypeAlias = float | NVMLError  # one of several values that are read in
 
 START_LIMIT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
 CALL_LIMIT_S = 10.0  # NVML returns within milliseconds; waking a sleeping GPU takes two or three seconds
+SLOW_CALL_S = 4.0  # a healthy driver answers sooner, also about a GPU that sleeps
 
 # A GPU that no program can use, by NVML's error, and what to do about it.
 UNUSABLE = {
@@ -381,25 +383,35 @@ class Nvml:
         """Return a number that is equal for two handles of the same device, and only for those."""
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
+    def slow_call_s(self, _device: Any) -> float:
+        """Return the seconds of the slowest call about a GPU if they exceed SLOW_CALL_S, else 0. Untimed calls give 0.
+
+        Makes no driver call.
+        """
+        return 0.0
+
 
 class NvmlWithTimeout(Nvml):
     """Forwards each call to `inner` with a time limit, because a driver call may never return on a dying GPU.
 
     A call past its limit raises NVML's TIMEOUT, which readers report as unreadable, and the GPU is not read again. The
-    thread of such a call continues until the process ends.
+    thread of such a call continues until the process ends. `slow_call_s` names a GPU whose calls take longer than
+    `slow_s`.
     """
 
-    def __init__(self, inner: Nvml, limit_s: float = CALL_LIMIT_S) -> None:
+    def __init__(self, inner: Nvml, limit_s: float = CALL_LIMIT_S, slow_s: float = SLOW_CALL_S) -> None:
         self._inner = inner
         self._limit_s = limit_s
+        self._slow_s = slow_s
         self._stuck: list[Any] = []
+        self._slow: list[tuple[Any, float]] = []
 
     def __getattribute__(self, name: str) -> Any:
         """Return the attribute of `inner`.
 
         Methods get the time limit, except `identity`, which makes no driver call.
         """
-        if name.startswith("_"):
+        if name.startswith("_") or name == "slow_call_s":
             return object.__getattribute__(self, name)
         method = getattr(self._inner, name)
         return method if name == "identity" else partial(self._call, method)
@@ -408,11 +420,20 @@ class NvmlWithTimeout(Nvml):
         handle = arguments[0] if arguments else None
         if any(handle is stuck_handle for stuck_handle in self._stuck if handle is not None):
             raise NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        start_s = time.monotonic()
         try:
             return call_with_timeout(self._limit_s, partial(method, *arguments, **keywords))
         except TimeoutError:
             self._stuck.append(handle)
             raise NVMLError(pynvml.NVML_ERROR_TIMEOUT) from None
+        finally:
+            took_s = time.monotonic() - start_s
+            if took_s > self._slow_s:
+                self._slow.append((handle, took_s))
+
+    def slow_call_s(self, device: Any) -> float:
+        """Return the seconds of the slowest call about a GPU if they exceed `slow_s`, else 0."""
+        return max((took_s for handle, took_s in self._slow if handle is device), default=0.0)
 
 
 def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWithTimeout:

@@ -56,7 +56,7 @@ class Sample(msgspec.Struct, kw_only=True, tag="sample"):
     `gpu` is an index into RecordingStart.gpus. `t_s` is the time before the first value, and `read_s` the duration of
     the whole reading. `clock_reasons` are names of metrics.py. `xids` are the critical errors since the previous
     sample. `gpm_window_s` is the length of the window of the GPM means. `lost` marks the last sample of a GPU that fell
-    off the bus.
+    off the bus. `hung` marks a sample without values: the driver had not answered for `read_s`.
     """
 
     t_s: float
@@ -67,6 +67,7 @@ class Sample(msgspec.Struct, kw_only=True, tag="sample"):
     xids: list[int] | Absent
     gpm_window_s: float | None = None
     lost: bool = False
+    hung: bool = False
 
 
 class GpmWindow:

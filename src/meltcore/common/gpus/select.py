@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from pynvml import NVMLError
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.gpus.driver import Nvml
 from meltcore.common.gpus.gpu_types import GpuType
 from meltcore.common.gpus.machine import VISIBLE, check_order, named_gpus
@@ -133,7 +133,11 @@ def _gpu_device(nvml: Nvml, index: int, handle: Any) -> GpuDevice:
         architecture = nvml.architecture(handle)
     except NVMLError:
         architecture = None  # the table of GPU types then uses the name alone
-    info = GpuInfo(index=index, name=nvml.name(handle), uuid=nvml.uuid(handle), architecture=architecture)
+    try:
+        name, uuid = nvml.name(handle), nvml.uuid(handle)
+    except NVMLError as error:
+        raise MeltcoreError(f"the driver does not answer about GPU {index}: {error}; look in the kernel log") from error
+    info = GpuInfo(index=index, name=name, uuid=uuid, architecture=architecture)
     return GpuDevice(info, handle, handle)
 
 

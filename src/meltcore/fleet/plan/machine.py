@@ -12,10 +12,10 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pynvml import NVMLError
+from pynvml import NVML_ERROR_TIMEOUT, NVMLError
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.gpus.driver import START_LIMIT_S, UNUSABLE, DriverStartError, GpuLostError, Nvml
+from meltcore.common.gpus.driver import START_LIMIT_S, UNUSABLE, DriverStartError, GpuLostError, Nvml, NvmlWithTimeout
 from meltcore.common.gpus.machine import VISIBLE, Machine, VisibleGpu, check_order, visible_gpus
 from meltcore.common.host_memory import host_available_bytes
 from meltcore.common.options import is_number
@@ -102,7 +102,7 @@ def _visible_devices(names: list[str]) -> Iterator[tuple[Nvml, list[Any]]]:
     Raises ConfigError if the driver does not start, or if CUDA would find other GPUs.
     """
     try:
-        nvml = Nvml()
+        nvml = NvmlWithTimeout(Nvml())
     except DriverStartError as error:
         source = f"{VISIBLE} names" if VISIBLE in os.environ else "this machine has the device files of"
         raise ConfigError(
@@ -150,11 +150,14 @@ def _mig_uuids(nvml: Nvml, handle: Any) -> list[str]:
 
 
 def _read(nvml: Nvml, number: int, handle: Any) -> VisibleGpu:
-    name = nvml.name(handle)
+    try:
+        name = nvml.name(handle)
+    except NVMLError as error:
+        raise ConfigError(f"GPU {number} cannot be used: {error}") from error
     try:
         used_bytes, total_bytes = nvml.memory_bytes(handle)
     except NVMLError as error:
-        if getattr(error, "value", None) in UNUSABLE:
+        if getattr(error, "value", None) in (*UNUSABLE, NVML_ERROR_TIMEOUT):
             raise ConfigError(f"GPU {number} ({name}) cannot be used: {error}") from error
         return VisibleGpu(number, name, 0, 0, f"the memory of GPU {number} ({name}) cannot be read: {error}")
     if not total_bytes:  # of unified memory, some drivers tell 0

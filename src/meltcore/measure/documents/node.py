@@ -129,7 +129,8 @@ class Finding(msgspec.Struct, kw_only=True):
 class Conditions(msgspec.Struct, kw_only=True):
     """The state of one GPU during a check.
 
-    `clock_reasons` has the fraction of the samples for each clock event reason.
+    `clock_reasons` has the fraction of the samples for each clock event reason. `slow_driver` says how long the driver
+    took to answer about the GPU if that was too long, else "".
     """
 
     subject: str
@@ -142,6 +143,7 @@ class Conditions(msgspec.Struct, kw_only=True):
     clock_reasons: dict[str, float] = {}
     new_errors: dict[str, int] = {}
     unreadable: list[str] = []
+    slow_driver: str = ""
 
 
 class CheckReport(msgspec.Struct, kw_only=True):

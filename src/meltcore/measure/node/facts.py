@@ -202,6 +202,8 @@ FACTS: tuple[FactSpec, ...] = (
     ),
     FactSpec("processes", "compute processes", "", "reading", lambda nvml, device: len(nvml.processes(device))),
     FactSpec("nvlinks", "NVLinks", "", "fixed", lambda nvml, device: nvml.nvlinks(device), "nvlink"),
+    # The last fact, so that it covers the calls for all others.
+    FactSpec("slow_call_s", "slow driver call", "s", "reading", lambda nvml, device: nvml.slow_call_s(device)),
 )
 FACT_BY_KEY = {fact.key: fact for fact in FACTS}
 _MIG_FACTS = ("memory_bytes", "processes")

@@ -23,7 +23,11 @@ _ERRORS: dict[str, tuple[FaultCode, str]] = {
     "nvlink_errors": ("NEW_NVLINK_ERRORS", "NVLink errors (replays, recoveries, CRC)"),
 }
 _XID = "xid "
-_VERDICTS: dict[FaultCode, CheckVerdict] = {"THROTTLED": "WARN", "TELEMETRY_UNREADABLE": "UNKNOWN"}
+_VERDICTS: dict[FaultCode, CheckVerdict] = {
+    "THROTTLED": "WARN",
+    "SLOW_DRIVER": "WARN",
+    "TELEMETRY_UNREADABLE": "UNKNOWN",
+}
 # A driver that is busy with a new process may delay the sampler by a second or two; a longer gap hides events.
 _GAP_S, _GAP_INTERVALS = 5.0, 3
 
@@ -81,6 +85,7 @@ class ConditionsWatch:
             clock_reasons={reason: count / num_readable for reason, count in summary.clock_reasons.items()},
             new_errors=self._new_errors(gpu_index, summary, nvlink_errors_now),
             unreadable=self._unreadable_values(gpu_index, summary),
+            slow_driver=summary.slow_driver(),
         )
 
     def _new_errors(self, gpu_index: int, summary: GpuSummary, nvlink_errors_now: int | None) -> dict[str, int]:
@@ -144,6 +149,8 @@ class ConditionsWatch:
             elif key in _ERRORS:
                 code, text = _ERRORS[key]
                 add(code, f"{count} new {text}")
+        if conditions_of_gpu.slow_driver:
+            add("SLOW_DRIVER", conditions_of_gpu.slow_driver)
         if conditions_of_gpu.unreadable:
             add("TELEMETRY_UNREADABLE", f"unreadable while the check ran: {', '.join(conditions_of_gpu.unreadable)}")
         # The PCIe generation counts under load only: an idle GPU lowers it to save power.

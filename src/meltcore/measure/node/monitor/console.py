@@ -41,7 +41,7 @@ def gpu_line(gpu: GpuInfo, samples: Sequence[Sample], start_s: float) -> str:
     the GPU type lacks are left out.
     """
     parts = [f"{samples[-1].t_s - start_s:6.1f} s  {gpu.label}"]
-    readable_samples = [sample for sample in samples if not sample.lost]
+    readable_samples = [sample for sample in samples if not sample.lost and not sample.hung]
     for key, before, after in _COLUMNS:
         value = _mean(readable_samples, key)
         if value is not None:
@@ -57,6 +57,8 @@ def gpu_line(gpu: GpuInfo, samples: Sequence[Sample], start_s: float) -> str:
             parts.append(f"{METRIC_BY_KEY[key].name}: {counts[-1] - counts[0]:.0f} NEW")
     if samples[-1].lost:
         parts.append("LOST")
+    if samples[-1].hung:
+        parts.append(f"NO ANSWER of the driver for {samples[-1].read_s:.1f} s")
     return "  ".join(parts)
 
 

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -22,17 +24,21 @@ import msgspec
 from pynvml import NVMLError
 
 from meltcore.common.errors import ConfigError, MeltcoreError
-from meltcore.common.gpus.driver import START_LIMIT_S, NoDriverError, Nvml
+from meltcore.common.gpus.driver import START_LIMIT_S, NoDriverError, Nvml, NvmlWithTimeout
+from meltcore.common.gpus.metrics import METRIC_BY_KEY, UNKNOWN, Absent
 from meltcore.common.gpus.reader import MIN_GPM_WINDOW_S, GpuReader, Sample
 from meltcore.common.gpus.select import GpuDevice, select_gpus
 from meltcore.common.gpus.xid import XidWatch
-from meltcore.common.process import end_group, ended_within, start
+from meltcore.common.process import end_group, ended_within, start, start_call
 from meltcore.measure.node.monitor.recording import RecordingEnd, RecordingStart, decode_line, encode_line
 
 # The program that runs `main`. Tests set another, which reads scripted GPUs (tests/doubles/fake_gpu.py).
 SAMPLER_COMMAND: Sequence[str] = (sys.executable, "-m", "meltcore.measure.node.monitor.sampler")
 # A driver call on a dying GPU may never return; the sampler gets this long to stop.
 _STOP_LIMIT_S = 5.0
+# A reading takes milliseconds. GPUs whose reading takes longer than this delay the samples of no other.
+_READ_LIMIT_S = 0.5
+_EVENT_LIMIT_S = 2.0
 _KILL_TIMEOUT_S = 2.0
 
 
@@ -155,8 +161,9 @@ def main(connect: Callable[[], Nvml] = Nvml) -> None:
     threading.Thread(target=_stop_with_parent, args=(stopping,), daemon=True).start()
     try:
         nvml = connect()
-        gpus = select_gpus(nvml, settings.gpus, split_mig=settings.split_mig)
-        driver = nvml.driver()
+        timed = NvmlWithTimeout(nvml)
+        gpus = select_gpus(timed, settings.gpus, split_mig=settings.split_mig)
+        driver = timed.driver()
         file = _create(settings.path)
     except (MeltcoreError, NVMLError) as error:
         _send(SamplerFailed(str(error), no_driver=isinstance(error, NoDriverError)))
@@ -172,7 +179,58 @@ def main(connect: Callable[[], Nvml] = Nvml) -> None:
         file.write(encode_line(first) + b"\n")
         _send(SamplerStarted(first))
         file.write(encode_line(record(nvml, gpus, settings.interval_s, file, stopping)) + b"\n")
-    nvml.close()
+    with suppress(NVMLError):  # a hanging driver must not keep this process
+        timed.close()
+
+
+class _SampledGpu:
+    """Reads one GPU on a thread of its own, so that a driver call that hangs delays no other GPU."""
+
+    def __init__(self, nvml: Nvml, gpu: GpuDevice, gpu_index: int) -> None:
+        self._nvml, self._gpu, self._index = nvml, gpu, gpu_index
+        self._reader: GpuReader | None = None
+        self._xids: list[int] | Absent = []
+        self.call: Future[Sample | None] | None = None
+        self.was_late = False
+        self.begin([])  # makes the reader, whose first GPM window starts then
+
+    def begin(self, xids: list[int] | Absent) -> None:
+        """Start a reading if none is under way."""
+        self._xids = xids
+        if self.call is None:
+            self._begin_s = time.monotonic()
+            self.call = start_call(partial(self._read, xids))
+
+    def _read(self, xids: list[int] | Absent) -> Sample | None:
+        if self._reader is not None:
+            return self._reader.read(self._index, xids)
+        self._reader = GpuReader(self._nvml, self._gpu)
+        return None
+
+    def take(self) -> Sample | None:
+        """Return the sample of the reading if the driver has answered, else a sample that says for how long it hangs.
+
+        Returns None if the driver may still answer in time.
+        """
+        assert self.call is not None
+        now_s = time.monotonic()
+        if self.call.done():
+            sample, self.call = self.call.result(), None
+            if sample is not None and self.was_late:
+                sample.t_s = now_s  # samples of hung calls were written meanwhile, and samples are in order
+            return sample
+        if now_s - self._begin_s < _READ_LIMIT_S:
+            return None
+        self.was_late = True
+        return Sample(
+            t_s=now_s,
+            gpu=self._index,
+            read_s=now_s - self._begin_s,
+            values=dict.fromkeys(METRIC_BY_KEY, UNKNOWN),
+            clock_reasons=UNKNOWN,
+            xids=self._xids,
+            hung=True,
+        )
 
 
 def record(
@@ -181,20 +239,26 @@ def record(
     """Write a sample of each GPU every `interval_s` until `stopping` is set or every GPU is lost. Return the last line.
 
     Samples are due at multiples of the interval after the first sample. If reading takes longer than the interval, due
-    times are skipped and counted as missed.
+    times are skipped and counted as missed. A GPU whose reading has once exceeded its limit is not waited for again.
     """
-    watch = XidWatch(nvml, gpus)
-    readers: dict[int, GpuReader] = {gpu_index: GpuReader(nvml, gpu) for gpu_index, gpu in enumerate(gpus)}
+    watch = XidWatch(NvmlWithTimeout(nvml, _EVENT_LIMIT_S), gpus)
+    sampled = {gpu_index: _SampledGpu(nvml, gpu, gpu_index) for gpu_index, gpu in enumerate(gpus)}
+    _await_answers(sampled.values())
     due_s = time.monotonic() + MIN_GPM_WINDOW_S  # by then the first GPM windows are long enough
     num_missed = 0
-    while readers and not stopping.wait(max(0.0, due_s - time.monotonic())):
+    while sampled and not stopping.wait(max(0.0, due_s - time.monotonic())):
         xids = watch.take()
-        for gpu_index, reader in list(readers.items()):
-            sample = reader.read(gpu_index, xids[gpu_index])
+        for gpu_index, gpu in sampled.items():
+            gpu.begin(xids[gpu_index])
+        _await_answers(sampled.values())
+        for gpu_index, gpu in list(sampled.items()):
+            sample = gpu.take()
+            if sample is None:
+                continue
             # One unbuffered write per line: a reader of the file sees whole lines, also after a crash.
             file.write(encode_line(sample) + b"\n")
             if sample.lost:
-                del readers[gpu_index]
+                del sampled[gpu_index]
         num_late = max(0, int((time.monotonic() - due_s) / interval_s))
         num_missed += num_late
         due_s += (num_late + 1) * interval_s
@@ -202,8 +266,13 @@ def record(
         t_s=time.monotonic(),
         missed=num_missed,
         cpu_s=time.process_time(),
-        reason="stopped" if readers else "all GPUs lost",
+        reason="stopped" if sampled else "all GPUs lost",
     )
+
+
+def _await_answers(sampled: Iterable[_SampledGpu]) -> None:
+    """Wait until the driver has answered about every GPU that has answered in time so far, at most _READ_LIMIT_S."""
+    wait([gpu.call for gpu in sampled if gpu.call is not None and not gpu.was_late], _READ_LIMIT_S)
 
 
 def _create(path: str) -> BinaryIO:

@@ -14,6 +14,7 @@ from statistics import fmean, median
 
 import msgspec
 
+from meltcore.common.gpus.driver import SLOW_CALL_S
 from meltcore.common.gpus.metrics import (
     GPU_IDLE,
     METRIC_BY_KEY,
@@ -74,7 +75,8 @@ class GpuSummary(msgspec.Struct, kw_only=True):
 
     `clock_reasons` counts the samples per reason. The `*_unknown` fields count the samples without the value.
     `loaded_clock_mhz` has the median SM clocks of the first and the last quarter of the samples under load without a
-    power cap. It is None if there are too few such samples.
+    power cap. It is None if there are too few such samples. `slowest_read_s` is the longest time that the driver took
+    to answer, so far if it has not answered (`hung`).
     """
 
     samples: int
@@ -87,6 +89,15 @@ class GpuSummary(msgspec.Struct, kw_only=True):
     xids_unknown: int
     loaded_clock_mhz: tuple[float, float] | None
     lost: bool
+    slowest_read_s: float
+    hung: bool
+
+    def slow_driver(self) -> str:
+        """Return what the driver's slowest answer was if it exceeds SLOW_CALL_S, else ""."""
+        if self.slowest_read_s <= SLOW_CALL_S:
+            return ""
+        hung = ", and has not answered since" if self.hung else ""
+        return f"the driver took {self.slowest_read_s:.1f} s to answer about it (limit {SLOW_CALL_S:g} s){hung}"
 
 
 class SummaryBuilder:
@@ -99,9 +110,9 @@ class SummaryBuilder:
         self._xids: list[int] = []
         self._xids_unknown = 0
         self._loaded_clocks = array("f")
-        self._lost = False
+        self._lost = self._hung = False
         self._samples = 0
-        self._first_s = self._last_s = self._longest_gap_s = 0.0
+        self._first_s = self._last_s = self._longest_gap_s = self._slowest_read_s = 0.0
 
     def add(self, sample: Sample) -> None:
         """Add one sample."""
@@ -109,6 +120,7 @@ class SummaryBuilder:
             self._first_s = self._last_s = sample.t_s
         self._longest_gap_s = max(self._longest_gap_s, sample.t_s - self._last_s)
         self._last_s = sample.t_s
+        self._slowest_read_s, self._hung = max(self._slowest_read_s, sample.read_s), sample.hung
         self._samples += 1
         if isinstance(sample.xids, list):
             self._xids += sample.xids
@@ -140,6 +152,8 @@ class SummaryBuilder:
             xids_unknown=self._xids_unknown,
             loaded_clock_mhz=_first_and_last(self._loaded_clocks),
             lost=self._lost,
+            slowest_read_s=self._slowest_read_s,
+            hung=self._hung,
         )
 
 
@@ -229,7 +243,7 @@ def judge_health(summary: GpuSummary, interval_s: float) -> HealthReport:
 
 
 def _errors(summary: GpuSummary) -> list[str]:
-    problems = [LOST_PROBLEM] if summary.lost else []
+    problems = [problem for problem in (LOST_PROBLEM if summary.lost else "", summary.slow_driver()) if problem]
     for severity in ("uncorrected", "corrected"):
         new = summary.metrics[f"ecc_{severity}"].increase
         if new:

@@ -83,6 +83,9 @@ _RULES: dict[str, Callable[[GpuSnapshot, float], Fault | None]] = {
         is_on > 0 and not gpu.mig, "WARN", "MIG_ON", "MIG is on, and the whole GPU was requested"
     ),
     "clock_reasons": _slowdown_fault,
+    "slow_call_s": lambda _gpu, seconds: _fault_if(
+        seconds > 0, "WARN", "SLOW_DRIVER", f"the driver took {seconds:.1f} s to answer a call about it"
+    ),
     "processes": lambda _gpu, count: _fault_if(
         count > 0, "INVALID", "BUSY", f"{count:.0f} program{'s'[: count != 1]} computing on it"
     ),
