@@ -32,6 +32,8 @@ from meltcore.models.decoders.model import Model
 from meltcore.models.loader import build_meta_model, build_model
 from meltcore.models.quantized.quantization import quantize_as_stored
 from meltcore.models.registry import ARCHITECTURES
+from meltcore.serve.http.operation import DWANI
+from meltcore.serve.openapi import document
 from meltcore.serve.requests import protocol
 from meltcore.settings.config import Quantization
 
@@ -48,6 +50,61 @@ UNKNOWN_FIELDS = (
     *("return_token_offsets", "routed_experts_prompt_start", "stream_interval", "truncate_prompt_tokens"),
     *("truncation_side", "vllm_xargs", "watermarking"),
 )
+
+
+# Routes of OpenAI, vLLM 0.33 and this server: who else has them, and what ours does. Whether ours exists, the code says.
+_BOTH, _OPENAI, _VLLM, _NEITHER = ("yes", "yes"), ("yes", "no"), ("no", "yes"), ("no", "no")
+API_ROUTES: Mapping[tuple[str, ...], tuple[tuple[str, str], str]] = {
+    ("/v1/chat/completions",): (_BOTH, "yes, streamed or not; stored chats: no"),
+    ("/v1/completions",): (_BOTH, "yes; `echo` with `logprobs` gives prompt log-probabilities"),
+    ("/v1/models", "/v1/models/{name}"): (_BOTH, "yes"),
+    ("/v1/responses",): (_BOTH, "[chats without storage](#responses)"),
+    ("/v1/responses/{id}", "/v1/responses/{id}/cancel"): (_BOTH, ""),
+    ("/v1/messages", "/v1/messages/count_tokens"): (
+        *(_VLLM, "chats in Anthropic's form: tools, thinking, `output_config`"),
+    ),
+    ("/v1/embeddings",): (
+        _BOTH,
+        "BERT, XLM-RoBERTa (all-MiniLM, multilingual-e5, bge-m3 dense), Qwen3-Embedding; `dimensions` keeps the first "
+        "values",
+    ),
+    ("/v1/rerank", "/v1/score"): (
+        _VLLM,
+        "rerankers of these families (`instruction`: Qwen3), else cosines; `truncate_prompt_tokens: -1` cuts inputs",
+    ),
+    ("/rerank", "/v2/rerank", "/score", "/v2/embed", "/classify", "/pooling"): (_VLLM, ""),
+    ("/v1/audio/transcriptions",): (_BOTH, "by a [transcription](transcription.md) checkpoint; also dwani.ai's form"),
+    ("/v1/audio/speech",): (_OPENAI, "by a [speech](synthesis.md#serve) checkpoint; also dwani.ai's form"),
+    ("/v1/audio/translations", "/v1/realtime", "/v1/decisions"): (_BOTH, ""),
+    ("/v1/images", "/v1/moderations", "/v1/files", "/v1/batches", "/v1/fine_tuning"): (_OPENAI, ""),
+    ("/v1/load_lora_adapter",): (_VLLM, ""),
+    ("/tokenize", "/detokenize"): (_VLLM, "yes"),
+    ("/health", "/metrics"): (_VLLM, "[yes](engine/api-server.md#invariants), [yes](metrics.md); `/live`: the process"),
+    ("/v1/status",): (_NEITHER, "models and their open requests, GPUs, in JSON"),
+    ("/v1/translate",): (_NEITHER, "by a [translation](translation.md) checkpoint, in dwani.ai's form"),
+    ("/v1/indic_chat", "/v1/chat_direct", "/transcribe_batch", "/v1/audio/speech_batch"): (
+        *(_NEITHER, "[dwani.ai's API](dwani.md)"),
+    ),
+}
+
+
+def api_routes() -> list[str]:
+    """Lines of a table: routes of OpenAI, vLLM and this server. Raises ValueError for one of ours that is missing."""
+    described = document()["paths"]
+    listed = {path for paths in API_ROUTES for path in paths}
+    missing = [
+        path
+        for path, methods in described.items()
+        if path not in listed and path != "/v1/health" and all(DWANI not in each["tags"] for each in methods.values())
+    ]
+    if missing:
+        raise ValueError(f"API_ROUTES lacks {', '.join(missing)}")
+    lines = ["| route | OpenAI | vLLM 0.33 | Meltcore |", "|---|---|---|---|"]
+    for paths, ((openai, vllm), note) in API_ROUTES.items():
+        if {path in described for path in paths} != {bool(note)}:
+            raise ValueError(f"{', '.join(paths)}: the server has them, and the table does not, or the other way round")
+        lines.append(f"| {', '.join(f'`{path}`' for path in paths)} | {openai} | {vllm} | {note or 'no'} |")
+    return lines
 
 
 def request_fields() -> list[str]:
@@ -270,6 +327,7 @@ def forms(found: Mapping[str, tuple[str, str]]) -> list[str]:
 TABLES = {
     "forms of a chat request": partial(forms, CHAT_FORMS),
     "forms of a model at start": partial(forms, MODEL_FORMS),
+    "API routes": api_routes,
     "request fields": request_fields,
     "load metrics": load_metrics,
     "task metrics": task_metrics,

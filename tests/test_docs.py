@@ -16,7 +16,7 @@ from typing import Any
 import check_site
 import performance_tables
 import pytest
-from code_tables import UNKNOWN_FIELDS
+from code_tables import API_ROUTES, UNKNOWN_FIELDS, api_routes
 
 from meltcore.cli.main import COMMANDS, Command, command_parser
 from meltcore.common.errors import RequestError
@@ -335,6 +335,15 @@ def test_api_page_lists_what_an_unsupported_field_accepts(field: str, accepted: 
     assert accepted in values if accepted else values == ["null"]
     with pytest.raises(RequestError, match=field):
         decode('"something else"')
+
+
+def test_api_page_says_of_each_route_whether_the_server_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [line for line in generated_lines("docs/api.md", "API routes") if line] == api_routes()
+    for paths, note in ((("/v1/files",), "yes"), (("/v1/embeddings",), ""), (("/v1/rerank", "/v1/other"), "yes")):
+        others = {each: row for each, row in API_ROUTES.items() if not {*each} & {*paths}}
+        monkeypatch.setattr("code_tables.API_ROUTES", others | {paths: (("yes", "yes"), note)})
+        with pytest.raises(ValueError, match=paths[0] if paths[0] != "/v1/rerank" else "/v1/score"):
+            api_routes()
 
 
 @pytest.mark.parametrize("field", UNKNOWN_FIELDS)
