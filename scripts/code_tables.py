@@ -52,7 +52,7 @@ UNKNOWN_FIELDS = (
 )
 
 
-# Routes of OpenAI, vLLM 0.33 and this server: who else has them, and what ours does. Whether ours exists, the code says.
+# Routes of OpenAI, vLLM 0.33 and this server: who else has them, and what ours does. The code says whether ours exists.
 _BOTH, _OPENAI, _VLLM, _NEITHER = ("yes", "yes"), ("yes", "no"), ("no", "yes"), ("no", "no")
 API_ROUTES: Mapping[tuple[str, ...], tuple[tuple[str, str], str]] = {
     ("/v1/chat/completions",): (_BOTH, "yes, streamed or not; stored chats: no"),
