@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from meltcore.common.tasks import setting_tasks, tasks
-from meltcore.settings.fleet_spec import PLACEHOLDERS, FleetSpec
+from meltcore.settings.fleet_spec import FleetSpec
+from meltcore.settings.server_templates import PLACEHOLDERS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# fleet.yaml

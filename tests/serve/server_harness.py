@@ -6,6 +6,7 @@ import http.client
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -98,12 +99,15 @@ class RunningServer:
         self.url = line.rpartition(" ")[2].strip() if "listening on" in line else ""
         self.port = urlsplit(self.url).port or 0
         self.api_key: str | None = None  # for `metrics`
+        self.tls: ssl.SSLContext | None = None  # of a server of https
 
     @property
     def stderr(self) -> str:
         return self._stderr_path.read_text()
 
     def connect(self, timeout_s: float = WAIT_S) -> http.client.HTTPConnection:
+        if self.tls is not None:
+            return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=timeout_s, context=self.tls)
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
     def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:

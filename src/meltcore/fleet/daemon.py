@@ -197,7 +197,8 @@ def _check_port_free(port: int) -> None:
 
 def _check_log(log: Path, spec: FleetSpec, source: OneModel | PlannedFleet) -> None:
     """Raise ConfigError if a new log would replace a file that is no log, or that a running server writes."""
-    read = [source.file, spec.server.api_key_file, *(key.file for key in spec.keys)]
+    server = spec.server
+    read = [source.file, server.api_key_file, server.ssl_certfile, server.ssl_keyfile, *(key.file for key in spec.keys)]
     for model in spec.models.values():
         read += [model.checkpoint, model.tokenizer, model.chat_template]
     if log.resolve() in {Path(path).expanduser().resolve() for path in read if path}:
@@ -316,12 +317,12 @@ def _read(path: Path) -> DaemonRecord | None:
         return None  # gone meanwhile, or cut short by a crash
 
 
-def _connect_url(host: str, port: int) -> str:
-    """Return the URL at which a client on this machine reaches a server that is bound to `host`."""
+def _connect_host(host: str) -> str:
+    """Return the host at which a client on this machine reaches a server that is bound to `host`."""
     with suppress(ValueError):  # a name
         if ip_address(host).is_unspecified:
-            host = "::1" if ":" in host else "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            return "::1" if ":" in host else "127.0.0.1"
+    return host
 
 
 def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settings: Any) -> int:
@@ -345,7 +346,7 @@ def serve_recorded(fleet: PlacedFleet, log: str, options: FleetOptions, **settin
             pid=os.getpid(),
             start_ticks=ticks,
             port=port,
-            url=_connect_url(spec.server.host, port),
+            url=spec.server.url(port, _connect_host(spec.server.host)),
             model=", ".join(spec.models),
             log=log,
             admin=str(sockets / ADMIN_SOCKET),

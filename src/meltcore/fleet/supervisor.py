@@ -120,7 +120,7 @@ def serve(
 
     def announce() -> None:
         record(config, port, folder.path)
-        print_listening(config.server.host, port)
+        print_listening(config.server.url(port))
         print_substitutes(config.languages.substitute_lists)
 
     try:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from meltcore.common.errors import MeltcoreError, RequestError
+from meltcore.common.errors import ConfigError, MeltcoreError, RequestError
 from meltcore.common.tasks import DEFAULT, load, tasks
 from meltcore.protocol.channel import (
     MESSAGE_BYTES,
@@ -46,6 +46,7 @@ from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.http.hops import set_own_name
 from meltcore.serve.http.http_server import HttpServer, tune_gc
 from meltcore.serve.http.listener import raise_file_limit
+from meltcore.serve.http.tls import TlsCertificate
 from meltcore.serve.requests.admission import MODEL_ASLEEP, asleep_error
 from meltcore.serve.requests.backend import ModelTable
 from meltcore.serve.requests.keys import ApiKeys
@@ -83,7 +84,17 @@ class APIServer:
         endpoint = config.server.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint, stats, self._log)
         app = build_app(self._model_table, config, metrics, self._log, keys, self._tracing)
-        self._http = HttpServer(app, stats)
+        self._http = HttpServer(app, stats, self._certificate())
+
+    def _certificate(self) -> TlsCertificate | None:
+        server = self._config.server
+        if server.ssl_certfile is None:
+            return None
+
+        def report(reason: str) -> None:
+            self._log.write("certificate_unusable", error=reason)
+
+        return TlsCertificate(server.ssl_certfile, server.ssl_keyfile, report)
 
     async def run(self) -> None:
         """Serve requests until the supervisor sends `Exit`."""
@@ -259,7 +270,11 @@ def main() -> int:
         return 0  # the supervisor is gone
     setup = msgspec.msgpack.decode(data, type=Setup)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(channel_socket, setup, descriptors[0]))
+        try:
+            runner.run(_serve(channel_socket, setup, descriptors[0]))
+        except ConfigError as error:  # files of the certificate that became unusable since the server has started
+            print(f"meltcore: API server process {setup.api_server}: {error}", file=sys.stderr)
+            return 2
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -14,6 +15,7 @@ from meltcore.common.options import (
     ORIGIN_PATTERN,
     Size,
     address,
+    is_number,
     not_empty,
     origin,
 )
@@ -95,6 +97,16 @@ Device: TypeAlias = (
     Annotated[Literal["auto", "cuda", "cpu"], Meta(extra={"other_form": "a list of GPU numbers such as [0]"})]
     | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
 )
+
+
+def device_value(text: str) -> str | tuple[int, ...]:
+    """Convert the text after --device to a value of `device`. Raises ArgumentTypeError for an invalid text."""
+    if text in ("auto", "cpu", "cuda"):
+        return text
+    name, _, gpu = text.partition(":")
+    if name != "cuda" or not is_number(gpu):
+        raise ArgumentTypeError(f"{text}: must be auto, cpu, cuda or cuda:N")
+    return (int(gpu),)
 
 
 class FleetSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,9 +15,9 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.options import braces_fault, fields_by_flag, server_url_fault
 from meltcore.common.tasks import DEFAULT, setting_tasks, tasks
 from meltcore.settings.config import SharingSection
-from meltcore.settings.fleet_spec import PLACEHOLDERS, FleetSpec, LimitsSection, ModelSection
+from meltcore.settings.fleet_spec import FleetSpec, LimitsSection, ModelSection
 from meltcore.settings.routes_section import PROMPT_FIELDS, language_models
-from meltcore.settings.server_templates import UPSTREAM_TEMPLATES
+from meltcore.settings.server_templates import PLACEHOLDERS, UPSTREAM_TEMPLATES
 
 # Settings that an engine of Meltcore's own reads. An upstream server would ignore them.
 _ENGINE_ONLY = (
@@ -97,6 +97,8 @@ def _check_server(spec: FleetSpec) -> None:
     port, admin_port = spec.server.port, spec.server.admin_port
     if admin_port and admin_port == port:
         raise FleetError("server.admin_port", f"got {admin_port}, which is server.port; choose another")
+    if spec.server.ssl_keyfile is not None and spec.server.ssl_certfile is None:
+        raise FleetError("server.ssl_keyfile", f"got {spec.server.ssl_keyfile}, and no certificate; add ssl_certfile")
 
 
 def _check_gpus(spec: FleetSpec) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from meltcore.common.options import is_number, read_number, setting
+from meltcore.common.options import read_number, setting
 from meltcore.common.tasks import DEFAULT, tasks
 from meltcore.settings.config import ENGINE_GROUP, EngineSettings, PriorityClass, Profiler, SharingSection
 from meltcore.settings.field_types import (
@@ -40,23 +40,12 @@ from meltcore.settings.field_types import (
     Text,
     Url,
     VariableName,
+    device_value,
 )
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 
 WeightsFormat = Literal["auto", "dense", "q4_0", "q8_0"]
 ModelKind = Literal["engine", "url", "command"]
-# What a `command` may name in braces, and what replaces it.
-PLACEHOLDERS = {
-    "port": "the port that the server must listen on, on 127.0.0.1",
-    "gpu": "the first of its GPUs, as in CUDA_VISIBLE_DEVICES",
-    "gpus": "all of its GPUs, with commas between",
-    "checkpoint": "`checkpoint`",
-    "name": "the name of the model in this file",
-    "memory_bytes": "`memory` in bytes",
-    "max_model_len": "`max_model_len`",
-    "max_num_seqs": "`max_num_seqs`",
-    "tensor_parallel_size": "`tensor_parallel_size`",
-}
 MAX_SIZE_BYTES = 2**50
 MAX_BODY_BYTES = 8 * 2**20
 HTTP_GROUP, LIMITS_GROUP = "HTTP server", "limits"
@@ -72,16 +61,6 @@ def _class_shares(text: str) -> tuple[int, ...]:
         classes = ", ".join(get_args(PriorityClass))
         raise ArgumentTypeError(f"must be a number of at least 1 for each of {classes}; got {text}")
     return shares
-
-
-def _device(text: str) -> str | tuple[int, ...]:
-    """Convert the text after --device to a value of `device`. Raises ArgumentTypeError for an invalid text."""
-    if text in ("auto", "cpu", "cuda"):
-        return text
-    name, _, gpu = text.partition(":")
-    if name != "cuda" or not is_number(gpu):
-        raise ArgumentTypeError(f"{text}: must be auto, cpu, cuda or cuda:N")
-    return (int(gpu),)
 
 
 class ServerSection(FleetSection, frozen=True, kw_only=True):
@@ -116,6 +95,22 @@ class ServerSection(FleetSection, frozen=True, kw_only=True):
             metavar="ORIGIN",
         ),
     ] = ()
+    ssl_certfile: Annotated[
+        Text | None,
+        setting(
+            "File with a TLS certificate and its chain in PEM, to serve https; read again when it changes.",
+            group=HTTP_GROUP,
+            metavar="FILE",
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        Text | None,
+        setting(
+            "File with the certificate's private key in PEM (default: the file of the certificate).",
+            group=HTTP_GROUP,
+            metavar="FILE",
+        ),
+    ] = None
     log_format: Annotated[Literal["text", "json"], setting("Format of the line per request.", group=HTTP_GROUP)] = (
         "text"
     )
@@ -149,6 +144,11 @@ class ServerSection(FleetSection, frozen=True, kw_only=True):
             group=HTTP_GROUP,
         ),
     ] = "torch"
+
+    def url(self, port: int, host: str | None = None) -> str:
+        """Return the URL of the server that listens on `port`. `host` is the section's by default."""
+        scheme, host = "http" if self.ssl_certfile is None else "https", host or self.host
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     @property
     def profiling(self) -> bool:
@@ -245,7 +245,7 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
             "tensor_parallel_size per replica.",
             help="auto, cpu, cuda or cuda:N.",
             group=ENGINE_GROUP,
-            type=_device,
+            type=device_value,
         ),
     ] = "auto"
     residency: Annotated[

@@ -17,6 +17,19 @@ from typing import NamedTuple
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import gpu_environment
 
+# What a `command` may name in braces, and what replaces it.
+PLACEHOLDERS = {
+    "port": "the port that the server must listen on, on 127.0.0.1",
+    "gpu": "the first of its GPUs, as in CUDA_VISIBLE_DEVICES",
+    "gpus": "all of its GPUs, with commas between",
+    "checkpoint": "`checkpoint`",
+    "name": "the name of the model in this file",
+    "memory_bytes": "`memory` in bytes",
+    "max_model_len": "`max_model_len`",
+    "max_num_seqs": "`max_num_seqs`",
+    "tensor_parallel_size": "`tensor_parallel_size`",
+}
+
 
 class ServerTemplate(NamedTuple):
     """A command line, and the flags of each setting. The flags are added if the setting has a value.

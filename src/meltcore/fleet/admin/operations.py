@@ -23,6 +23,7 @@ from meltcore.fleet.run.supervised_model import POLL_S, wait_while
 from meltcore.fleet.run.upstream_model import UpstreamModel, UpstreamServer, check_upstream
 from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
+from meltcore.serve.http.tls import TlsCertificate
 from meltcore.serve.requests.keys import resolve_keys
 from meltcore.serve.requests.tracing import resolve_tracing
 from meltcore.serve.tasks.generation.servable import check_servable
@@ -313,8 +314,10 @@ def check_startable(spec: FleetSpec) -> FleetSpec:
 
     Keys become hashes, the endpoint of traces is resolved, and `shapes` become checkpoints. No process is started. Two
     configurations can be compared only if this function has returned both. Raises ConfigError if a key, a program, an
-    endpoint or a model's shapes cannot be used.
+    endpoint, a certificate or a model's shapes cannot be used.
     """
+    if spec.server.ssl_certfile is not None:
+        TlsCertificate(spec.server.ssl_certfile, spec.server.ssl_keyfile)
     for name, model in spec.models.items():
         if model.kind != "engine":
             check_upstream(name, model)

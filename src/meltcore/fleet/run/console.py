@@ -37,13 +37,9 @@ def print_line(text: str, stream: TextIO, end: str = "\n") -> None:
         os.close(devnull)
 
 
-def print_listening(host: str, port: int) -> None:
+def print_listening(url: str) -> None:
     """Print the first line on standard output. Programs that let --port 0 choose the port read it, too."""
-    print_line(f"meltcore: listening on {_url(host, port)}", sys.stdout)
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print_line(f"meltcore: listening on {url}", sys.stdout)
 
 
 def print_substitutes(substitute: Mapping[str, Sequence[str]]) -> None:
@@ -93,7 +89,7 @@ def print_ready(models: Sequence[ServedModel], api_servers: int) -> None:
 
 def print_examples(spec: FleetSpec, port: int, models: Sequence[ServedModel]) -> None:
     """Print the address of the page, and for each model a curl command that sends it a small request."""
-    url = _url(spec.server.host, port)
+    url = spec.server.url(port)
     key = ("-H", "authorization: Bearer KEY") if spec.keys or spec.server.api_key_file else ()
     print_line(f"meltcore: {url}/ is a page to try it", sys.stdout)
     for model in models:

@@ -17,7 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from meltcore.common.host_memory import trim_memory
-from meltcore.serve.http.http_protocol import HttpProtocol
+from meltcore.serve.http.http_protocol import HEAD_LIMIT_S, HttpProtocol
+from meltcore.serve.http.tls import TlsCertificate
 from meltcore.serve.requests.stats import ServerStats
 
 KEEP_ALIVE_S = 75
@@ -32,7 +33,8 @@ MIN_EVENTS = 256  # requests and ends of connections; what fewer leave behind is
 class HttpServer:
     """Serves `app` on the connections it is given."""
 
-    def __init__(self, app: ASGIApp, stats: ServerStats) -> None:
+    def __init__(self, app: ASGIApp, stats: ServerStats, certificate: TlsCertificate | None = None) -> None:
+        """Create the server. It serves https if it has a certificate."""
         self._config = uvicorn.Config(
             app,
             interface="asgi3",
@@ -49,6 +51,7 @@ class HttpServer:
         self._config.load()
         self._server = EmbeddedServer(self._config)
         self._stats = stats
+        self._certificate = certificate
         self._connection_tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self) -> None:
@@ -98,9 +101,16 @@ class HttpServer:
         def protocol() -> HttpProtocol:
             return HttpProtocol(self._config, self._server.server_state, self._stats)
 
+        tls: dict[str, Any] = {}
+        if self._certificate is not None:
+            tls = {
+                "ssl": self._certificate.context(),
+                "ssl_handshake_timeout": HEAD_LIMIT_S,
+                "ssl_shutdown_timeout": CLOSE_S,
+            }
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
-        except OSError:  # the client is gone already
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection, **tls)
+        except OSError:  # the client is gone already, does not trust the certificate, or speaks no TLS
             connection.close()
             self._stats.add("connections_closed")
 
