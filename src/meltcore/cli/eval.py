@@ -162,6 +162,7 @@ def _print_result(console: "Console", result: "RunResult") -> None:
     from rich.markup import escape
 
     from meltcore.measure.documents.values.formatting import (
+        caution_lines,
         eval_score_line,
         evaluation_line,
         level_warnings,
@@ -181,7 +182,7 @@ def _print_result(console: "Console", result: "RunResult") -> None:
         console.print(f"note: {escape(note)}", highlight=False)
     for reason in result.reasons:
         console.print(f"[red]{result.verdict}[/]: {escape(reason)}", highlight=False)
-    for reason in level_warnings(result.levels):
+    for reason in [*level_warnings(result.levels), *caution_lines(result.levels)]:
         console.print(reason, style="yellow", markup=False, highlight=False)
     if result.weighted_throughput is not None:
         console.print(weighted_throughput_line(result.weighted_throughput), highlight=False)

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.documents.values.formatting import result_warnings
+    from meltcore.measure.documents.values.formatting import caution_lines, result_warnings
     from meltcore.measure.report.load.levels import levels_tables
     from meltcore.measure.report.page.console import print_table
     from meltcore.measure.report.render import save_document
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         save_document(folder.result_path, result)
     finally:  # if the disk is full, the terminal still shows the result
-        for reason in dict.fromkeys([*result_warnings(result), *notes]):
+        for reason in dict.fromkeys([*result_warnings(result), *notes, *caution_lines(result.levels)]):
             console.print(reason, style="yellow", markup=False, highlight=False)
         if args.json:
             sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
@@ -183,6 +183,7 @@ def _measure(args: argparse.Namespace, config: "LoadConfig", folder: "RunFolder"
     from meltcore.measure.node.monitor.recording import attach_gpu_timelines, read_recording
 
     path = folder.path / GPU_FILE
+    console.print(config.plan, highlight=False, soft_wrap=True)
     with _recorded(args, path, tries=args.monitor) as is_recorded, level_bars(config.levels, console) as on_progress:
         result = measure(replace(config, records_path=folder.requests_path), sys.argv[1:], on_progress)
     if is_recorded:
@@ -217,7 +218,12 @@ def _measure_fleet(
         level_status(console) as on_progress,
     ):
         result = measure_fleet(
-            config, sys.argv[1:], records_path=folder.requests_path, on_progress=on_progress, on_level=on_level
+            config,
+            sys.argv[1:],
+            records_path=folder.requests_path,
+            on_progress=on_progress,
+            on_level=on_level,
+            on_plan=lambda text: console.print(text, highlight=False, soft_wrap=True),
         )
     if is_recorded:
         attach_gpu_means(result, read_recording(recording_path))

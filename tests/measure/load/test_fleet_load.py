@@ -334,9 +334,11 @@ def test_no_process_is_without_a_request(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(StreamRunner, "_make_workers", make_local)
     with serve_tasks(models=CARDS[2:3]) as server:
         settings: dict[str, Any] = {"parts": ("mixed",), "levels": (8,), "level_s": 0.1, "processes": 6}
-        measure_fleet(config(server.url, **settings), [])
+        plans: list[str] = []
+        measure_fleet(config(server.url, **settings), [], on_plan=plans.append)
+        assert plans == [config(server.url, **settings).plan(1, None)]
         target = resolve_target(server.url)
-        runner = FleetLevels(target, RecordFile(None), processes=6, seed=0, timeouts=Timeouts())
+        runner = FleetLevels(target, RecordFile(None), processes=6, seed=0, timeouts=Timeouts(), drain_limit_s=9.0)
         workload = "translate:src=eng_Latn,tgt=guj_Gujr"
         asyncio.run(runner.warm_up([Stream(name="a", model="mt", workload=workload, connections=256)]))
     assert started == [1, 6, NUM_WARMUPS]
@@ -347,3 +349,36 @@ def test_options_of_the_other_kind_of_load_are_refused(capsys: pytest.CaptureFix
     assert "--concurrency is for a load on one model" in capsys.readouterr().err
     assert main(["load", "http://127.0.0.1:1", "--levels", "5"]) == 2
     assert "--levels is for --fleet" in capsys.readouterr().err
+
+
+def test_answers_in_flight_are_awaited_up_to_the_drain_limit(scripted: Any) -> None:
+    server, progress = scripted("--fault", "stall"), []
+    levels = FleetLevels(
+        resolve_target(server.url),
+        RecordFile(None),
+        processes=1,
+        seed=0,
+        timeouts=Timeouts(),
+        drain_limit_s=0.5,
+        on_progress=progress.append,
+    )
+    stream = Stream(name="a", model="scripted", workload="random:in=8,out=8", connections=2)
+    level = asyncio.run(levels.run("mixed", "both", [stream], 0.1))
+    [load] = level.streams
+    assert load.level.failures == {"drain limit: still in flight 0.5 s after the last request": 2}
+    assert (load.lost, load.level.verdict, load.level.send_s) == (2, "FAILED", 0.1)
+    assert [each.is_draining for each in progress[:1] + progress[-1:]] == [False, False]
+    assert 2 in {each.in_flight for each in progress if each.is_draining}
+
+
+@pytest.mark.parametrize(
+    ("fields", "experiment_s", "words"),
+    [
+        ({}, None, "20 levels of 20 s; mixed: 5 levels of 20 s; interference: 16 levels of 20 s; 820 s in all"),
+        ({"parts": ("mixed",), "levels": (1, 2), "level_s": 12.0}, None, "4 models; mixed: 2 levels of 12 s; 24 s in"),
+        ({"parts": ("interference",)}, 75.0, "4 models; interference: an experiment of 75 s; 75 s in all"),
+        ({"drain_limit_s": 7.0}, None, "after each level up to 7 s until its last answer (--drain-limit)"),
+    ],
+)  # fmt: skip
+def test_a_run_says_what_it_will_take(fields: dict[str, Any], experiment_s: float | None, words: str) -> None:
+    assert words in FleetLoadConfig(url="", **fields).plan(4, experiment_s)

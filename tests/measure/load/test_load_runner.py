@@ -468,7 +468,7 @@ def test_result_round_trips_through_json(scripted: Start) -> None:
 @pytest.mark.slow
 def test_two_thousand_streams_are_in_flight_concurrently(scripted: Start) -> None:
     server = scripted("--ttft-ms", "3000", "--itl-ms", "200", "--tokens", "4")
-    result = load(server, concurrency=(2000,))
+    result = load(server, concurrency=(2000,), num_prompts=(2000,))
     assert (result.succeeded, result.failed) == (2000, 0)
     assert result.peak_in_flight == 2000
     assert result.server_peak_in_flight == 2000

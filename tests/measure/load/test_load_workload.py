@@ -153,3 +153,19 @@ def test_line_sets_sampling_parameters_of_its_request(tmp_path: Path) -> None:
     workload = load_workload(str(path), num_requests=2, seed=0, max_tokens=None)
     assert workload.make_prompt(0).fields == {"prompt": "a", "temperature": 1.0, "ignore_eos": True}
     assert workload.make_prompt(1).fields == {"prompt": "b"}
+
+
+def test_levels_send_for_ten_seconds_by_default_and_say_so() -> None:
+    config = LoadConfig(url="", concurrency=(1, 100))
+    assert [(level.duration_s, level.num_connections) for level in config.levels] == [(10.0, 1), (10.0, 100)]
+    plan = "concurrency 1: 10 s after 1 warm-ups; concurrency 100: 10 s after 32 warm-ups; 20 s or more in all"
+    assert (config.plan, config.settings["plan"]) == (plan, plan)
+
+
+def test_levels_with_a_number_of_requests_have_no_time() -> None:
+    config = LoadConfig(url="", concurrency=(5,), num_prompts=(1200,), num_warmups=0)
+    assert [(level.duration_s, level.num_requests) for level in config.levels] == [(None, 1200)]
+    assert config.plan == "concurrency 5: 1,200 requests after 0 warm-ups; the server sets the time"
+    arrivals = LoadConfig(url="", request_rate=(2.0,))
+    assert [level.num_requests for level in arrivals.levels] == [60]
+    assert arrivals.plan == "rate 2/s: 60 requests after 8 warm-ups; 30 s or more in all"

@@ -54,6 +54,13 @@ def test_unlike_and_partial_runs_are_refused_unless_forced(changes: dict[str, ob
     assert compare_runs(slower(), other, force=True)
 
 
+def test_levels_that_sent_for_the_same_time_are_compared_whatever_they_sent() -> None:
+    timed = [sample_run([sample_level(10, send_s=10.0, requests=requests)]) for requests in (400, 900)]
+    assert compare_runs(*timed)
+    with pytest.raises(ConfigError, match="concurrency 10 differs"):
+        compare_runs(timed[0], sample_run([sample_level(10, send_s=20.0, requests=400)]))
+
+
 def test_scores_of_two_evaluations_are_compared() -> None:
     ours, theirs = slower(), faster()
     ours.eval_score = EvalScore(total_tokens_per_s=300.0, output_tokens_per_s=60.0)

@@ -163,7 +163,8 @@ class LevelResult(msgspec.Struct, kw_only=True):
 
     `concurrency` is the number of connections of a closed loop, each with one request in flight. It is 0 for an open
     loop, which has the arrival rate `rate_per_s`. `failures` maps a reason to a count. `released_s` is the level's
-    start on the machine's monotonic clock, which GPU recordings use too.
+    start on the machine's monotonic clock, which GPU recordings use too. A level that sent for a time and not a number
+    of requests has that time in `send_s`. `cautions` maps a kind to what makes the numbers less certain.
     """
 
     concurrency: int
@@ -201,6 +202,8 @@ class LevelResult(msgspec.Struct, kw_only=True):
     checks: LevelChecks | None = None
     verdict: Verdict = "OK"
     reasons: list[str] = msgspec.field(default_factory=list)
+    cautions: dict[str, str] = msgspec.field(default_factory=dict)
+    send_s: float | None = None
     timeline: list[TimelinePoint] = msgspec.field(default_factory=list)
     released_s: float | None = None
     gpus: list[GpuTimeline] = msgspec.field(default_factory=list)

@@ -16,6 +16,9 @@ ArrivalProcess = Literal["poisson", "constant"]
 
 # Above all control ids and below the vocabulary of any published model; a server refuses an id that it does not have.
 RANDOM_LOW_ID, RANDOM_HIGH_ID = 100, 30_000
+DEFAULT_SEND_S = 10.0  # of a level that has no number of requests: a shorter one is mostly ramp and drain
+MAX_REQUESTS = 10_000_000  # of a level that sends for a time, which ends it long before
+NUM_PROBLEMS = 2_000  # different ones of a graded workload; others make each prompt by its index
 DEFAULT_MAX_WARMUPS = 32  # a warm-up as wide as a level of high concurrency would cost as much as the level
 
 _Number = TypeVar("_Number", int, float)
@@ -89,17 +92,18 @@ def parse_extra_body(text: str) -> dict[str, Any]:
 class LoadConfig:
     """Describes a run against one server, with closed-loop levels (`concurrency`) or open-loop levels (`request_rate`).
 
-    `num_prompts` has one value for all levels or one value per level. If it is empty, a closed-loop level sends 20
-    requests per connection, at most 200 in total, but at least one per connection. An open-loop level then sends for 30
-    s. `num_warmups` requests run before each level and do not count. A `num_warmups` of None uses the level's
-    concurrency, at most 32.
+    `num_prompts` has one value for all levels or one value per level. If it is empty, a closed-loop level sends for
+    DEFAULT_SEND_S, at least one request per connection, and an open-loop level for 30 s. `num_warmups` requests run
+    before each level and do not count. A `num_warmups` of None uses the level's concurrency, at most 32.
     """
 
     url: str
     concurrency: tuple[int, ...] = option((10,), "Closed-loop levels: requests in flight.", group="Load")
     request_rate: tuple[float, ...] = option((), "Open-loop levels: requests per second.", group="Load")
     arrivals: ArrivalProcess = option("poisson", "Arrival process of an open loop.", group="Load")
-    num_prompts: tuple[int, ...] = option((), "Requests per level: one number for all, or one each.", group="Load")
+    num_prompts: tuple[int, ...] = option(
+        (), "Requests per level: one number for all, or one each (default: levels send for 10 s).", group="Load"
+    )
     num_warmups: int | None = option(
         None, "Requests before each level that stay out of its results.", group="Load", limits={"minimum": 0}
     )
@@ -167,14 +171,37 @@ class LoadConfig:
     @property
     def levels(self) -> list[Level]:
         """Return the levels in the order of running."""
-        loads: list[tuple[int, float | None, int]] = [
-            (0, rate, max(1, round(rate * 30))) for rate in self.request_rate
-        ] or [(concurrency, None, max(concurrency, min(200, 20 * concurrency))) for concurrency in self.concurrency]
-        num_prompts = self.num_prompts * (len(loads) if len(self.num_prompts) == 1 else 1)
-        return [
-            Level(concurrency=concurrency, rate=rate, num_requests=num_prompts[index] if num_prompts else default)
-            for index, (concurrency, rate, default) in enumerate(loads)
+        loads: list[tuple[int, float | None]] = [(0, rate) for rate in self.request_rate] or [
+            (concurrency, None) for concurrency in self.concurrency
         ]
+        num_prompts = self.num_prompts * (len(loads) if len(self.num_prompts) == 1 else 1)
+        levels = []
+        for index, (concurrency, rate) in enumerate(loads):
+            send_s = None
+            if num_prompts:
+                num_requests = num_prompts[index]
+            elif rate is not None:
+                num_requests = max(1, round(rate * 30))
+            else:
+                num_requests, send_s = MAX_REQUESTS, DEFAULT_SEND_S
+            levels.append(Level(concurrency=concurrency, rate=rate, num_requests=num_requests, duration_s=send_s))
+        return levels
+
+    @property
+    def num_different_prompts(self) -> int:
+        """Return the number of prompts that the levels and their warm-ups need, of which timed ones repeat problems."""
+        return sum(
+            (level.num_requests if level.duration_s is None else NUM_PROBLEMS) + self.num_warmups_for(level)
+            for level in self.levels
+        )
+
+    @property
+    def plan(self) -> str:
+        """Return what the run will send, level by level, and how long it takes at least."""
+        levels = self.levels
+        least_s = sum(level.least_s for level in levels)
+        texts = [f"{level.name}: {level.size_text} after {self.num_warmups_for(level)} warm-ups" for level in levels]
+        return f"{'; '.join(texts)}; {f'{least_s:.0f} s or more in all' if least_s else 'the server sets the time'}"
 
     @property
     def answer_rules(self) -> AnswerRules:
@@ -199,7 +226,12 @@ class LoadConfig:
         """Return the settings by name for published results, without the API key, the address and local paths."""
         unpublished_fields = {"api_key", "records_path", "tokenizer", "url"}
         published_fields = {name: value for name, value in asdict(self).items() if name not in unpublished_fields}
-        return {**published_fields, "timeouts": self.timeouts._asdict(), "workload": published_workload(self.workload)}
+        return {
+            **published_fields,
+            "plan": self.plan,
+            "timeouts": self.timeouts._asdict(),
+            "workload": published_workload(self.workload),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,20 +239,34 @@ class Level:
     """Describes one level of load.
 
     A closed loop has `concurrency` connections. An open loop has `rate` arrivals per second and a concurrency of 0.
-    With `duration_s` a closed loop sends for that time, at least one request per connection. With `retry_refused` a
-    request refused by a 429 or 503 is sent again after its Retry-After.
+    With `duration_s` a closed loop sends for that time, at least one request per connection. Requests that are then
+    in flight for more than `drain_limit_s` fail. With `retry_refused` a request refused by a 429 or 503 is sent again
+    after its Retry-After.
     """
 
     concurrency: int
     rate: float | None
     num_requests: int
     duration_s: float | None = None
+    drain_limit_s: float = math.inf
     retry_refused: bool = False
 
     @property
     def name(self) -> str:
         """Return the level's label in records and progress bars."""
         return f"concurrency {self.concurrency}" if self.rate is None else f"rate {self.rate:g}/s"
+
+    @property
+    def size_text(self) -> str:
+        """Return how much the level sends: a time, or a number of requests."""
+        return f"{self.num_requests:,} requests" if self.duration_s is None else f"{self.duration_s:g} s"
+
+    @property
+    def least_s(self) -> float:
+        """Return the seconds for which the level sends at least, or 0 if the server alone decides that."""
+        if self.duration_s is not None:
+            return self.duration_s
+        return 0.0 if self.rate is None else (self.num_requests - 1) / self.rate
 
     @property
     def num_connections(self) -> int:

@@ -171,6 +171,15 @@ def level_warnings(levels: Sequence[LevelResult]) -> list[str]:
     return warnings
 
 
+def caution_lines(levels: Sequence[LevelResult]) -> list[str]:
+    """Return one line per kind of caution, with the first level that has it and the number of the others."""
+    by_kind: dict[str, list[str]] = {}
+    for level in levels:
+        for kind, text in level.cautions.items():
+            by_kind.setdefault(kind, []).append(f"{format_load(level)}: {text}")
+    return [lines[0] + f" ({len(lines) - 1} more levels too)" * (len(lines) > 1) for lines in by_kind.values()]
+
+
 def evaluation_line(evaluation: Evaluation) -> str:
     """Return one sentence: the accuracy with its interval, and the number of failed requests if any."""
     line = (

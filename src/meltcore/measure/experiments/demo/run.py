@@ -337,9 +337,6 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
 def _describe(result: RunResult, config: DemoConfig, models: Mapping[str, str]) -> None:
     """Add the notes and the settings of the demo to `result`, which already has the facts that the server reported."""
     result.notes = model_notes(result.settings)
-    result.notes.append(
-        f"Server and load generator shared the {result.fingerprint.cores} cores of one machine and slowed each other."
-    )
     if config.chat_model is None:
         result.notes.append(
             "No language model with real weights was served: `make demo` fetches one, and --chat-model names one."

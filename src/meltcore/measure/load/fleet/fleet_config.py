@@ -92,7 +92,7 @@ class FleetLoadConfig:
     )
     drain_limit_s: float = option(
         300.0,
-        "A model's own ladder ends at a level whose last answer comes more than this time after its last request.",
+        "Time after the last request of a level for which answers are awaited; later ones fail, and end a ladder.",
         group=_GROUP,
         flag="--drain-limit",
         limits={"exclusive_minimum": 0},
@@ -158,6 +158,25 @@ class FleetLoadConfig:
         unknown = sorted(set(self.p95_limits_ms) - set(LIMITED_METRICS))
         if unknown:
             raise ConfigError(f"--p95-limits: unknown {unknown[0]}; there are {', '.join(LIMITED_METRICS)}")
+
+    def plan(self, num_models: int, experiment_s: float | None) -> str:
+        """Return what the run will send, and how long it takes. `experiment_s` is what an experiment sends, if any."""
+        num_pairs = num_models * (num_models - 1)
+        times_s = {
+            "per-model": (num_models * len(self.levels), self.level_s),
+            "mixed": (len(self.levels), self.level_s),
+            "interference": (num_models + num_pairs, self.interference_s),
+        }
+        parts = [(part, *times_s[part]) for part in self.parts]
+        texts = [f"{part}: {count} levels of {each_s:g} s" for part, count, each_s in parts]
+        least_s = sum(count * each_s for _, count, each_s in parts)
+        if "interference" in self.parts and experiment_s is not None:
+            texts[self.parts.index("interference")] = f"interference: an experiment of {experiment_s:g} s"
+            least_s += experiment_s - (num_models + num_pairs) * self.interference_s
+        return (
+            f"{num_models} models; {'; '.join(texts)}; {least_s:,.0f} s in all, and after each level up to "
+            f"{self.drain_limit_s:g} s until its last answer (--drain-limit)"
+        )
 
     @property
     def sizes(self) -> Sizes:

@@ -54,14 +54,16 @@ def measure_fleet(
     records_path: Path | None = None,
     on_progress: OnProgress | None = None,
     on_level: OnFleetLevel | None = None,
+    on_plan: Callable[[str], None] = lambda _text: None,
 ) -> FleetLoad:
     """Run the parts of `config` and return the result. Raises ConfigError if the run cannot start.
 
+    `on_plan` receives a sentence that says what the run will send, and how long it takes, before it starts.
     `arguments` is the command line, which the fingerprint stores. After the first Ctrl-C, or if the server dies, the
     current level ends as PARTIAL and the other levels are skipped.
     """
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    run = _FleetRun(config, records_path, on_progress, on_level)
+    run = _FleetRun(config, records_path, on_progress, on_level, on_plan)
     run_coroutine(run.run(), uvloop.new_event_loop)
     result = FleetLoad(
         status="partial" if run.has_ended_early else "complete",
@@ -99,11 +101,13 @@ class _FleetRun:
         records_path: Path | None,
         on_progress: OnProgress | None,
         on_level: OnFleetLevel | None,
+        on_plan: Callable[[str], None],
     ) -> None:
         self._config = config
         self._records_path = records_path
         self._on_progress = on_progress
         self._on_level = on_level
+        self._on_plan = on_plan
         self._runner: FleetLevels
         self.plan: _Plan
         self.levels: list[FleetLevel] = []
@@ -122,6 +126,12 @@ class _FleetRun:
         check_limits(num_connections, connections_per_process=num_connections)
         target = resolve_target(config.url, config.api_key)
         self.plan = await self._make_plan(target)
+        experiment = self.plan.experiment
+        experiment_s = None
+        if experiment is not None:
+            send_s = config.interference_s
+            experiment_s = sum((stream.alone_s or send_s for stream in experiment.streams), start=send_s)
+        self._on_plan(config.plan(len(self.plan.models), experiment_s))
         record_file = RecordFile(self._records_path)
         try:
             self._runner = FleetLevels(
@@ -130,6 +140,7 @@ class _FleetRun:
                 processes=config.processes,
                 seed=config.seed,
                 timeouts=config.timeouts,
+                drain_limit_s=config.drain_limit_s,
                 on_progress=self._on_progress,
             )
             with self._runner.interrupt:
@@ -198,9 +209,8 @@ class _FleetRun:
             skipped = [f"{each:,}" for each in config.levels[position + 1 :] if each > connections]
             if level is not None and skipped and level.duration_s - config.level_s > config.drain_limit_s:
                 self.notes.append(
-                    f"{model.name} alone with {', '.join(skipped)} connections was not run: after {connections:,} the "
-                    f"last answer came {level.duration_s - config.level_s:.0f} s behind the last request, limit "
-                    f"{config.drain_limit_s:g} s (--drain-limit)"
+                    f"{model.name} alone with {', '.join(skipped)} connections was not run: with {connections:,} "
+                    f"requests were in flight {config.drain_limit_s:g} s after the last one (--drain-limit), and failed"
                 )
                 return
 

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from meltcore.measure.documents.schema import FleetLevel, Part, StreamLoad
-from meltcore.measure.load.config import Level, LoadConfig, Timeouts
+from meltcore.measure.load.config import MAX_REQUESTS, NUM_PROBLEMS, Level, LoadConfig, Timeouts
 from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.streams import LevelStream, OnProgress, Progress, StreamRunner
 from meltcore.measure.load.run.summary import summarize
@@ -19,8 +19,6 @@ from meltcore.measure.load.tasks.task import open_workload
 from meltcore.measure.load.wire.connection import Target
 from meltcore.measure.load.workloads.workload import Workload
 
-MAX_REQUESTS = 10_000_000  # of one stream of a level; its time ends it long before
-NUM_PROBLEMS = 2_000  # different ones of a graded workload; others make each prompt by its index
 NUM_WARMUPS = 4  # requests to each model before the first level
 
 
@@ -34,14 +32,15 @@ class Stream:
     connections: int = 0
     rate: float | None = None
 
-    def level(self, send_s: float) -> Level:
-        """Return the level for this stream, which sends for `send_s` seconds."""
+    def level(self, send_s: float, drain_limit_s: float) -> Level:
+        """Return the level for this stream, which sends for `send_s` seconds and then drains."""
         if self.rate is None:
             return Level(
                 concurrency=self.connections,
                 rate=None,
                 num_requests=MAX_REQUESTS,
                 duration_s=send_s,
+                drain_limit_s=drain_limit_s,
                 retry_refused=True,
             )
         return Level(concurrency=0, rate=self.rate, num_requests=max(1, round(self.rate * send_s)), retry_refused=True)
@@ -57,8 +56,9 @@ def level_status(console: Console) -> Iterator[OnProgress]:
 
         def show(progress: Progress) -> None:
             failed = f", {progress.num_failed:,} failed" if progress.num_failed else ""
+            in_flight = "draining" if progress.is_draining else "in flight"
             status.update(
-                f"{progress.label}: {progress.num_done:,} answered, {progress.in_flight:,} in flight{failed}, "
+                f"{progress.label}: {progress.num_done:,} answered, {progress.in_flight:,} {in_flight}{failed}, "
                 f"{progress.elapsed_s:.0f} s"
             )
 
@@ -88,10 +88,12 @@ class FleetLevels:
         processes: int,
         seed: int,
         timeouts: Timeouts,
+        drain_limit_s: float,
         on_progress: OnProgress | None = None,
     ) -> None:
         self._runner = StreamRunner(target, record_file, on_progress)
         self._processes = processes
+        self._drain_limit_s = drain_limit_s
         self._config = LoadConfig(url=target.url, concurrency=(1,), num_prompts=(1,), seed=seed, timeouts=timeouts)
         self._workloads: dict[str, Workload] = {}
         self._has_server_died = False
@@ -110,7 +112,8 @@ class FleetLevels:
     async def run(self, part: Part, label: str, streams: Sequence[Stream], send_s: float) -> FleetLevel:
         """Release all streams together, wait until each request has an answer or a failure, and return the level."""
         level_streams = [
-            self._level_stream(stream, stream.level(send_s), streams, f"{label}, {stream.name}") for stream in streams
+            self._level_stream(stream, stream.level(send_s, self._drain_limit_s), streams, f"{label}, {stream.name}")
+            for stream in streams
         ]
         await self._run(label, level_streams)
         released_s = level_streams[0].released_s

@@ -39,7 +39,7 @@ NOT_STREAMED = "Answers were not streamed: TTFT, ITL and TPOT are not measured."
 _PHASE_NOTES: dict[str, Callable[[Progress], str]] = {
     "warm-up": lambda _: "warming up",
     "connecting": lambda progress: f"{progress.num_connections:,} connected",
-    "running": lambda progress: f"{progress.in_flight:,} in flight",
+    "running": lambda progress: f"{progress.in_flight:,} {'draining' if progress.is_draining else 'in flight'}",
     "done": lambda _: "done",
 }
 
@@ -132,7 +132,7 @@ class _LoadRun:
         self._target = target
         self._model = model
         self._token_counter = TokenCounter(config.tokenizer) if config.tokenizer is not None else None
-        self._num_prompts = sum(level.num_requests + config.num_warmups_for(level) for level in config.levels)
+        self._num_prompts = config.num_different_prompts
         self._workload = open_workload(config, self._num_prompts)
         self._runner = StreamRunner(target, record_file, on_progress)
         self.interrupt = self._runner.interrupt
@@ -225,22 +225,29 @@ async def _served_facts(config: LoadConfig) -> dict[str, Any]:
 def level_bars(levels: Sequence[Level], console: Console, name: str = "") -> Iterator[OnProgress]:
     """Show one progress bar per level, and yield the `on_progress` callback for `run_levels`.
 
-    `name` is shown before each bar instead of the level's own name.
+    `name` is shown before each bar instead of the level's own name. The bar of a level that sends for a time shows the
+    seconds.
     """
     progress_bars = progress_bar(console)
+    totals = [level.num_requests if level.duration_s is None else level.duration_s for level in levels]
     tasks = [
-        progress_bars.add_task(name or level.name, total=level.num_requests, note="", start=False) for level in levels
+        progress_bars.add_task(name or level.name, total=total, note="", start=False)
+        for level, total in zip(levels, totals, strict=True)
     ]
 
     def on_progress(progress: Progress) -> None:
         progress_bars.start()
-        task = tasks[progress.level_idx]
+        level_idx = progress.level_idx
+        task = tasks[level_idx]
         is_measured = progress.phase in ("running", "done")
         if is_measured and not progress_bars.tasks[task].started:
             progress_bars.start_task(task)
         failed_text = f", [red]{progress.num_failed:,} failed[/]" if is_measured and progress.num_failed else ""
         note = _PHASE_NOTES[progress.phase](progress) + failed_text
-        progress_bars.update(task, completed=progress.num_done if is_measured else 0, note=note)
+        done = progress.num_done
+        if levels[level_idx].duration_s is not None:
+            done = int(min(progress.elapsed_s, totals[level_idx]))
+        progress_bars.update(task, completed=done if is_measured else 0, note=note)
         if progress.phase == "done":
             progress_bars.stop_task(task)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.client_monitor import ClientUsage
 from meltcore.measure.load.run.summary import LevelMeasurement
+from meltcore.measure.load.run.surroundings import Surroundings, SurroundingsMonitor
 from meltcore.measure.load.run.worker import InterruptHandler, LoadWorker, LocalWorker, WorkerResult, WorkerSettings
 from meltcore.measure.load.run.worker_process import WorkerProcess
 from meltcore.measure.load.tasks.task import workload_task
@@ -31,7 +33,11 @@ Phase = Literal["warm-up", "connecting", "running", "done"]
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Describes the progress of a level over all its streams. `level_idx` counts levels from 0."""
+    """Describes the progress of a level over all its streams. `level_idx` counts levels from 0.
+
+    `elapsed_s` counts from the release, or before it from the start of connecting. A level that is draining sends no
+    more requests, and waits for the answers in flight.
+    """
 
     label: str
     level_idx: int
@@ -41,6 +47,7 @@ class Progress:
     num_done: int
     num_failed: int
     elapsed_s: float
+    is_draining: bool = False
 
 
 OnProgress = Callable[[Progress], None]
@@ -66,6 +73,7 @@ class LevelStream:
     records: list[RequestRecord] = field(default_factory=list)
     client_usages: list[ClientUsage] = field(default_factory=list)
     server_died_s: float | None = None
+    surroundings: Surroundings | None = None
 
     @property
     def ended_s(self) -> float:
@@ -93,6 +101,7 @@ class StreamRunner:
         self._on_progress = on_progress
         self._workers: list[LoadWorker] = []
         self._num_failed = 0
+        self._surroundings_monitor = SurroundingsMonitor(target)
         # Every request of the run, warm-ups too, has a prompt of its own: a repeated one would hit a prefix cache.
         self._num_prompts_used: Counter[str] = Counter()  # by workload
         self.interrupt = InterruptHandler(self._stop_workers)
@@ -120,7 +129,8 @@ class StreamRunner:
 
         def report(phase: Phase) -> None:
             if self._on_progress is not None:
-                self._on_progress(self._progress(label, streams, level_idx, phase, time.monotonic() - started_s))
+                since_s = streams[0].released_s or started_s
+                self._on_progress(self._progress(label, streams, level_idx, phase, time.monotonic() - since_s))
 
         async def report_periodically() -> None:
             while True:
@@ -135,6 +145,7 @@ class StreamRunner:
             if self.interrupt.arrived:
                 self._stop_workers()
             uses_processes = any(stream.num_processes for stream in streams)
+            self._surroundings_monitor.start()
             released_s = time.monotonic() + (RELEASE_DELAY_S if uses_processes else 0.0)
             for stream in streams:
                 stream.released_s = released_s
@@ -145,7 +156,9 @@ class StreamRunner:
             progress_task.cancel()
         for (stream, _), result in zip(senders, results, strict=True):
             stream.add_result(result)
+        surroundings = self._surroundings_monitor.finish()
         for stream in streams:
+            stream.surroundings = surroundings
             self._num_prompts_used[stream.config.workload] += stream.num_prompts_used
         report("done" if phase == "running" else phase)
 
@@ -157,6 +170,7 @@ class StreamRunner:
             released_s=stream.released_s,
             client_usages=stream.client_usages,
             server_died_s=stream.server_died_s,
+            surroundings=stream.surroundings,
             interrupted=self.interrupt.arrived,
             workload_name=stream.workload.name,
             is_graded=stream.workload.is_graded,
@@ -202,4 +216,10 @@ class StreamRunner:
             num_done=sum(len(stream.records) for stream in streams),
             num_failed=self._num_failed,
             elapsed_s=elapsed_s,
+            is_draining=phase == "running" and elapsed_s > max(_send_s(stream.level) for stream in streams),
         )
+
+
+def _send_s(level: Level) -> float:
+    """Return the seconds for which a level sends, which are unknown of a closed loop with a number of requests."""
+    return level.least_s or math.inf

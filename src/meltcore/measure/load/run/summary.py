@@ -14,6 +14,7 @@ from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.load.config import Level
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.run.client_monitor import ClientUsage, client_bound_reasons
+from meltcore.measure.load.run.surroundings import Surroundings, cautions
 from meltcore.measure.load.run.timeline import MS_PER_S, InFlight, TextArrivals, TokenTimes, bucket_means, timeline
 from meltcore.measure.load.tasks.task import MeasuredTask, default_task
 
@@ -27,6 +28,7 @@ class LevelMeasurement:
     released_s: float
     client_usages: list[ClientUsage]
     server_died_s: float | None = None
+    surroundings: Surroundings | None = None
     interrupted: bool = False
     server_peak_in_flight: int | None = None
     workload_name: str = ""
@@ -86,6 +88,7 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
         timeline=timeline(in_flight, token_times, measurement.released_s, ended_s) if measurement.records else [],
         task=None if works is None else _task_load(task, complete_records, sum(works), duration_s),
         released_s=measurement.released_s,
+        send_s=measurement.level.duration_s,
         client=_client_load(measurement.client_usages),
         e2e_ms=distribution([e2e_ms(record) for record in complete_records]),
         queue_delay_ms=distribution([(record.sent_s - record.intended_s) * MS_PER_S for record in complete_records]),
@@ -98,14 +101,8 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
         result.itl_unit = "token" if has_token_counts else "event"
         _add_latency_timeline(result.timeline, records_with_text, arrivals, measurement.released_s, ended_s)
     if measurement.slo_ms:
-        result.slo = dict(measurement.slo_ms)
-        result.goodput_per_s = _per_second(
-            sum(
-                _meets_slo(record, measurement.slo_ms, counts_work=result.task is not None)
-                for record in complete_records
-            ),
-            duration_s,
-        )
+        _add_goodput(result, measurement.slo_ms, complete_records)
+    result.cautions = cautions(measurement.surroundings, duration_s=duration_s, num_answers=len(complete_records))
     result.verdict, result.reasons = _verdict(measurement, result)
     return result
 
@@ -221,6 +218,12 @@ def _client_load(client_usages: list[ClientUsage]) -> ClientLoad:
     )
 
 
+def _add_goodput(result: LevelResult, slo_ms: dict[str, float], complete_records: list[RequestRecord]) -> None:
+    num_good = sum(_meets_slo(record, slo_ms, counts_work=result.task is not None) for record in complete_records)
+    result.slo = dict(slo_ms)
+    result.goodput_per_s = _per_second(num_good, result.duration_s)
+
+
 def _add_latencies(result: LevelResult, records_with_text: list[RequestRecord], arrivals: TextArrivals) -> None:
     result.ttft_ms = distribution([ttft_ms(record) for record in records_with_text])
     result.tpot_ms = distribution([value for record in records_with_text if (value := tpot_ms(record)) is not None])
@@ -270,9 +273,7 @@ def _verdict(measurement: LevelMeasurement, result: LevelResult) -> tuple[Verdic
         )
     if measurement.interrupted:
         verdict = "PARTIAL"
-        reasons.append(
-            f"interrupted after {result.duration_s:.1f} s: {measurement.level.num_requests} requests were planned"
-        )
+        reasons.append(f"interrupted after {result.duration_s:.1f} s: {measurement.level.size_text} were planned")
     if measurement.server_died_s is not None:
         verdict = "SERVER_DIED"
         reasons.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from meltcore.measure.load.workloads.workload import Clip, RequestBuilder, Workl
 
 INTERRUPTED = "interrupted"
 SERVER_DIED = "server died"
+DRAIN_LIMIT = "drain limit"
 
 OnRecords = Callable[[list[RequestRecord]], None]
 
@@ -114,6 +116,8 @@ class LocalWorker:
 
     async def run(self, release_at_s: float) -> WorkerResult:
         """Send requests from `release_at_s` (time.monotonic) on. Return the result once all requests have records."""
+        level = self._settings.level
+        drain_ends_s = math.inf if level.duration_s is None else release_at_s + level.duration_s + level.drain_limit_s
         with without_collection():  # with 10,000 open streams it stops the client for tens of ms
             wait_s = release_at_s - time.monotonic()
             if wait_s > 0:
@@ -127,13 +131,13 @@ class LocalWorker:
             await asyncio.sleep(0)  # lets the event loop send what the release has written
             monitor = upload_monitor or ClientMonitor()
             while not self._request_loop.finished.is_set():
-                await self._poll()
+                await self._poll(drain_ends_s)
             result = WorkerResult(monitor.finish(), self._dispatcher.server_died_s)
         self._deliver_records()
         self._request_loop.close()
         return result
 
-    async def _poll(self) -> None:
+    async def _poll(self, drain_ends_s: float) -> None:
         """Wait a fraction of a second, then enforce time limits and deliver records."""
         try:
             async with asyncio.timeout(TIMEOUT_CHECK_S):
@@ -146,10 +150,13 @@ class LocalWorker:
             self._end_early(INTERRUPTED, None)
         elif self._dispatcher.server_died_s is not None:
             self._end_early(SERVER_DIED, SERVER_DIED)
+        elif time.monotonic() > drain_ends_s:
+            limit_s = self._settings.level.drain_limit_s
+            self._end_early(DRAIN_LIMIT, DRAIN_LIMIT, f"still in flight {limit_s:g} s after the last request")
 
-    def _end_early(self, reason: str, fail_remaining: str | None) -> None:
+    def _end_early(self, reason: str, fail_remaining: str | None, detail: str = "was still in flight") -> None:
         self._request_loop.stop(fail_remaining=fail_remaining)
-        self._dispatcher.abort_all(reason, "was still in flight")
+        self._dispatcher.abort_all(reason, detail)
         self._request_loop.finished.set()
 
     def _deliver_records(self) -> None:

@@ -142,15 +142,17 @@ def comparability_notes(first: RunResult, second: RunResult) -> list[str]:
     second_levels = {level_key(level): level for level in second.levels}
     for level in first.levels:
         second_level = second_levels.get(level_key(level))
-        if second_level is not None and (level.workload, level.requests) != (
-            second_level.workload,
-            second_level.requests,
-        ):
+        if second_level is not None and _amount(level) != _amount(second_level):
             reasons.append(
                 f"{format_load(level)} differs: {level.requests:,} of {level.workload or 'no named workload'} "
                 f"against {second_level.requests:,} of {second_level.workload or 'no named workload'}"
             )
     return reasons
+
+
+def _amount(level: LevelResult) -> tuple[str, int, float | None]:
+    """Return the workload of a level and how much of it was sent: a number of requests, or those of a time."""
+    return level.workload, level.requests if level.send_s is None else 0, level.send_s
 
 
 def environment_changes(first: RunResult, second: RunResult) -> list[tuple[str, str, str]]:

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from meltcore.measure.documents.schema import CheckResult, FleetLoad, Interference
 from meltcore.measure.documents.values.formatting import (
     NOT_MEASURED,
+    caution_lines,
     format_duration,
     format_number,
     format_percent,
     format_setting,
     format_time,
 )
-from meltcore.measure.documents.verdicts import style_of
 from meltcore.measure.load.tasks.task import define_metric, first_latency, task_of, tasks
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, latency_cells, part_section
-from meltcore.measure.report.load.run import machine_section, notes_box
+from meltcore.measure.report.load.run import cautions_box, machine_section, notes_box, verdict_badge
 from meltcore.measure.report.page.page import (
     Block,
     Box,
@@ -53,6 +53,7 @@ def fleet_load_page(result: FleetLoad) -> Page:
         Section(column_sections=[machine_section(result.fingerprint), _settings(result)]),
         Section("What the words mean", [Facts(_definitions())]),
     ]
+    badge, style = verdict_badge(result.verdict, _cautions(result))
     fleet_line = next((line for line in result.health if line.name == "fleet"), None)
     return Page(
         title=f"meltcore load --fleet – {format_time(result.started)}",
@@ -60,8 +61,8 @@ def fleet_load_page(result: FleetLoad) -> Page:
         subtitle=" · ".join(
             [format_time(result.started), format_duration(result.duration_s), f"{len(result.models)} models"]
         ),
-        badge=result.verdict,
-        style=style_of(result.verdict),
+        badge=badge,
+        style=style,
         sections=[section for section in sections if section.blocks or section.column_sections],
         footer=f"meltcore {result.fingerprint.versions['meltcore']} · result schema {result.schema_version} · "
         "the same numbers stand in result.json",
@@ -79,7 +80,11 @@ def _warnings(result: FleetLoad) -> list[Block]:
     reasons = list(dict.fromkeys([*result.reasons, *doubts]))
     notes = [result.gpu_note, *result.notes]
     box = Box("bad", "Reasons to distrust this run", items=reasons)
-    return [*([box] if reasons else []), *notes_box([note for note in notes if note])]
+    return [*([box] if reasons else []), *cautions_box(_cautions(result)), *notes_box([note for note in notes if note])]
+
+
+def _cautions(result: FleetLoad) -> list[str]:
+    return caution_lines([load.level for level in result.levels for load in level.streams])
 
 
 def _tiles(result: FleetLoad) -> list[tuple[str, str, str]]:

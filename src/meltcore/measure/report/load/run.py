@@ -12,6 +12,7 @@ from meltcore.measure.documents.schema import (
     RunResult,
 )
 from meltcore.measure.documents.values.formatting import (
+    caution_lines,
     client_line,
     eval_score_line,
     fingerprint_rows,
@@ -25,7 +26,7 @@ from meltcore.measure.documents.values.formatting import (
     weighted_throughput_line,
 )
 from meltcore.measure.documents.values.percentiles import QUANTILES, SAMPLES_NEEDED
-from meltcore.measure.documents.verdicts import style_of
+from meltcore.measure.documents.verdicts import Style, Verdict, style_of
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.load.tasks.task import by_task, task_of
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, part_section
@@ -60,6 +61,7 @@ from meltcore.measure.report.page.page import (
 def run_page(result: RunResult) -> Page:
     """Build the page of a run, warnings first."""
     evaluation_name, model = (result.settings.get(name) for name in ("what", "model"))
+    badge, style = verdict_badge(result.verdict, caution_lines(all_levels(result)))
     subtitle = [format_time(result.started), format_duration(result.duration_s), *([model] if model else [])]
     sections = [
         Section(blocks=[*_warning_blocks(result), Tiles(run_tiles(result))]),
@@ -85,8 +87,8 @@ def run_page(result: RunResult) -> Page:
         title=f"meltcore {result.command} – {format_time(result.started)}",
         name=" ".join(str(part) for part in (result.command, evaluation_name) if part),
         subtitle=" · ".join(map(str, subtitle)),
-        badge=result.verdict,
-        style=style_of(result.verdict),
+        badge=badge,
+        style=style,
         sections=[section for section in sections if section.blocks or section.column_sections],
         footer=f"meltcore {result.fingerprint.versions['meltcore']} · result schema {result.schema_version} · "
         "the same numbers stand in result.json",
@@ -161,10 +163,23 @@ def notes_box(notes: Sequence[str]) -> list[Block]:
     return [Box(title="Read with care", items=notes)] if notes else []
 
 
+def verdict_badge(verdict: Verdict, cautions: Sequence[str]) -> tuple[str, Style]:
+    """Return the badge of a verdict and its style. Cautions make a good verdict an unsure one."""
+    if verdict == "OK" and cautions:
+        return f"{verdict}, {len(cautions)} caution{'s' * (len(cautions) > 1)}", "unsure"
+    return verdict, style_of(verdict)
+
+
+def cautions_box(cautions: Sequence[str]) -> list[Block]:
+    """Return a list with one box of cautions, or an empty list if there are no cautions."""
+    return [Box("unsure", "Cautions", items=cautions)] if cautions else []
+
+
 def _warning_blocks(result: RunResult) -> list[Block]:
-    reasons = result_warnings(result)
-    if reasons:
-        return [Box("bad", "Reasons to distrust this run", items=reasons), *notes_box(result.notes)]
+    reasons, cautions = result_warnings(result), caution_lines(all_levels(result))
+    if reasons or cautions:
+        reasons_box = Box("bad", "Reasons to distrust this run", items=reasons)
+        return [*([reasons_box] if reasons else []), *cautions_box(cautions), *notes_box(result.notes)]
     clean_box = Box(
         "good",
         lead="No reason found to distrust this run.",
