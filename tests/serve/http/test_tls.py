@@ -82,7 +82,6 @@ def test_openai_client_streams_over_tls(server: RunningServer, files: tuple[str,
         )
         texts = [event.choices[0].delta.content or "" for event in stream]
     assert "".join(texts) == "hellohellohe"
-    assert len(texts) > 2
 
 
 def test_our_own_client_trusts_what_the_environment_names(
