@@ -38,6 +38,7 @@ Fault = Literal[
     "plain",  # an answer that is not a stream
     "close",  # a complete answer; then the connection is closed, which no header announces
     "drop",  # close the connection in place of the first token
+    "no-template",  # refuse chats, as a model without a chat template does
 ]
 
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 429: "Too Many Requests", 500: "Internal Server Error"}
@@ -183,7 +184,11 @@ class _ServerConnection(asyncio.Protocol):
             except msgspec.DecodeError as error:
                 self.reply_error(400, str(error))
                 return
-            self._answer = _Answer(self, request, chat=path.endswith("chat/completions"))
+            is_chat = path.endswith("chat/completions")
+            if is_chat and self.server.script.fault == "no-template":
+                self.reply_error(400, "this model has no chat template")
+                return
+            self._answer = _Answer(self, request, chat=is_chat)
         elif path == "/v1/models":
             models = [{"id": self.server.script.model, "object": "model", "owned_by": "meltcore"}]
             self.reply(200, json.dumps({"object": "list", "data": models}))

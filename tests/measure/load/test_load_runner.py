@@ -26,7 +26,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.load.config import LoadConfig, Timeouts
 from meltcore.measure.load.record import RESERVE_BYTES, RecordFile, RequestRecord
-from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.run.runner import measure, run_levels
 from meltcore.measure.load.run.streams import Progress
 from meltcore.measure.load.wire import probe
 from meltcore.measure.load.wire.connection import parse_target
@@ -472,3 +472,36 @@ def test_two_thousand_streams_are_in_flight_concurrently(scripted: Start) -> Non
     assert (result.succeeded, result.failed) == (2000, 0)
     assert result.peak_in_flight == 2000
     assert result.server_peak_in_flight == 2000
+
+
+@pytest.mark.parametrize("num_warmups", [2, 0])
+def test_models_without_a_chat_template_complete_the_texts(scripted: Start, tmp_path: Path, num_warmups: int) -> None:
+    path = tmp_path / "chats.jsonl"
+    parts = '[{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]'
+    system = '{"role": "system", "content": "be brief"}'
+    path.write_text(f'{{"messages": [{system}, {{"role": "user", "content": {parts}}}]}}')
+    server = scripted("--fault", "no-template", "--tokens", "4", "--ttft-ms", "1", "--itl-ms", "1")
+    fields = {"workload": str(path), "concurrency": (2, 3), "num_prompts": (4,), "num_warmups": num_warmups}
+    result = measure(LoadConfig(url=server.url, **fields), [])  # type: ignore[attr-defined, arg-type]
+    assert [(level.succeeded, level.failed) for level in result.levels] == [(4, 0), (4, 0)]
+    assert [level.prompt_tokens for level in result.levels] == [4 * 5] * 2
+    told = "messages were sent as text to /v1/completions: this model has no chat template"
+    assert (result.verdict, result.notes.count(told)) == ("OK", 1)
+
+
+@pytest.mark.parametrize(
+    ("num_warmups", "reason", "num_requests"),
+    [(2, "no warm-up request succeeded, so the level was not sent", 2), (0, "4 of 4 requests failed", 4)],
+)
+def test_a_level_that_fails_whole_ends_the_run(
+    scripted: Start, num_warmups: int, reason: str, num_requests: int
+) -> None:
+    server = scripted("--fault", "429")
+    fields = {**QUICK, "concurrency": (2, 3, 4), "num_prompts": (4,), "num_warmups": num_warmups}
+    result = measure(LoadConfig(url=server.url, **fields), [])  # type: ignore[attr-defined, arg-type]
+    [level] = result.levels
+    assert (level.concurrency, level.requests, level.verdict) == (2, num_requests, "FAILED")
+    assert level.failures == {"http 429: the queue is full; try again later": num_requests}
+    assert any(reason in each for each in level.reasons)
+    assert level.reasons[-1] == "no request succeeded, so the levels after it (2) were not run"
+    assert (result.status, result.verdict) == ("partial", "FAILED")

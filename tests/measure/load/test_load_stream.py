@@ -265,6 +265,8 @@ def test_request_without_max_tokens_still_has_a_limit() -> None:
     [
         ('{"error": "plain"}', "plain"),
         ('{"message": "top level"}', "top level"),
+        ('{"error": null, "message": "top level"}', "top level"),
+        ('{"error": {"message": null}, "message": null, "detail": "below"}', "below"),
         ("<html>oops", "<html>oops"),
         ("", "empty body"),
     ],

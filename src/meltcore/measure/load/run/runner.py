@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.streams import LevelStream, OnProgress, Progress, StreamRunner
 from meltcore.measure.load.run.summary import LevelMeasurement, summarize
+from meltcore.measure.load.tasks.generation import COMPLETIONS_PATH
 from meltcore.measure.load.tasks.task import open_workload, workload_task
 from meltcore.measure.load.token_counter import TokenCounter
 from meltcore.measure.load.wire.connection import Target, resolve_target, run_coroutine
@@ -49,9 +51,11 @@ def run_levels(
 ) -> list[LevelResult]:
     """Run every level and return the results in the order of the levels.
 
-    The call blocks while an event loop of its own runs. After the first Ctrl-C, the current level ends as PARTIAL and
-    the other levels are skipped. If the server dies, the current level ends as SERVER_DIED and the other levels are
-    skipped. Raises ConfigError if the run cannot start because of its address, limits, workload or model.
+    The call blocks while an event loop of its own runs. After the first Ctrl-C, the current level ends as PARTIAL. If
+    the server dies, the current level ends as SERVER_DIED. After such a level, and after one without a complete answer,
+    the other levels are skipped. A level whose warm-up had no complete answer is not sent. If the server says that it
+    has no chat template, the texts of messages are sent to /v1/completions. Raises ConfigError if the run cannot start
+    because of its address, limits, workload or model.
     """
     return run_coroutine(run_levels_async(config, on_progress, on_level), uvloop.new_event_loop)
 
@@ -75,9 +79,13 @@ async def run_levels_async(
             for level_idx, level in enumerate(config.levels):
                 result, records = await run.run_level(level_idx, level)
                 results.append(result)
+                is_last = result.verdict in CUT_SHORT or not result.succeeded
+                num_skipped = len(config.levels) - len(results)
+                if is_last and result.verdict not in CUT_SHORT and num_skipped:
+                    result.reasons.append(f"no request succeeded, so the levels after it ({num_skipped}) were not run")
                 if on_level is not None:
                     on_level(result, records)
-                if result.verdict in CUT_SHORT:
+                if is_last:
                     break
     finally:
         record_file.close()
@@ -140,11 +148,45 @@ class _LoadRun:
     async def run_level(self, level_idx: int, level: Level) -> tuple[LevelResult, list[RequestRecord]]:
         """Run a level after its warm-up. Return its result and records."""
         num_warmups = self._config.num_warmups_for(level)
+        reason = None
         if num_warmups:
-            concurrency = min(num_warmups, level.concurrency or num_warmups)
-            warmup_level = replace(level, concurrency=concurrency, rate=None, num_requests=num_warmups)
-            warmup = self._stream(warmup_level, "warm-up", num_workers=1)
-            await self._runner.run("warm-up", [warmup], level_idx=level_idx, phase="warm-up")
+            warmup = await self._warm_up(level_idx, level, num_warmups)
+            reason = self._switch_to_completions(warmup.records)
+            if reason is not None:
+                warmup = await self._warm_up(level_idx, level, num_warmups)
+            if not self.interrupt.arrived and all(record.failure is not None for record in warmup.records):
+                result = summarize(replace(self._runner.measurement(warmup), level=level))
+                result.reasons.append("no warm-up request succeeded, so the level was not sent")
+                return result, warmup.records
+        result, records = await self._send_level(level_idx, level, num_warmups)
+        if not num_warmups and (reason := self._switch_to_completions(records)) is not None:
+            result, records = await self._send_level(level_idx, level, num_warmups)
+        result.reasons += [] if reason is None else [reason]
+        return result, records
+
+    async def _warm_up(self, level_idx: int, level: Level, num_warmups: int) -> LevelStream:
+        concurrency = min(num_warmups, level.concurrency or num_warmups)
+        warmup_level = replace(level, concurrency=concurrency, rate=None, num_requests=num_warmups, duration_s=None)
+        warmup = self._stream(warmup_level, "warm-up", num_workers=1)
+        await self._runner.run("warm-up", [warmup], level_idx=level_idx, phase="warm-up")
+        return warmup
+
+    def _switch_to_completions(self, records: Sequence[RequestRecord]) -> str | None:
+        """Send messages as completions from now on if the server refused all chats for want of a template.
+
+        Return a sentence that says so, or None if nothing changes.
+        """
+        if not records or not all(_lacks_template(record) for record in records):
+            return None
+        if not self._config.has_chats:
+            return None
+        self._config = replace(self._config, has_chats=False)
+        self._workload = open_workload(self._config, self._num_prompts)
+        return f"messages were sent as text to {COMPLETIONS_PATH}: {records[0].detail}"
+
+    async def _send_level(
+        self, level_idx: int, level: Level, num_warmups: int
+    ) -> tuple[LevelResult, list[RequestRecord]]:
         # A worker of a closed loop without a connection would never send its requests.
         num_workers = min(self._config.processes, level.num_connections or level.num_requests)
         stream = self._stream(level, level.name, num_workers=num_workers)
@@ -184,6 +226,11 @@ class _LoadRun:
         return result
 
 
+def _lacks_template(record: RequestRecord) -> bool:
+    """Return whether the server refused a chat because the model has no chat template."""
+    return record.status == HTTPStatus.BAD_REQUEST and "chat template" in (record.detail or "")
+
+
 def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgress | None = None) -> RunResult:
     """Run the levels of `config` and return the result. Raises ConfigError if the run cannot start.
 
@@ -199,7 +246,7 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
     )
     return RunResult(
         command="load",
-        status="partial" if verdict in CUT_SHORT else "complete",
+        status="partial" if verdict in CUT_SHORT or len(levels) < len(config.levels) else "complete",
         started=started,
         duration_s=time.monotonic() - start_s,
         fingerprint=take_fingerprint(arguments, config.seed),

@@ -37,7 +37,7 @@ from meltcore.measure.load.tasks.task import (
     percentile,
     tasks,
 )
-from meltcore.measure.load.wire.stream import StreamedResponse, UnstreamedResponse
+from meltcore.measure.load.wire.stream import StreamedResponse, UnstreamedResponse, text_of
 from meltcore.measure.load.workloads.workload import Clip, Prompt, Workload
 
 CHAT_PATH = "/v1/chat/completions"
@@ -115,6 +115,16 @@ def _random_workload(spec: str, seed: int, max_tokens: int | None) -> Workload:
         return Prompt(COMPLETIONS_PATH, fields)
 
     return Workload(spec, prompt, is_graded=False)
+
+
+def _as_completion(prompt: Prompt) -> Prompt:
+    """Return a chat as the completion of its texts, for a model without a chat template."""
+    fields = dict(prompt.fields)
+    messages = fields.pop("messages", None)
+    if messages is None:
+        return prompt
+    texts = [text_of(message.get("content")) or "" for message in messages]
+    return replace(prompt, path=COMPLETIONS_PATH, fields={**fields, "prompt": "\n".join(texts)})
 
 
 def _draw_length(rng: random.Random, length_range: IntRange) -> int:
@@ -199,6 +209,9 @@ def _open(config: LoadConfig, num_requests: int, _clips: Sequence[Clip]) -> Work
     if config.temperature is not None:
         fields["temperature"] = config.temperature
     workload = load_workload(config.workload, num_requests=num_requests, seed=config.seed, max_tokens=config.max_tokens)
+    if not config.has_chats:
+        make_prompt = workload.make_prompt
+        workload = replace(workload, make_prompt=lambda index: _as_completion(make_prompt(index)))
     reader = StreamedResponse if config.stream else UnstreamedResponse
     return replace(workload, make_response=partial(reader, rules=config.answer_rules), fields=fields)
 

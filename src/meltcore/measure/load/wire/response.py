@@ -69,12 +69,12 @@ def whole_count(count: float | None) -> int | None:
 
 
 class _ErrorText(msgspec.Struct):
-    message: str = ""
+    message: str | None = None
 
 
 class _ErrorBody(msgspec.Struct):
-    error: _ErrorText | str = ""
-    message: str = ""
+    error: _ErrorText | str | None = None
+    message: str | None = None
     detail: str | None = None
 
 
@@ -168,7 +168,8 @@ def error_message(body: str) -> str:
         error_body = decode_json(_error_decoder, body.encode())
     except BadJsonError:
         return body[:MAX_DETAIL_CHARS] or "empty body"
-    message = error_body.error if isinstance(error_body.error, str) else error_body.error.message
+    error = error_body.error
+    message = error.message if isinstance(error, _ErrorText) else error
     return message or error_body.message or error_body.detail or body[:MAX_DETAIL_CHARS]
 
 

@@ -104,7 +104,7 @@ def _is_error(error: Any) -> bool:
     return any(error.values()) if isinstance(error, dict) else bool(error)
 
 
-def _text_of(content: str | list[Any] | None) -> str | None:
+def text_of(content: str | list[Any] | None) -> str | None:
     """Return the text of an answer's content, or None without content. Some servers send the content in parts."""
     if not isinstance(content, list):
         return content
@@ -240,7 +240,7 @@ class StreamedResponse(BaseResponse):
         `count` is its number of tokens so far, or None if the event has no count.
         """
         delta = choice.delta if isinstance(choice.delta, _Delta) else choice.message
-        content = choice.text if delta is None else _text_of(delta.content)
+        content = choice.text if delta is None else text_of(delta.content)
         reasoning = None if delta is None else delta.reasoning_content or delta.reasoning or delta.thinking
         has_output = bool(content or reasoning)
         if not has_output and delta is not None and delta.has_other_output():
