@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from meltcore.fleet.plan.placement import (
     visible_gpus,
 )
 from meltcore.fleet.processes.engine_process import EngineProcess
-from meltcore.fleet.processes.stuck_watch import StuckWatch
+from meltcore.fleet.processes.stuck_watch import StuckWatch, engine_problem
 from meltcore.fleet.run.engines import place_replicas
 from meltcore.fleet.run.replica import Replica
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
@@ -411,7 +412,7 @@ class FakeEngine:
 def test_replica_without_steps_is_ended_only_on_a_gpu_with_open_requests() -> None:
     stats = model_stats(3)
     engines = [FakeEngine("NVIDIA H200"), FakeEngine("2 x CPU"), FakeEngine("NVIDIA H200")]
-    watch = StuckWatch(lambda: cast(list[EngineProcess], engines), stats)
+    watch = StuckWatch(lambda: cast(list[EngineProcess], engines), partial(engine_problem, stats))
     now_s = time.monotonic()
     for replica in (0, 1):  # the last one has nothing to do
         stats.assign(replica, 10)
@@ -427,7 +428,7 @@ def test_replica_without_steps_is_ended_only_on_a_gpu_with_open_requests() -> No
 def test_replica_that_may_be_writing_a_profile_is_not_ended() -> None:
     stats = model_stats(1)
     engine = FakeEngine("NVIDIA H200")
-    watch = StuckWatch(lambda: [cast(EngineProcess, engine)], stats, profiles=True)
+    watch = StuckWatch(lambda: [cast(EngineProcess, engine)], partial(engine_problem, stats, profiles=True))
     now_s = time.monotonic()
     stats.assign(0, 10)
     for late_s in (STUCK_AFTER_S + 1, STUCK_AFTER_S + 20):
@@ -438,7 +439,7 @@ def test_replica_that_may_be_writing_a_profile_is_not_ended() -> None:
 def test_replica_that_is_idle_or_stopped_briefly_is_not_ended() -> None:
     stats = model_stats(1)
     engine = FakeEngine("CPU")
-    watch = StuckWatch(lambda: [cast(EngineProcess, engine)], stats)
+    watch = StuckWatch(lambda: [cast(EngineProcess, engine)], partial(engine_problem, stats))
     now_s = time.monotonic()
     engine.stopped = True
     for late_s in (0.0, 20.0):
@@ -472,6 +473,26 @@ def test_sigterm_drains_all_replicas() -> None:
         assert server.wait_exit() == 0
         assert "Traceback" not in server.stderr
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the engines to be gone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_stopped_api_server_is_replaced(api_servers: int) -> None:
+    """Its clients hung for ever, and with a single one all new clients too."""
+    with scripted_server("--step-s", "0.01", replicas=2, api_server_count=api_servers) as server:
+        streams = [stream(server, max_tokens=300) for _ in range(4)]
+        stopped = server.api_server_pids()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            found = [rest(connection) for connection in streams]
+            assert sum(b"[DONE]" in data for data in found) == 4 - 4 // api_servers
+            assert server.chat("new", max_tokens=3).status == 200
+            assert "API server process 1 has died: its process is stopped by a signal (killed by " in server.stderr
+            assert server.metrics()["api_server_deaths_total"] == 1
+            server.check_no_leak()
+        finally:
+            if Path(f"/proc/{stopped}").exists():
+                os.kill(stopped, signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from meltcore.fleet.plan.placement import PlacedFleet, cpu_environment, gpu_rank
 from meltcore.fleet.plan.planned import FleetPlanner, no_planner
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
-from meltcore.fleet.processes.stuck_watch import StuckWatch
+from meltcore.fleet.processes.stuck_watch import StuckWatch, engine_problem
 from meltcore.fleet.run.console import (
     LoadingProgress,
     print_examples,
@@ -67,8 +68,7 @@ ERROR_DELIVERY_S = 1.0  # the death of the last engine is reported to requests a
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
 PROGRESS_S = 0.2
 CANCEL_LIMIT_S = 2.0  # of loading at a signal
-EXIT_FAILED = 1
-EXIT_FORCED = 130
+EXIT_FAILED, EXIT_FORCED = 1, 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,9 +375,8 @@ class Supervisor:
             return upstream
         replicas = place_replicas(self.fleet, name, self._options.log_folder)
         model = self.models[number] = ServedModel(number, name, config, task, replicas, stats, self._parts)
-        watch = StuckWatch(
-            lambda: [replica.process for replica in model.replicas], stats, profiles=self.fleet.spec.server.profiling
-        )
+        problem = partial(engine_problem, stats, profiles=self.fleet.spec.server.profiling)
+        watch = StuckWatch(lambda: [replica.process for replica in model.replicas], problem)
         self._watches[number] = asyncio.create_task(watch.run())
         return model
 
@@ -459,6 +458,7 @@ class Supervisor:
             for replica in model.replicas if isinstance(model, ServedModel) else ():
                 if replica.process.loaded is not None:
                     replica.process.send(ForgetClient(worker))
+        self._stats.add("api_server_deaths")
         self._log.write("api_server_died", api_server=worker, how=exit_reason, open_requests=open_requests)
         self._report(f"API server process {worker} has died: {exit_reason}; {open_requests} open requests failed")
 

@@ -22,7 +22,8 @@ import msgspec
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.host_memory import ONE_ARENA_ENVIRONMENT
-from meltcore.common.process import STDERR, describe_exit, start_async
+from meltcore.common.process import STDERR, describe_exit, is_stopped, start_async
+from meltcore.fleet.processes.stuck_watch import STOPPED, StuckWatch
 from meltcore.fleet.run.restart_policy import RestartPolicy
 from meltcore.protocol.channel import (
     AddModel,
@@ -82,12 +83,18 @@ class APIServerWorker:
         self.opened: set[int] = set()  # models that it can serve
         self.has_served = False  # it or a predecessor
         self.early_deaths = 0  # predecessors in a row that ended before they could serve
+        self.problem = ""  # why it was killed
 
     def send(self, message: ToAPIServer, descriptor: int | None = None) -> None:
         """Send a message. If the worker does not read its messages, kill it."""
         running = self.process is not None and self.process.returncode is None
         if running and self.channel is not None and not self.channel.send(message, descriptor):
-            assert self.process is not None
+            self.fail("it does not read the supervisor's messages")
+
+    def fail(self, reason: str) -> None:
+        """Kill the process. `reason` is the reason of its end in messages."""
+        if self.process is not None and self.process.returncode is None:
+            self.problem = reason
             self.process.kill()
 
 
@@ -132,6 +139,8 @@ class WorkerPool:
         self._opened: dict[int, asyncio.Future[bool]] = {}
         self._policy, self._report = policy, report
         self._exiting = False
+        self._stuck_watch = StuckWatch(lambda: self._workers, self._problem)
+        self._watching: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -140,6 +149,7 @@ class WorkerPool:
             worker = APIServerWorker(worker_id)
             self._workers.append(worker)
             await self._start(worker)
+        self._watching = asyncio.create_task(self._stuck_watch.run())
 
     # --- models
 
@@ -215,6 +225,8 @@ class WorkerPool:
     async def stop(self) -> None:
         """Tell all workers to close their connections and to exit. Workers that exceed the time limit are killed."""
         self._exiting = True
+        if self._watching is not None:
+            self._watching.cancel()
         for worker in self._workers:
             if worker.started:
                 worker.send(Exit())
@@ -324,6 +336,13 @@ class WorkerPool:
             worker.opened.add(message.model)  # it refuses requests for this one
             self._assign_pending()
 
+    def _problem(self, worker: APIServerWorker, _index: int, _now_s: float) -> str | None:
+        """Return why a worker looks stuck, or None if it is idle: if it has started and has no connections."""
+        if worker.started and worker.assigned <= self._stats.closed_connections()[worker.worker_id]:
+            return None
+        process = worker.process
+        return STOPPED if process is not None and process.returncode is None and is_stopped(process.pid) else None
+
     async def _watch(self, worker: APIServerWorker) -> None:
         """Wait for the end of a worker. Start it again if it could serve before it ended.
 
@@ -331,6 +350,8 @@ class WorkerPool:
         """
         assert worker.process is not None
         exit_text = describe_exit(await worker.process.wait())
+        exit_text = f"{worker.problem} ({exit_text})" if worker.problem else exit_text
+        worker.problem = ""
         assert worker.channel is not None
         worker.channel.close()
         if self._exiting:

@@ -134,6 +134,7 @@ _MODEL_METRICS: tuple[_ModelMetric, ...] = (
 # Metric, column, help.
 _SERVER_COUNTERS = (
     ("api_server_cpu_seconds", "cpu_s", "CPU time of the API server processes"),
+    ("api_server_deaths", "api_server_deaths", "API server processes that died or were ended, since the start"),
     ("log_lines_dropped", "log_lines_dropped", "Log lines dropped because they were not read, or not written"),
     ("trace_spans_sent", "trace_spans_sent", "Spans that the collector has taken"),
 )

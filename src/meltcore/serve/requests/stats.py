@@ -52,7 +52,7 @@ SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 # Why a request was rejected immediately: the state of its model, or a full queue.
 REJECTION_REASONS = ("queue_full", "loading", "restarting", "draining", "sleeping", "failed", "dead")
 _PROCESS_COLUMNS = (
-    *("connections_closed", "cpu_s", "log_lines_dropped"),
+    *("connections_closed", "cpu_s", "log_lines_dropped", "api_server_deaths"),
     *("trace_spans_sent", "trace_spans_overflowed", "trace_spans_failed"),  # the last two were dropped
 )
 _KEY_COLUMNS = ("requests_s", "tokens_s", "refused")  # the first two, in row 0: when its buckets are full again
