@@ -24,7 +24,14 @@ from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, may_probe, own_na
 from meltcore.serve.http.origins import OriginCheck
 from meltcore.serve.http.page import ChatPage
 from meltcore.serve.http.paths import DOCS_PATHS
-from meltcore.serve.requests.asgi import ClientDisconnectedError, error_json, request_id, while_connected
+from meltcore.serve.requests.asgi import (
+    ClientDisconnectedError,
+    error_form,
+    error_json,
+    identity_headers,
+    request_id,
+    while_connected,
+)
 from meltcore.serve.requests.backend import (
     LANGUAGE_PATHS,
     SERVING,
@@ -98,7 +105,7 @@ class _Shortcut:
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
                 if all(name != b"x-request-id" for name, _ in headers):
-                    message = {**message, "headers": [*headers, (b"x-request-id", request_id(scope).encode())]}
+                    message = {**message, "headers": [*headers, *identity_headers(scope["path"], request_id(scope))]}
             await send(message)
 
         return self._app(scope, receive, send_with_id)
@@ -276,17 +283,20 @@ def _model_card(backend: Backend, name: str) -> dict[str, Any]:
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
-    """Answer an unexpected exception in OpenAI's error form. Starlette raises the exception again for the log."""
+    """Answer an unexpected exception. Starlette raises the exception again for the log."""
     return _error_response(request, RequestError(f"the server failed: {type(error).__name__}", status=500))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer Starlette's own errors (no such path, wrong method) in OpenAI's form."""
+    """Answer Starlette's own errors (no such path, wrong method) in the form of the path's API."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {shorten(request.url.path)}: {error.detail}"
     return _error_response(request, RequestError(message, status=error.status_code), error.headers)
 
 
 def _error_response(request: Request, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    all_headers = {"x-request-id": request_id(request.scope), **(headers or {})}
-    return Response(error_json(error), status_code=error.status, media_type="application/json", headers=all_headers)
+    path, identity = request.url.path, request_id(request.scope)
+    body = error_json(error, error_form(path), identity)
+    response = Response(body, status_code=error.status, media_type="application/json", headers=headers)
+    response.raw_headers += identity_headers(path, identity)
+    return response

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tokenizers
+from waiting import WAIT_S
 
 from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import SequenceOutput
@@ -17,6 +20,7 @@ from meltcore.serve.dialects.messages import MessageWriter
 from meltcore.serve.dialects.response_forms import ResponsesRequest
 from meltcore.serve.dialects.response_writer import REASONING, CalledTool, ResponsesWriter, read_reasoning
 from meltcore.serve.requests.protocol import StreamOptions
+from meltcore.serve.tasks.generation.completions import _stream
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 from meltcore.text.answer_format import answer_format
 from meltcore.text.call_scanners import ToolSet
@@ -267,3 +271,41 @@ def test_reasoning_of_other_servers_is_refused(encrypted: str) -> None:
     with pytest.raises(RequestError, match="was not written by this server") as caught:
         read_reasoning(encrypted, "input[1].encrypted_content")
     assert caught.value.code == "invalid_encrypted_content"
+
+
+def test_messages_begin_once_an_engine_has_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pings follow until there is output. Nothing is sent from the queue, where the request may still be refused."""
+    monkeypatch.setattr(MessageWriter, "waits_s", (0.0, 0.0))
+    sent: list[Any] = []
+    is_pinged = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 4:
+            is_pinged.set()
+
+    async def run() -> None:
+        ticket = GenerationTicket(arrived_s=0.0, streaming=True, streams_calls=False)
+        choice = Choice(ticket, [1] * 7, SamplingParams(max_tokens=10), TOKENIZER, FORM)
+        ticket.open_children = 1
+        exchange: Any = SimpleNamespace(send=send, content_type=None, headers=[])
+        answer = asyncio.create_task(_stream(exchange, ticket, MessageWriter(ticket, "m", StreamOptions())))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert sent == []
+        choice.replica = 0
+        await is_pinged.wait()
+        assert not answer.done()
+        choice.accept(SequenceOutput("id", TOKENIZER.encode("hello", add_special_tokens=False), "stop"))
+        ticket.open_children = 0
+        ticket.wake()
+        await answer
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+    kinds = [event["type"] for event in events_of(b"".join(message["body"] for message in sent[1:]))]
+    assert sent[0]["type"] == "http.response.start"
+    assert kinds[:4] == ["message_start", "ping", "ping", "ping"]
+    assert [kind for kind in kinds if kind != "ping"] == [
+        *("message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta"),
+        "message_stop",
+    ]

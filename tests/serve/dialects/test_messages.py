@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -158,6 +160,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "a b"),
     ({"container": "x"}, "container"),
     ({"thinking": {"type": "enabled", "budget_tokens": 201}}, "thinking.budget_tokens is 201; it must be at most"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is needed with type enabled"),
     ({"output_config": {"effort": "banana"}}, "output_config.effort: Invalid enum value 'banana'"),
 ]
 
@@ -178,3 +181,34 @@ def test_wrong_keys_and_models_are_errors_of_the_client(server: RunningServer, c
     stranger = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(**fields("x"))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "status", "kind"),
+    [
+        ("POST", "/v1/messages", "wrong", 401, "authentication_error"),
+        ("POST", "/v1/messages/count_tokens", "wrong", 401, "authentication_error"),
+        ("POST", "/v1/messages/batches", "key", 404, "not_found_error"),
+        ("GET", "/v1/messages", "key", 405, "invalid_request_error"),
+        ("POST", "/v1/messages", "key", 413, "request_too_large"),
+    ],
+)
+def test_refusals_before_the_endpoint_have_the_form_of_the_api(
+    server: RunningServer, method: str, path: str, key: str, status: int, kind: str
+) -> None:
+    headers = {"x-api-key": key, "x-request-id": f"own-{status}"}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    with contextlib.closing(connection):
+        if status == 413:  # only said: the body need not come
+            headers |= {"content-length": str(2**40), "expect": "100-continue"}
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+    assert (answer.status, body["type"], body["error"]["type"]) == (status, "error", kind)
+    names = [answer.getheader("request-id"), answer.getheader("x-request-id"), body["request_id"]]
+    assert names == [f"own-{status}"] * 3
+
+
+def test_answers_name_their_request(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**fields("hello", extra_headers={"x-request-id": "mine"}))
+    assert (message._request_id, message.id) == ("mine", "msg_mine")

@@ -39,6 +39,7 @@ from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.generation.completions import MakeWriter
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 
+PING_S = 10.0  # between pings while nothing else is sent: agents and proxies end silent streams after a minute or more
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
@@ -115,7 +116,11 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Whether the model reasons before it answers, and in how many tokens at most."""
+    """Whether the model reasons before it answers, and in how many tokens at most.
+
+    A model that cannot reason refuses "enabled". It accepts "adaptive", which lets the model choose; agents send it
+    with every model.
+    """
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
@@ -200,6 +205,11 @@ def chat_of(request: CountRequest) -> ChatRequest:
             chat.tool_choice = "required" if choice.type == "any" else choice.type
     variables: dict[str, Any] = {}
     if thinking is not None:
+        if thinking.type == "enabled" and thinking.budget_tokens is None:  # as Anthropic's API
+            raise RequestError(
+                "thinking.budget_tokens is needed with type enabled; type adaptive sets no limit",
+                param="thinking.budget_tokens",
+            )
         variables["enable_thinking"] = thinking.type != "disabled"
         chat.thinking_token_budget = thinking.budget_tokens
     if output is not None and output.effort is not None:
@@ -264,16 +274,27 @@ def _tool(tool: ToolDefinition, param: str) -> Tool:
 class MessageWriter(AnswerWriter):
     """Writes answers of /v1/messages: blocks of reasoning, text and tool calls.
 
-    A call is sent once it has ended, as Anthropic does by default. A call that is cut has an empty input.
+    A call is sent once it has ended, as Anthropic does by default. A call that is cut has an empty input. The answer
+    begins as soon as an engine has the request, and pings follow until there is output.
     """
 
     id_prefix = "msg_"
     stream_object = full_object = "message"
     waiting_event = server_event("ping")
+    waits_s = (0.0, PING_S)
 
     def __init__(self, ticket: GenerationTicket, model: str, options: StreamOptions) -> None:
         super().__init__(ticket, model, options)
         self._blocks: list[dict[str, Any]] = []  # what has ended
+
+    def waiting_events(self, ticket: GenerationTicket) -> list[bytes]:
+        """Return the beginning of the answer and a ping, or nothing while the request waits in the queue."""
+        [choice] = ticket.choices
+        if choice.replica is None:
+            return []
+        started = [] if choice.role_sent else self._answer_started()
+        choice.role_sent = True
+        return [*started, self.waiting_event]
 
     def _answer_started(self) -> list[bytes]:
         return [server_event("message_start", message=self._message([], None))]
@@ -305,24 +326,24 @@ class MessageWriter(AnswerWriter):
         return server_event(f"content_block_{name}", index=len(self._blocks), **fields)
 
     def _answer_ended(self, choice: Choice) -> list[bytes]:
-        usage = {"output_tokens": self._ticket.output_tokens}
-        return [server_event("message_delta", delta=_stop(choice), usage=usage), server_event("message_stop")]
+        return [server_event("message_delta", delta=_stop(choice), usage=self._usage()), server_event("message_stop")]
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         return self._message(self._blocks, choice)
 
     def _message(self, content: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
-        ticket = self._ticket
-        cached = ticket.cached_tokens
-        usage = {
+        stop = {"stop_reason": None, "stop_sequence": None} if choice is None else _stop(choice)
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, **self._notes}
+        return {**head, "content": content, **stop, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        ticket, cached = self._ticket, self._ticket.cached_tokens
+        return {
             "input_tokens": ticket.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": ticket.output_tokens,
         }
-        stop = {"stop_reason": None, "stop_sequence": None} if choice is None else _stop(choice)
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, **self._notes}
-        return {**head, "content": content, **stop, "usage": usage}
 
 
 def _block(part: Part) -> dict[str, Any]:
@@ -347,7 +368,6 @@ class MessagesEndpoint(DialectEndpoint):
     """Serves POST /v1/messages."""
 
     streams_calls = False
-    error_form = "anthropic"
     field_names: ClassVar[Mapping[str, str]] = {
         "response_format.json_schema": "output_config.format",
         "continue_final_message": "messages",
@@ -370,7 +390,6 @@ class MessagesEndpoint(DialectEndpoint):
 class CountTokensEndpoint(Endpoint):
     """Serves POST /v1/messages/count_tokens."""
 
-    error_form = "anthropic"
     operations = (
         Operation(
             *("post", "/v1/messages/count_tokens", "Count the tokens of messages", CountRequest),

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.requests.asgi import request_id, send_error
+from meltcore.serve.requests.asgi import error_form, identity_headers, request_id, send_error
 from meltcore.serve.requests.request_fields import header, shorten
 
 
@@ -77,8 +77,9 @@ class Refusal:
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         """Send the error."""
-        identity = request_id(scope).encode()
-        await send_error(send, self._error, headers=[(b"x-request-id", identity), (b"connection", b"close")])
+        path, identity = scope["path"], request_id(scope)
+        headers = [*identity_headers(path, identity), (b"connection", b"close")]
+        await send_error(send, self._error, headers=headers, form=error_form(path), identity=identity)
 
 
 class ResponseBeforeBody:

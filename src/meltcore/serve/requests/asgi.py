@@ -30,6 +30,7 @@ _ERROR_TYPES = {
     504: "timeout_error",
 }
 _ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error"}
+_MESSAGES_PATH = "/v1/messages"  # Anthropic's
 _MAX_COPY_BYTES = 2**20  # on the event loop; bytes.join releases the GIL from here on
 _DISCARD_BYTES = 256 * 2**20
 _DISCARD_S = 5.0
@@ -170,14 +171,29 @@ async def finish_batch(field: str, work: Iterable[Coroutine[Any, Any, _Result]])
     return await finish_all(finish(f"{field}[{index}]", each) for index, each in enumerate(work))
 
 
-def error_json(error: RequestError, form: ErrorForm = "openai") -> bytes:
-    """Return an error in OpenAI's form, with the additional fields of another API's form."""
+def error_form(path: str) -> ErrorForm:
+    """Return the API whose form an error at a path has, whether or not there is such a route."""
+    return "anthropic" if path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/") else "openai"
+
+
+def identity_headers(path: str, identity: str) -> Headers:
+    """Return the headers of an answer that name its request, as clients of the path's API read them."""
+    names = (b"x-request-id", b"request-id") if error_form(path) == "anthropic" else (b"x-request-id",)
+    return [(name, identity.encode()) for name in names]
+
+
+def error_json(error: RequestError, form: ErrorForm = "openai", identity: str | None = None) -> bytes:
+    """Return an error in OpenAI's form, with the additional fields of another API's form.
+
+    Anthropic's form has the `identity` of the request, unless it is None.
+    """
     error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     if form == "anthropic":
         error_type = _ANTHROPIC_TYPES.get(error.status, "api_error" if error_type == "server_error" else error_type)
     message, param = error.message[:_MAX_MESSAGE_CHARS], shorten(error.param)
     error_fields = {"message": message, "type": error_type, "param": param, "code": error.code}
-    additional = {"dwani": {"detail": message}, "anthropic": {"type": "error"}}.get(form, {})
+    named = {} if identity is None else {"request_id": identity}
+    additional = {"dwani": {"detail": message}, "anthropic": {"type": "error", **named}}.get(form, {})
     return msgspec.json.encode({**additional, "error": error_fields})
 
 
@@ -195,7 +211,12 @@ async def send_bytes(
 
 
 async def send_error(
-    send: Send, error: RequestError, *, headers: Headers | None = None, form: ErrorForm = "openai"
+    send: Send,
+    error: RequestError,
+    *,
+    headers: Headers | None = None,
+    form: ErrorForm = "openai",
+    identity: str | None = None,
 ) -> None:
     """Respond with `error`. Statuses 429 and 503 say when to retry. After a 413 the rest of the body is not read."""
     extra: Headers = list(headers or ())
@@ -205,5 +226,5 @@ async def send_error(
         extra.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:
         extra.append((b"connection", b"close"))
-    body = error_json(error, form)
+    body = error_json(error, form, identity)
     await send_bytes(send, body, b"application/json", status=error.status, headers=extra)

@@ -15,7 +15,17 @@ from starlette.types import Receive, Scope, Send
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.admission import asleep_error
-from meltcore.serve.requests.asgi import ErrorForm, Headers, error_json, read_body, request_id, send_bytes, send_error
+from meltcore.serve.requests.asgi import (
+    ErrorForm,
+    Headers,
+    error_form,
+    error_json,
+    identity_headers,
+    read_body,
+    request_id,
+    send_bytes,
+    send_error,
+)
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.requests.tracing import describe_span
@@ -50,9 +60,9 @@ class Exchange:
         self.timeout_s: float | None = None
         self.span: Span | None = None  # where traces are on
         self.buffered_body: bytes | None = None  # that was read to find its model, until its endpoint reads it
-        self.headers: Headers = [(b"x-request-id", self.identity.encode())]  # of the answer
+        self.headers: Headers = identity_headers(scope["path"], self.identity)  # of the answer
         self.content_type: bytes | None = None  # of an answer that has begun
-        self.error_form: ErrorForm = "openai"
+        self.error_form: ErrorForm = error_form(scope["path"])
         self.fields: dict[str, Any] = {}
         self.admissions: list[tuple[str, PriorityClass]] = []  # task and class, at each model
         self.queued_models: list[ModelStats] = []  # models in whose queues it waits, or has waited until it ended
@@ -149,7 +159,7 @@ class Exchange:
         """Report an error: as the answer, as an event of a stream, or by breaking off an answer that has begun."""
         self.fields |= {"status": error.status, "error": error.code or error.param}
         if self.content_type is None:
-            await send_error(self.send, error, headers=self.headers, form=self.error_form)
+            await send_error(self.send, error, headers=self.headers, form=self.error_form, identity=self.identity)
         elif self.content_type is EVENTS:
             await self.stream(b"data: " + error_json(error, self.error_form) + b"\n\n", EVENTS)
             await self.end()

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.operation import Operation
-from meltcore.serve.requests.asgi import ClientDisconnectedError, ErrorForm
+from meltcore.serve.requests.asgi import ClientDisconnectedError
 from meltcore.serve.requests.backend import ModelTable, other_task
 from meltcore.serve.requests.exchange import Exchange, current_exchange
 from meltcore.serve.requests.log import Log
@@ -31,7 +31,6 @@ class Endpoint(ABC):
         operations: the entries of the route in /openapi.json.
         paths: the paths of the route, by default the paths of its operations.
         dwani_paths: the paths where errors also have the field `detail`, as in dwani.ai's API.
-        error_form: the API whose form errors have on the other paths.
         has_uploads: whether bodies may be as large as OpenAI's uploads.
         is_by_language: whether the language of a request that names no model decides which model answers.
     """
@@ -40,7 +39,6 @@ class Endpoint(ABC):
     paths: Collection[str] = ()
     dwani_paths: Collection[str] = ()
     has_uploads = is_by_language = False
-    error_form: ErrorForm = "openai"
 
     def __init_subclass__(cls) -> None:
         cls.paths = cls.paths or tuple(operation.path for operation in cls.operations)
@@ -80,7 +78,8 @@ class Endpoint(ABC):
         """Answer one request."""
         exchange = current_exchange()
         exchange.receive, exchange.send = receive, send  # layers between the gate and the route may wrap them
-        exchange.error_form = "dwani" if scope["path"] in self.dwani_paths else self.error_form
+        if scope["path"] in self.dwani_paths:
+            exchange.error_form = "dwani"
         return self.serve(exchange)
 
     async def serve(self, exchange: Exchange) -> None:

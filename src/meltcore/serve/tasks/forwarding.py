@@ -48,7 +48,7 @@ class ForwardingEndpoint(Endpoint):
         super().__init__(models, config, log)
         self._own = own
         if own is not None:
-            self.limit_bytes, self.dwani_paths, self.error_form = own.limit_bytes, own.dwani_paths, own.error_form
+            self.limit_bytes, self.dwani_paths = own.limit_bytes, own.dwani_paths
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer one request."""

@@ -115,15 +115,21 @@ class CompletionsEndpoint(GenerationEndpoint):
 async def _stream(exchange: Exchange, ticket: GenerationTicket, writer: ResponseWriter) -> None:
     """Stream events until the end of the answer.
 
-    The head is sent with the first token, so that an error before it is a plain HTTP error.
+    The head is sent with the first event, so that an error before it is a plain HTTP error. The first event has the
+    first token, except in an API that has events without output.
     """
     send = exchange.send
+    wait_s, next_wait_s = writer.waits_s
     while True:
-        await ticket.wait_for_change()
+        has_changed = await ticket.wait_for_change(wait_s)
+        wait_s = next_wait_s
         if ticket.error is not None:
             await _send_failure(exchange, ticket.error, writer)
             return
-        events = [writer.event(choice) for choice in ticket.choices if choice.take_update()]
+        if has_changed:
+            events = [writer.event(choice) for choice in ticket.choices if choice.take_update()]
+        else:
+            events = writer.waiting_events(ticket)
         if not events:  # what came was sent with the event before
             continue
         if exchange.content_type is None:

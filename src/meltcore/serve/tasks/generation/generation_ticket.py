@@ -426,13 +426,26 @@ class GenerationTicket(Ticket[Choice]):
     def wake(self) -> None:
         """Wake the request handler, because the request has new output or has ended. Several calls wake it once."""
         self._is_changed = True
+        self._end_wait()
+
+    async def wait_for_change(self, limit_s: float | None = None) -> bool:
+        """Wait until `wake` was called since the last call of this method, for at most `limit_s` seconds.
+
+        Return whether it was called.
+        """
+        if not self._is_changed:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if limit_s is None else loop.call_later(limit_s, self._end_wait)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        has_changed, self._is_changed = self._is_changed, False
+        return has_changed
+
+    def _end_wait(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    async def wait_for_change(self) -> None:
-        """Wait until `wake` was called since the last call of this method."""
-        if not self._is_changed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        self._is_changed = False

@@ -36,6 +36,8 @@ class ResponseWriter(ABC):
     id_prefix: str
     stream_object: str
     full_object: str
+    # Seconds of silence before the first event and between events, after which `waiting_events` are sent.
+    waits_s: tuple[float | None, float | None] = (None, None)
 
     def __init__(self, ticket: GenerationTicket, model: str, options: StreamOptions) -> None:
         """Create a writer.
@@ -68,6 +70,10 @@ class ResponseWriter(ABC):
             length = OBFUSCATED_BYTES - (len(event_start) + len(body) + len(end)) % OBFUSCATED_BYTES
             end += b',"obfuscation":"%s"' % secrets.token_urlsafe(length)[:length].encode()
         return b"%s%s%s}\n\n" % (event_start, body, end)
+
+    def waiting_events(self, ticket: GenerationTicket) -> list[bytes]:  # noqa: ARG002 - some APIs have such events
+        """Return the events that a client receives while there is no new output."""
+        return []
 
     def end_events(self, ticket: GenerationTicket) -> list[bytes]:
         """Return the last events of a stream: the usage of the whole request if it was asked for, and [DONE]."""
