@@ -80,6 +80,7 @@ def test_interruption_keeps_measurements_and_is_unknown(
     found = json.loads(capsys.readouterr().out)
     verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
     requested = {"state": "PASS", "gemm": "PASS", "memory": "UNKNOWN", "host": "UNKNOWN", "collectives": "UNKNOWN"}
+    requested["system"] = "UNKNOWN"
     assert (found["verdict"], verdicts) == ("UNKNOWN", requested)
     assert "Memory bandwidth: not finished: interrupted" in found["unverified"]
     [folder] = tmp_path.iterdir()
@@ -115,7 +116,7 @@ def test_error_of_one_check_keeps_the_reports_of_the_others(
     assert certify(monkeypatch, scripted, "--json", "--out", str(tmp_path)) == code
     found = json.loads(capsys.readouterr().out)
     verdicts = {check["name"]: check["verdict"] for check in found["checks"]}
-    assert verdicts == {**dict.fromkeys(("state", "gemm", "host"), "PASS"), "memory": verdict} | {
+    assert verdicts == {**dict.fromkeys(("state", "gemm", "host", "system"), "PASS"), "memory": verdict} | {
         "collectives": "NOT_APPLICABLE"
     }
     assert f"Memory bandwidth: not finished: {reason}" in found["unverified"]

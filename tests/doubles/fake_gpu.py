@@ -70,6 +70,9 @@ HEALTHY_STATE: dict[str, float] = {
     "nvlinks": 18,
     "nvlink_speed_mbps": 26562,
     "nvlink_errors": 0,
+    "fabric_state": 3,
+    "fabric_status": 0,
+    "fabric_health": 0,
 }
 _ALL = {**HEALTHY, **HEALTHY_STATE}
 _CLI = """
@@ -112,6 +115,8 @@ class FakeGpu(msgspec.Struct, kw_only=True):
     xids: list[tuple[int, int]] = msgspec.field(default_factory=list)
     lost_after_s: float | None = None
     slow_call_s: float = 0.0
+    vbios: str = "96.00.A5.00.01"
+    inforom: str = "G525.0200.00.05"
 
 
 class FakeNvml(Nvml):
@@ -196,6 +201,10 @@ class FakeNvml(Nvml):
         keys = ("rows_remapped_corrected", "rows_remapped_uncorrected", "row_remap_pending", "row_remap_failed")
         corrected, uncorrected, pending, failed = self._integers(device, *keys)
         return corrected, uncorrected, pending, failed
+
+    def fabric(self, device: Any) -> tuple[int, int, int]:
+        state, status, health = self._integers(device, "fabric_state", "fabric_status", "fabric_health")
+        return state, status, health
 
     def processes(self, handle: Any) -> list[int]:
         return self._value(self._device(handle), "processes", lambda device: list(device.processes))
@@ -291,7 +300,8 @@ def _define_simple_methods() -> None:
     }
     values: dict[str, Callable[[FakeGpu], Any]] = {
         "architecture": lambda device: device.architecture,
-        "vbios": lambda _device: "96.00.A5.00.01",
+        "vbios": lambda device: device.vbios,
+        "inforom": lambda device: device.inforom,
         "bus_id": lambda device: device.bus_id,
         "compute_capability": lambda device: device.capability,
         "gpm_supported": lambda device: device.architecture >= pynvml.NVML_DEVICE_ARCH_HOPPER,

@@ -58,6 +58,16 @@ H200_NVL_VALUES: tuple[tuple[str, float], ...] = (
     *H200_VALUES,
 )
 
+HEALTHY_HOST = {
+    "/proc/1/stat": "1 (init) S 0 1",
+    "/proc/77/stat": "77 (kworker/u8:1 (x)) I 2 0",
+    "/sys/class/nvme/nvme0/state": "live\n",
+    "/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+    "/sys/class/infiniband/mlx5_0/ports/1/phys_state": "5: LinkUp\n",
+    "/sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
+    "/sys/class/infiniband/mlx5_1/ports/1/phys_state": "3: Disabled\n",
+}
+
 Measure = Callable[[ProbeRequest, tuple[int, ...]], ProbeResult | None]
 Program = Callable[[Sequence[str], Mapping[str, str]], CompletedRun]
 
@@ -106,6 +116,9 @@ class FakeNode(Node):
     crashed_late: set[str] = field(default_factory=set)
     probe_s: float = 2.0
     files: dict[str, str] = field(default_factory=dict)
+    on_host: bool = True
+    clock_error: float | None = 0.01
+    log: str | None = "6,1,0,-;Linux version 6.8\n"
     probes: list[tuple[str, dict[str, str]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -124,7 +137,23 @@ class FakeNode(Node):
         self._now_s += seconds
 
     def read(self, path: Path) -> str | None:
-        return self.files.get(str(path))
+        return self._files().get(str(path))
+
+    def names(self, folder: Path) -> list[str] | None:
+        paths = [Path(path).relative_to(folder) for path in self._files() if Path(path).is_relative_to(folder)]
+        return sorted({path.parts[0] for path in paths}) if paths else None
+
+    def _files(self) -> dict[str, str]:
+        return {**HEALTHY_HOST, **self.files}
+
+    def sees_host_processes(self) -> bool:
+        return self.on_host
+
+    def clock_error_s(self) -> float | None:
+        return self.clock_error
+
+    def kernel_log(self) -> str | None:
+        return self.log
 
     def run(self, command: Sequence[str], stdin: bytes, environment: Mapping[str, str], limit_s: float) -> CompletedRun:
         if "meltcore.measure.node.certify.probe" not in command:

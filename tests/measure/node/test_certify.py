@@ -9,7 +9,7 @@ from fake_gpu import FakeGpu, ReadingChange
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import CompletedRun
 from meltcore.measure.documents.node import TIERS, Certificate
-from meltcore.measure.node.certify.checks.run import required_checks, sampling_interval_s
+from meltcore.measure.node.certify.checks.run import checks_of, sampling_interval_s
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 
 NOT_SUPPORTED, NO_PERMISSION, LOST = 3, 4, 15
@@ -41,7 +41,7 @@ def test_callbacks_get_title_at_start_and_report_at_end_of_each_check(tmp_path: 
         on_report=lambda report: events.append(report.name),
     )
     titles = [report.title for report in certificate.checks]
-    assert events == [each for pair in zip(titles, certificate.required, strict=True) for each in pair]
+    assert events == [each for pair in zip(titles, [*certificate.required, "system"], strict=True) for each in pair]
 
 
 def test_four_faults_of_four_gpus_give_exactly_four_findings(tmp_path: Path) -> None:
@@ -150,7 +150,8 @@ def test_other_program_on_gpu_makes_metrics_invalid_not_failed(tmp_path: Path) -
             result.samples = [sample / 3 for sample in result.samples]
         return result
 
-    certificate = certified(tmp_path, node_of(gpus, modify), "quick")
+    other = {"/proc/4242/stat": "4242 (python) R 1 4242"}
+    certificate = certified(tmp_path, node_of(gpus, modify, files=other), "quick")
     assert {(verdict, code) for verdict, code, _ in findings_in(certificate)} == {("INVALID", "BUSY")}
     assert (certificate.verdict, certificate.exit_code) == ("UNKNOWN", 3)
 
@@ -416,6 +417,6 @@ def test_help_lists_checks_that_each_tier_requires() -> None:
     from meltcore.cli.gpu.certify import EXAMPLES
 
     lines = {line.split()[0]: line for line in EXAMPLES.splitlines() if line.startswith("  ") and line.split()}
-    assert all(check.name in lines["quick"] for check in required_checks("quick"))
-    assert all(check.name in lines["standard"] for check in required_checks("full"))
-    assert {type(one) for one in required_checks("full")} == {type(one) for one in required_checks("soak")}
+    assert all(check.name in lines["quick"] for check in checks_of("quick"))
+    assert all(check.name in lines["standard"] for check in checks_of("full"))
+    assert {type(one) for one in checks_of("full")} == {type(one) for one in checks_of("soak")}

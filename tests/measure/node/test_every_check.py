@@ -15,7 +15,7 @@ from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 
 FLOORED = ("gemm", "memory", "host", "peers", "collectives", "sustained")
 PROBED = (*FLOORED, "corruption")
-ALL = ("state", *PROBED, "inference")
+ALL = ("state", "system", *PROBED, "inference")
 NO_PERMISSION, TIMEOUT = 4, 10
 Modify = Callable[[ProbeResult], ProbeResult | None]
 

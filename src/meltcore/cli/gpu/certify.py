@@ -21,10 +21,11 @@ EXAMPLES = """\
   meltcore certify --ray auto                        all nodes of the Ray cluster that this machine belongs to
 
 tiers and the checks that each requires:
-  quick      60 s    state, gemm (bf16, one size), memory (copy), host, collectives (one all-reduce)
-  standard    5 min  state, gemm, memory, host, peers, collectives, sustained, corruption, inference
+  quick      60 s    state, gemm (bf16, one size), memory (copy), host, collectives (one all-reduce), system
+  standard    5 min  state, gemm, memory, host, peers, collectives, sustained, corruption, inference, system
   full       20 min  the same, with every dtype, shape and size, and longer
   soak      --hours  the same as full, with sustained and corruption for that long
+What system cannot read without rights on the host makes the certificate UNKNOWN from full on.
 
 exit status, as Nagios defines it: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, interrupted, nothing to check, wrong usage
 with --ray: that of the worst node; 1 also where a node is slow or unlike the others, 3 where one failed or was late

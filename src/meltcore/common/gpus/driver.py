@@ -215,6 +215,29 @@ class Nvml:
         """Return the VBIOS version."""
         return _text(pynvml.nvmlDeviceGetVbiosVersion(device))
 
+    def inforom(self, device: Any) -> str:
+        """Return the version of the infoROM image, or "none" for a GPU without one."""
+        try:
+            return _text(pynvml.nvmlDeviceGetInforomImageVersion(device))
+        except NVMLError as error:
+            if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+                raise
+            return "none"
+
+    def fabric(self, device: Any) -> tuple[int, int, int]:
+        """Return (state NVML_GPU_FABRIC_STATE_*, NVML's status, health mask) of the registration with NVSwitches.
+
+        The state of a GPU that has no such fabric is 0.
+        """
+        info = pynvml.c_nvmlGpuFabricInfoV_t()
+        try:
+            pynvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info))
+        except NVMLError as error:
+            if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+                raise
+            return pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED, 0, 0
+        return int(info.state), int(info.status), int(info.healthMask)
+
     def bus_id(self, device: Any) -> str:
         """Return the PCI bus id in the kernel's form: 0000:1b:00.0."""
         return short_bus_id(_text(pynvml.nvmlDeviceGetPciInfo(device).busId))

@@ -140,6 +140,7 @@ class Conditions(msgspec.Struct, kw_only=True):
     temperature_c: float | None = None
     memory_temperature_c: float | None = None
     pcie_generation: float | None = None
+    pcie_width: float | None = None
     clock_reasons: dict[str, float] = {}
     new_errors: dict[str, int] = {}
     unreadable: list[str] = []
@@ -188,8 +189,16 @@ class Certificate(VersionedDocument, kw_only=True, tag_field="document", tag="ce
 
 
 def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> CheckVerdict:
-    """Return PASS only if every required check passed or does not apply, and at least one passed."""
-    verdict_by_check = {check.name: check.verdict for check in checks}
+    """Return PASS only if every required check passed or does not apply, and at least one passed.
+
+    Of a check that is not required, WARN and FAIL count. What it could not read does not.
+    """
+    required = set(required)
+    verdict_by_check = {
+        check.name: check.verdict
+        for check in checks
+        if check.name in required or check.verdict in ("PASS", "WARN", "FAIL")
+    }
     missing_verdicts: list[CheckVerdict] = ["UNKNOWN" for name in required if name not in verdict_by_check]
     verdict = worst_verdict([*verdict_by_check.values(), *missing_verdicts], "UNKNOWN")
     return verdict if verdict in ("FAIL", "WARN", "PASS") else "UNKNOWN"

@@ -54,6 +54,10 @@ FACTS: tuple[FactSpec, ...] = (
         "memory_bytes", "memory", "bytes", "fixed", lambda nvml, device: nvml.memory_bytes(device)[1], "own_memory"
     ),
     FactSpec("vbios", "VBIOS", "", "fixed", lambda nvml, device: nvml.vbios(device)),
+    FactSpec("inforom", "infoROM", "", "fixed", lambda nvml, device: nvml.inforom(device)),
+    FactSpec("fabric_state", "fabric state", "", "fixed", lambda nvml, device: nvml.fabric(device)[0]),
+    FactSpec("fabric_status", "fabric status", "", "fixed", lambda nvml, device: nvml.fabric(device)[1]),
+    FactSpec("fabric_health", "fabric health, bit mask", "", "fixed", lambda nvml, device: nvml.fabric(device)[2]),
     FactSpec("bus_id", "PCI bus id", "", "fixed", lambda nvml, device: nvml.bus_id(device)),
     FactSpec(
         "compute_capability",

@@ -1,5 +1,7 @@
 """Defines the interface to the machine: NVML, programs, the clock and files. Tests replace it by a scripted double."""
 
+import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +16,10 @@ from meltcore.common.gpus.select import GpuDevice
 from meltcore.common.process import CompletedRun, run, signal_group
 from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
 
+_HOST_PROCESSES = "pid:[4026531836]"  # the kernel's fixed number of the first namespace
+# Of struct timex on 64-bit Linux, as longs: modes, offset, freq, maxerror (us), esterror, status (int), ...
+_TIMEX_LONGS, _TIME_ERROR, _STA_UNSYNC = 26, 5, 0x40
+_LOG_RECORD_BYTES, _MAX_LOG_RECORDS = 8192, 1_000_000
 _TERMINATE_LIMIT_S = 60.0  # a program that started a server stops it first, which takes up to 45 s
 
 
@@ -48,6 +54,53 @@ class Node:
             return path.read_text()
         except OSError:
             return None
+
+    def names(self, folder: Path) -> list[str] | None:
+        """Return the names of the entries of a folder, or None if it cannot be read."""
+        try:
+            return [path.name for path in folder.iterdir()]
+        except OSError:
+            return None
+
+    def sees_host_processes(self) -> bool:
+        """Return whether /proc shows the processes of the host, and not those of a container."""
+        try:
+            return str(Path("/proc/self/ns/pid").readlink()) == _HOST_PROCESSES
+        except OSError:
+            return False
+
+    def clock_error_s(self) -> float | None:
+        """Return the kernel's bound on the error of the clock in seconds.
+
+        Returns infinity for a clock that is not synchronized, and None if the kernel does not say.
+        """
+        timex = (ctypes.c_long * _TIMEX_LONGS)()  # field 0 is `modes`: 0 only reads
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
+        if state < 0:
+            return None
+        is_unsynchronized = state == _TIME_ERROR or int(timex[5]) & _STA_UNSYNC
+        return math.inf if is_unsynchronized else timex[3] / 1e6
+
+    def kernel_log(self) -> str | None:
+        """Return the kernel's log since its oldest record, or None if this user or container may not read it."""
+        records = []
+        try:
+            file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            while len(records) < _MAX_LOG_RECORDS:
+                try:
+                    records.append(os.read(file, _LOG_RECORD_BYTES))
+                except BrokenPipeError:  # the record was overwritten meanwhile; the next read goes on after it
+                    continue
+        except BlockingIOError:  # the end of the log
+            return b"".join(records).decode(errors="replace")
+        except OSError:
+            return None
+        finally:
+            os.close(file)
+        return b"".join(records).decode(errors="replace")
 
     def run(self, command: Sequence[str], stdin: bytes, environment: Mapping[str, str], limit_s: float) -> CompletedRun:
         """Run a program, or end its process group after `limit_s`, and return its output.

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from meltcore.common.process import CompletedRun
-from meltcore.measure.documents.node import TIERS, CertificateRow, CheckReport, Conditions, Expectation, Finding
+from meltcore.measure.documents.node import TIERS, CertificateRow, CheckReport, Conditions, Expectation, Finding, Tier
 from meltcore.measure.documents.verdicts import worst_verdict
 from meltcore.measure.node.certify.conditions import ConditionsWatch
 from meltcore.measure.node.certify.context import CertifyContext
@@ -25,6 +25,7 @@ class HardwareCheck(ABC):
     name: str
     title: str
     needs_peers = False
+    required_from: Tier = "quick"  # before this tier UNKNOWN of the check leaves the verdict of a certificate alone
 
     def unavailable(self) -> str:
         """Return why the check cannot run with this installation, or "" if it can."""

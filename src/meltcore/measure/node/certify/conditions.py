@@ -79,6 +79,7 @@ class ConditionsWatch:
             samples=len(samples),
             sm_clock_mhz=_mean(busy or samples, "sm_clock_mhz"),
             power_w=_mean(busy or samples, "power_w"),
+            pcie_width=min(readable_values(samples, "pcie_width"), default=None),
             pcie_generation=max(readable_values(samples, "pcie_generation"), default=None),
             temperature_c=max(readable_values(samples, "temperature_c"), default=None),
             memory_temperature_c=max(readable_values(samples, "memory_temperature_c"), default=None),
@@ -161,6 +162,9 @@ class ConditionsWatch:
         if "pcie" in self._uses and maximum is not None and observed is not None and observed < maximum:
             message = f"its PCIe link stayed at generation {observed:.0f} of {maximum:.0f} during copies"
             add("PCIE_GENERATION", message)
+        lanes_max, lanes = self._context.snapshot.gpus[gpu_index].number("pcie_width_max"), conditions_of_gpu.pcie_width
+        if "pcie" in self._uses and lanes_max is not None and lanes is not None and lanes < lanes_max:
+            add("PCIE_WIDTH", f"its PCIe link fell to {lanes:.0f} lanes of {lanes_max:.0f} during copies")
         return findings
 
 

@@ -10,7 +10,7 @@ import msgspec
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.gpus.driver import GpuLostError
 from meltcore.common.gpus.select import GpuDevice
-from meltcore.measure.documents.node import Certificate, CheckReport, Finding, Tier, overall
+from meltcore.measure.documents.node import TIERS, Certificate, CheckReport, Finding, Tier, overall
 from meltcore.measure.documents.verdicts import SEVERITY, CheckVerdict, worst_verdict
 from meltcore.measure.node.certify.check import HardwareCheck
 from meltcore.measure.node.certify.checks import (
@@ -23,6 +23,7 @@ from meltcore.measure.node.certify.checks import (
     peers,
     state,
     sustained,
+    system,
 )
 from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.expectations import Baseline
@@ -46,12 +47,13 @@ _STANDARD_CHECKS: tuple[type[HardwareCheck], ...] = (
     sustained.SustainedCheck,
     corruption.CorruptionCheck,
     inference.InferenceCheck,
+    system.SystemCheck,  # the last, so that the kernel log has what the others caused
 )
-_QUICK_CHECKS = ("state", "gemm", "memory", "host", "collectives")
+_QUICK_CHECKS = ("state", "gemm", "memory", "host", "collectives", "system")
 
 
-def required_checks(tier: Tier) -> list[HardwareCheck]:
-    """Return the checks that a tier requires, in the order of running."""
+def checks_of(tier: Tier) -> list[HardwareCheck]:
+    """Return the checks of a tier, in the order of running."""
     return [check() for check in _STANDARD_CHECKS if tier != "quick" or check.name in _QUICK_CHECKS]
 
 
@@ -76,7 +78,7 @@ def certify(
         raise ConfigError("certify takes one MIG device at a time: a process can use only one")
     check_hours(tier, hours)
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), node.now_s()
-    checks = required_checks(tier)
+    checks = checks_of(tier)
     snapshot = take_snapshot(node, gpus)
     interval_s = sampling_interval_s(hours)
     telemetry = node.telemetry(folder / TELEMETRY_FILE, gpus, interval_s)
@@ -108,7 +110,7 @@ def certify(
             notes.append(str(error))
     if any(row.key.startswith("collectives/") for report in reports for row in report.rows):
         notes.insert(0, _RINGS)
-    names = [check.name for check in checks]
+    names = [check.name for check in checks if TIERS.index(tier) >= TIERS.index(check.required_from)]
     return Certificate(
         tier=tier,
         verdict=overall(reports, names),

@@ -1,6 +1,10 @@
 """State of the GPUs: is every GPU able to work? Read from the driver before anything runs."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import pynvml
+from pynvml import NVMLError
 
 from meltcore.common.gpus.metrics import SLOWDOWNS, clock_reason_names
 from meltcore.measure.documents.node import (
@@ -20,6 +24,14 @@ from meltcore.measure.node.facts import FACT_BY_KEY
 
 MAX_ROWS_REMAPPED = 512  # Azure's node health checks, H200 x 8, 2026-05
 _POWER_ROUNDING_W = 1.0
+# Problems in the health mask of the fabric: shift, bits, values that are a problem, text.
+_FABRIC_PROBLEMS: tuple[tuple[int, int, Sequence[int], str], ...] = (
+    (pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_DEGRADED_BW, 0x3, (1,), "degraded bandwidth"),
+    (pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_RECOVERY, 0x3, (1,), "a route that recovers"),
+    (pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_UNHEALTHY, 0x3, (1,), "an unhealthy route"),
+    (pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_ACCESS_TIMEOUT_RECOVERY, 0x3, (1,), "timeouts of access"),
+    (pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_INCORRECT_CONFIGURATION, 0xF, range(2, 16), "a wrong configuration"),
+)
 
 Fault = tuple[CheckVerdict, FaultCode, str]  # verdict, fault code, message
 
@@ -105,7 +117,12 @@ class StateCheck(HardwareCheck):
         has_several_gpus = len(context.gpus) > 1
         for gpu_index, gpu in enumerate(context.snapshot.gpus):
             subject = context.label((gpu_index,))
-            for key, verdict, code, note in [*_judged_facts(gpu), _judge_links(gpu, has_several_gpus)]:
+            for key, verdict, code, note in [
+                *_judged_facts(gpu),
+                _judge_links(gpu, has_several_gpus),
+                _judge_fabric(gpu, has_several_gpus),
+                *(_judge_firmware(gpu, context.snapshot.gpus, key) for key in ("vbios", "inforom")),
+            ]:
                 rows.append(
                     CertificateRow(
                         key=f"state/{key}",
@@ -153,3 +170,38 @@ def _judge_links(gpu: GpuSnapshot, has_several_gpus: bool) -> tuple[str, CheckVe
     if links_down:
         return "nvlinks", "FAIL", "NVLINK_DOWN", f"NVLinks down: {', '.join(links_down)} of {count}"
     return "nvlinks", "PASS", None, f"{count} up"
+
+
+def _judge_fabric(gpu: GpuSnapshot, has_several_gpus: bool) -> tuple[str, CheckVerdict, FaultCode | None, str]:
+    """Judge the registration of a GPU with Fabric Manager. Without it no GPU reaches another through NVSwitches."""
+    state, status, health = (gpu.number(f"fabric_{name}") for name in ("state", "status", "health"))
+    if state is None or status is None or health is None:
+        return "fabric_state", "UNKNOWN", "STATE_UNREADABLE", "unreadable: registration with Fabric Manager"
+    if not state:
+        return "fabric_state", "NOT_APPLICABLE", None, "the driver registers this GPU with no fabric"
+    if not has_several_gpus and not gpu.links_up():
+        return "fabric_state", "NOT_APPLICABLE", None, "no link is up, and a single GPU needs no fabric"
+    if state != pynvml.NVML_GPU_FABRIC_STATE_COMPLETED:
+        reason = "has not started" if state == pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED else "is in progress"
+        return "fabric_state", "FAIL", "FABRIC_NOT_REGISTERED", f"its registration with Fabric Manager {reason}"
+    if status:
+        return "fabric_state", "FAIL", "FABRIC_NOT_REGISTERED", f"its registration failed: {NVMLError(int(status))}"
+    problems = [text for shift, width, bad, text in _FABRIC_PROBLEMS if int(health) >> shift & width in bad]
+    if problems:
+        return "fabric_state", "FAIL", "FABRIC_UNHEALTHY", f"its fabric has {', '.join(problems)}"
+    return "fabric_state", "PASS", None, "registered"
+
+
+def _judge_firmware(
+    gpu: GpuSnapshot, gpus: Sequence[GpuSnapshot], key: str
+) -> tuple[str, CheckVerdict, FaultCode | None, str]:
+    """Judge whether a GPU has the firmware that most GPUs of its type have. After a tie each of them differs."""
+    name, version = FACT_BY_KEY[key].name, gpu.facts.get(key, UNKNOWN)
+    if version == UNKNOWN:
+        return key, "UNKNOWN", "STATE_UNREADABLE", f"unreadable: {name}"
+    counts = Counter(str(other.facts.get(key, UNKNOWN)) for other in gpus if other.name == gpu.name)
+    others = {other: count for other, count in counts.items() if other != version and other != UNKNOWN}
+    if others and max(others.values()) >= counts[str(version)]:
+        usual = max(others, key=others.__getitem__)
+        return key, "WARN", "FIRMWARE_DIFFERS", f"its {name} is {version}, and {usual} on others of its type"
+    return key, "PASS", None, ""
