@@ -251,7 +251,11 @@ def test_a_file_cut_short_is_refused_before_anything_starts(tmp_path: Path, caps
             "--normalizer: got 'original'; is for task translation, and",
         ),
         ("meltcore/tones --max-queue-tokens 9", "--max-queue-tokens: got 9; is for task generation or embedding, and"),
-        ("meltcore/sums --served-model-name qwen Qwen", "--served-model-name: 'Qwen' is also models.qwen; every name"),
+        (
+            "meltcore/sums --served-model-name qwen Qwen",
+            "--served-model-name: 'Qwen' is also --served-model-name qwen; every name",
+        ),
+        ("meltcore/sums --ssl-keyfile k", "--ssl-keyfile: got k, and no certificate; add --ssl-certfile"),
         ("meltcore/sums --device cuda:3", "--device: got GPU 3; 2 are visible, numbered from 0"),
         ("meltcore/sums -dp 3 -tp 2", "--data-parallel-size: got 3, which needs 6 GPUs (2 each); 2 are visible"),
     ],

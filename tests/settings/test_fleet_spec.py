@@ -12,7 +12,7 @@ import pytest
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import Size
-from meltcore.fleet.admin.operations import check_startable
+from meltcore.fleet.admin.operations import check_startable, check_startable_fleet
 from meltcore.fleet.plan.placement import engine_config
 from meltcore.settings.config import SharingSection
 from meltcore.settings.fleet_checks import FleetError, check_fleet, model_error
@@ -291,7 +291,7 @@ models:
         (MODELS + "routes: {translate: {backend: llm}}", "routes.translate.model: missing; backend llm needs"),
         (MODELS + "routes: {translate: {model: mt}}", "routes.translate.model: is for backend llm"),
         (MODELS + "routes: {chat: {model: mt}}", "routes.chat.model: got 'mt', a model of task translation"),
-        (MODELS + "limits: {tokens_per_minute: 9}", "limits.tokens_per_minute: is per key, and the file has no keys"),
+        (MODELS + "limits: {tokens_per_minute: 9}", "limits.tokens_per_minute: is per key, and there are no keys"),
         (MODELS + "keys: [{name: k}]", "keys[0]: give env, the name of an environment variable, file or sha256"),
         (MODELS + "keys: [{name: k, env: K}, {name: k, env: L}]", "keys[1].name: got 'k', which keys[0] has"),
         (MODELS + "timeouts: {request_s: 0}", "timeouts.request_s: got 0; must be float > 0"),
@@ -311,6 +311,20 @@ def test_error_about_a_model_names_keys_instead_of_flags() -> None:
     text = "models.a.replicas 2: Raise models.a.memory, or lower models.a.max_model_len to the 64 of --nothing"
     assert model_error("a", error) == text
     assert model_error("a", ConfigError("no such folder")) == "models.a: no such folder"
+
+
+@pytest.mark.parametrize(
+    ("server", "error"),
+    [
+        ("api_key_file: /none", "server.api_key_file"),
+        ("ssl_certfile: /none", "server.ssl_certfile: /none cannot be read"),
+    ],
+)
+def test_checks_of_a_server_name_keys_for_a_fleet(server: str, error: str) -> None:
+    spec = parse_fleet(MODELS + f"server: {{{server}}}")
+    with pytest.raises(ConfigError) as raised:
+        check_startable_fleet(spec)
+    assert str(raised.value).startswith(error)
 
 
 def test_key_in_place_of_a_variable_name_is_not_repeated() -> None:

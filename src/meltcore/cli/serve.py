@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -123,13 +124,26 @@ def _check_in_time(model: "ModelSection") -> "Task":
     return check.result()
 
 
+def _flag(name: str, path: str) -> str:
+    """Return the flag of the setting at a path of a fleet whose one model has the name `name`."""
+    from meltcore.common.options import flag_of
+    from meltcore.settings.fleet_spec import LimitsSection, ModelSection, ServerSection
+
+    if path == f"models.{name}":
+        return f"--served-model-name {name}"
+    if path.startswith(f"models.{name}.aliases["):
+        return "--served-model-name"
+    section, _, key = path.removeprefix(f"models.{name}.").rpartition(".")
+    return flag_of({"limits": LimitsSection, "server": ServerSection}.get(section, ModelSection), key)
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal, or start a server in the background."""
     import msgspec
 
     from meltcore.cli.start_options import start_daemon
     from meltcore.common.errors import ConfigError
-    from meltcore.common.options import flag_of, from_options
+    from meltcore.common.options import from_options
     from meltcore.common.process import loading_modules
     from meltcore.fleet.daemon import OneModel
     from meltcore.fleet.plan.placement import PlacedFleet
@@ -177,10 +191,7 @@ def run(args: argparse.Namespace) -> int:
         check_fleet(spec, is_planned=False)
         place_replicas(fleet, name)
     except FleetError as error:
-        section, _, key = error.path.removeprefix(f"models.{name}.").rpartition(".")
-        kind = {"limits": LimitsSection, "server": ServerSection}.get(section, ModelSection)
-        flag = "--served-model-name" if key.startswith("aliases[") else flag_of(kind, key)
-        raise ConfigError(f"{flag}: {error.message}") from error
+        raise ConfigError(error.text(partial(_flag, name))) from error
     if (status := start_daemon(args, fleet, OneModel())) is not None:
         return status
     with loading_modules():

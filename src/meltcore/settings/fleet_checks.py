@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.options import braces_fault, fields_by_flag, server_url_fault
 from meltcore.common.tasks import DEFAULT, setting_tasks, tasks
 from meltcore.settings.config import SharingSection
-from meltcore.settings.fleet_spec import FleetSpec, LimitsSection, ModelSection
+from meltcore.settings.fleet_spec import FleetSpec, LimitsSection, ModelSection, ServerSection, TimeoutsSection
 from meltcore.settings.routes_section import PROMPT_FIELDS, language_models
 from meltcore.settings.server_templates import PLACEHOLDERS, UPSTREAM_TEMPLATES
 
@@ -53,21 +53,36 @@ _PROCESS_ONLY = (
 
 
 class FleetError(ConfigError):
-    """Reports a fault of a fleet with the path of its key.
+    """Reports a fault of a fleet with the path of its key, and of a second key that `message` names as {other}.
 
-    A caller adds the name of the file, or names the flag of `serve` instead of the path.
+    A caller adds the name of the file, or writes the flags of `serve` instead of the paths.
     """
 
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(f"{path}: {message}" if path else message)
-        self.path, self.message = path, message
+    def __init__(self, path: str, message: str, other: str = "") -> None:
+        self._path, self._message, self._other = path, message, other
+        super().__init__(self.text(str))
+
+    def text(self, write: Callable[[str], str]) -> str:
+        """Return the text of the error. `write` returns how a front end writes the setting of a path."""
+        message = self._message.replace("{other}", write(self._other)) if self._other else self._message
+        return f"{write(self._path)}: {message}" if self._path else message
+
+
+def keys_for_flags(error: Exception, name: str | None = None) -> str:
+    """Return the text of an error with keys of fleet.yaml instead of the flags of `serve`.
+
+    Checks that both have, and engines in other processes, write flags. `name` is the model that the error is about.
+    """
+    sections = {"server": ServerSection, "limits": LimitsSection, "timeouts": TimeoutsSection}
+    paths = sections if name is None else sections | {f"models.{name}": ModelSection}
+    keys = {flag: f"{path}.{key}" for path, section in paths.items() for flag, key in fields_by_flag(section).items()}
+    return re.sub("--[a-z-]+", lambda flag: keys.get(flag[0], flag[0]), str(error))
 
 
 def model_error(name: str, error: Exception) -> str:
-    """Return the text of an error about the model `name` of a fleet. Keys of the file replace the flags of `serve`."""
-    path, fields = f"models.{name}", fields_by_flag(ModelSection)
-    text = re.sub("--[a-z-]+", lambda flag: f"{path}.{fields[flag[0]]}" if flag[0] in fields else flag[0], str(error))
-    return text if text.startswith(path) else f"{path}: {text}"
+    """Return the text of an error about the model `name` of a fleet, with keys of fleet.yaml instead of flags."""
+    text = keys_for_flags(error, name)
+    return text if text.startswith(f"models.{name}") else f"models.{name}: {text}"
 
 
 def check_fleet(spec: FleetSpec, *, is_planned: bool = True) -> None:
@@ -96,9 +111,10 @@ def check_fleet(spec: FleetSpec, *, is_planned: bool = True) -> None:
 def _check_server(spec: FleetSpec) -> None:
     port, admin_port = spec.server.port, spec.server.admin_port
     if admin_port and admin_port == port:
-        raise FleetError("server.admin_port", f"got {admin_port}, which is server.port; choose another")
+        raise FleetError("server.admin_port", f"got {admin_port}, which is {{other}}; choose another", "server.port")
     if spec.server.ssl_keyfile is not None and spec.server.ssl_certfile is None:
-        raise FleetError("server.ssl_keyfile", f"got {spec.server.ssl_keyfile}, and no certificate; add ssl_certfile")
+        message = f"got {spec.server.ssl_keyfile}, and no certificate; add {{other}}"
+        raise FleetError("server.ssl_keyfile", message, "server.ssl_certfile")
 
 
 def _check_gpus(spec: FleetSpec) -> None:
@@ -114,7 +130,8 @@ def _check_names(spec: FleetSpec) -> None:
     for path, name in _names(spec):
         owner = owners.setdefault(name.casefold(), path)
         if owner != path:
-            raise FleetError(path, f"{name!r} is also {owner}; every name and alias must differ, not by case alone")
+            message = f"{name!r} is also {{other}}; every name and alias must differ, not by case alone"
+            raise FleetError(path, message, owner)
 
 
 def _names(spec: FleetSpec) -> Iterator[tuple[str, str]]:
@@ -320,7 +337,7 @@ def _check_routes(spec: FleetSpec) -> None:
 def _check_keys(spec: FleetSpec) -> None:
     for limit in ("requests_per_minute", "tokens_per_minute"):
         if getattr(spec.limits, limit) is not None and not spec.keys and spec.server.api_key_file is None:
-            raise FleetError(f"limits.{limit}", "is per key, and the file has no keys")
+            raise FleetError(f"limits.{limit}", "is per key, and there are no keys")
     seen: dict[str, int] = {}
     for index, key in enumerate(spec.keys):
         path = f"keys[{index}]"

@@ -99,7 +99,7 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
 def _plan_for_machine(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
     """Return the plan that `meltcore up` would follow now, and this machine."""
     from meltcore.common.sizes import GIB
-    from meltcore.fleet.admin.operations import check_startable
+    from meltcore.fleet.admin.operations import check_startable_fleet
     from meltcore.fleet.plan.machine import read_machine
     from meltcore.fleet.plan.site import OneMachine
 
@@ -107,7 +107,7 @@ def _plan_for_machine(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Fou
     if args.host_memory:
         machine = machine._replace(host_bytes=round(args.host_memory * GIB))
     found = _plan_for_site(OneMachine.of(machine), spec)
-    check_startable(spec)  # after the plan, which waits for no checkpoint without a limit
+    check_startable_fleet(spec)  # after the plan, which waits for no checkpoint without a limit
     return found
 
 

@@ -47,14 +47,16 @@ def run(args: argparse.Namespace, **site: Any) -> int:
 
     with loading_modules():
         from meltcore.cli.start_options import start_daemon
-        from meltcore.fleet.admin.operations import check_startable
+        from meltcore.fleet.admin.operations import check_startable_fleet
         from meltcore.fleet.daemon import PlannedFleet, fleet_options, serve_recorded
         from meltcore.fleet.plan.planned import FleetPlanner, print_unplanned
 
     path = Path(args.file).absolute()
     planner = FleetPlanner(path, **site)
     fleet = planner.config(print_unplanned)
-    check_startable(fleet.spec)  # also where a process in the background makes them again: its errors are in a log
+    check_startable_fleet(
+        fleet.spec
+    )  # also where a process in the background makes them again: its errors are in a log
     if (status := start_daemon(args, fleet, PlannedFleet.of(planner))) is not None:
         return status
     return serve_recorded(fleet, "", fleet_options(planner))

@@ -28,7 +28,7 @@ from meltcore.serve.requests.keys import resolve_keys
 from meltcore.serve.requests.tracing import resolve_tracing
 from meltcore.serve.tasks.generation.servable import check_servable
 from meltcore.serve.tasks.generation.text_model import find_task
-from meltcore.settings.fleet_checks import model_error
+from meltcore.settings.fleet_checks import keys_for_flags, model_error
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class FleetOperations:
             async with asyncio.timeout(limit_s):
                 running = await self._supervisor.read_running(await wrap_future(start_call(planner.checkpoints)))
                 fleet = await wrap_future(start_call(partial(planner.config, late.append, running=running)))
-                fleet = msgspec.structs.replace(fleet, spec=check_startable(fleet.spec))
+                fleet = msgspec.structs.replace(fleet, spec=check_startable_fleet(fleet.spec))
                 for name in fleet.spec.engines:
                     place_replicas(fleet, name)
                 check_unchanged(self._supervisor.fleet.spec, fleet.spec)
@@ -323,6 +323,14 @@ def check_startable(spec: FleetSpec) -> FleetSpec:
             check_upstream(name, model)
     models = {name: loaded_section(model) for name, model in spec.models.items()}
     return resolve_tracing(resolve_keys(msgspec.structs.replace(spec, models=models)))
+
+
+def check_startable_fleet(spec: FleetSpec) -> FleetSpec:
+    """Return what `check_startable` returns for a fleet.yaml. Its errors name keys of the file instead of flags."""
+    try:
+        return check_startable(spec)
+    except ConfigError as error:
+        raise ConfigError(keys_for_flags(error)) from error
 
 
 def check_unchanged(old: FleetSpec, new: FleetSpec) -> None:
