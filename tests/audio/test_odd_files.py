@@ -590,7 +590,7 @@ HARMFUL: dict[str, tuple[Callable[[], bytes], str]] = {
     "nested": (lambda: b"".join(struct.pack(">I", 8 * (900 - n)) + b"moov" for n in range(900)), "MP4 or M4A that is"),
     "compressed index": (lambda: b"\0\0\0\x18moov\0\0\0\x10cmov" + bytes(8), "has a compressed index"),
     "elements": (lambda: b"\x1a\x45\xdf\xa3\x80" + b"\xec\x80" * 2400, "has more than 2,000 parts"),
-    "pages": (lambda: (b"OggS\0\2" + bytes(21)) * 2400, "has more than 2,000 parts"),
+    "pages": (lambda: (b"OggS\0\2" + bytes(16) + b"\x42\xd7\x65\x7d" + b"\0") * 2400, "has more than 2,000 parts"),
     "chunks": (lambda: WAV[:12] + b"JUNK\0\0\0\0" * 2400, "has more than 2,000 parts"),
     "tags": (lambda: id3v2(0) * 2400, "has more than 2,000 parts"),
     "endless tag": (lambda: b"ID3\4\0\0\x7f\x7f\x7f\x7f" + bytes(50), "is truncated: its tag"),
@@ -731,3 +731,32 @@ def test_damage_within_a_file_is_named() -> None:
     mp3[len(mp3) // 2 : len(mp3) // 2 + 900] = bytes(range(1, 226)) * 4
     with pytest.raises(RequestError, match=r"cannot be decoded after|is truncated"):
         list(decode(bytes(mp3), LIMITS))
+
+
+@pytest.mark.parametrize("name", ["vorbis", "opus"])
+def test_a_page_of_ogg_with_another_checksum_is_damage(name: str) -> None:
+    ogg = MAKERS[name](2.0, 48_000)
+    pages = [match.start() for match in re.finditer(b"OggS", ogg)]
+    for page, last in ((0, pages[1] - 1), (pages[-1], len(ogg) - 1)):  # the head, and audio
+        for at in (page + 22, last):  # the checksum itself, and what it covers
+            damaged = ogg[:at] + bytes([ogg[at] ^ 0x10]) + ogg[at + 1 :]
+            with pytest.raises(RequestError, match=rf"is damaged: its page at byte {page} has another checksum"):
+                decoded(damaged)
+
+
+def test_matroska_that_ends_in_the_head_of_a_cluster_is_truncated() -> None:
+    """Without a duration in its header, only its elements tell that something is missing."""
+    webm = recorded(tone(7.0, 48_000), "webm", "libopus", 48_000).replace(b"\x44\x89\x88", b"\x44\x88\x88", 1)
+    assert duration_s(webm) == pytest.approx(7.0, abs=0.05)
+    cluster = [match.start() for match in re.finditer(b"\x1f\x43\xb6\x75", webm)][1]
+    size = webm.index(b"\x18\x53\x80\x67") + 5
+    live = webm[:size] + b"\xff" * 7 + webm[size + 7 :]
+    for cut in (1, 4, 6):
+        for file in (webm, live):
+            with pytest.raises(RequestError, match="is truncated: a part of it has"):
+                decoded(file[: cluster + cut])
+    with pytest.raises(
+        RequestError, match=f"is damaged: {len(webm):,} bytes are announced, and nothing begins at byte"
+    ):
+        decoded(webm[:cluster] + bytes(len(webm) - cluster))
+    assert duration_s(live[:cluster]) == pytest.approx(5.0, abs=0.5)  # a live recording may end there

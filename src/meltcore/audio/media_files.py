@@ -6,6 +6,7 @@ other formats of uncompressed samples.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 
 from meltcore.audio.checks import each_element, refusal, truncation_error
@@ -42,6 +43,7 @@ _INDEX_COUNTS = {b"stsz": 16, b"stz2": 16, b"trun": 12}
 _INDEX_PARENTS = frozenset([b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"])
 _MAX_DEPTH = 10  # as in FFmpeg
 _MAX_SAMPLES_PER_BYTE = 16
+_MIRRORED_BYTES = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 _NO_TIME = 2**64 - 1  # of a page of Ogg on which no packet ends
 
 
@@ -208,14 +210,19 @@ def split_matroska(data: bytes) -> Iterator[int]:
             if position != segment_end:
                 yield position
             segment_end = 0
-        if element == 0 and body <= len(data):
-            return  # bytes that are none of the file's
+        if element == 0 and body <= len(data):  # bytes that are none of the file's
+            if position < segment_end:
+                raise refusal(
+                    f"is damaged: {segment_end:,} bytes are announced, and nothing begins at byte {position:,}"
+                )
+            return
         is_open = (is_open and element not in _TOP_LEVEL) or (element == _CLUSTER and size is None)
         if element == _SEGMENT or (element == _CLUSTER and size is None):
             segment_end = body + size if element == _SEGMENT and size is not None else segment_end
             position = body
         elif size is None or body + size > len(data):
-            if is_open or element == _CLUSTER:
+            is_cut_head = element == 0 and last == _CLUSTER and position != segment_end
+            if is_open or element == _CLUSTER or is_cut_head:
                 raise truncation_error(size or 0, max(len(data) - body, 0))
             return
         else:
@@ -300,7 +307,8 @@ def _indexed_samples(data: bytes, position: int, size: int, name: bytes, steps: 
 def split_ogg(data: bytes) -> Iterator[int]:
     """Yield each position at which another stream or file may begin after an Ogg stream, also the end of the last one.
 
-    Raises RequestError for an incomplete last page.
+    Raises RequestError for an incomplete last page, and for a page with another checksum than it states: decoders leave
+    it out, or decode what is damaged.
     """
     position, had_data = 0, False
     for _ in each_element():
@@ -311,6 +319,8 @@ def split_ogg(data: bytes) -> Iterator[int]:
         end = position + 27 + len(table) + sum(table)
         if len(header) < 27 or len(table) < header[26] or end > len(data):
             raise refusal(f"is truncated: its last page begins at byte {position} and is not complete")
+        if _ogg_checksum(data[position:end]) != int.from_bytes(header[22:26], "little"):
+            raise refusal(f"is damaged: its page at byte {position} has another checksum than it states")
         is_first = bool(header[5] & 2)
         if is_first and had_data:
             yield position
@@ -318,6 +328,13 @@ def split_ogg(data: bytes) -> Iterator[int]:
         position = end
         if data[end : end + 4] != b"OggS":
             yield end
+
+
+def _ogg_checksum(page: bytes) -> int:
+    """Return the CRC-32 of a page, whose own field counts as zeros. zlib begins with each byte's other end."""
+    mirrored = (page[:22] + bytes(4) + page[26:]).translate(_MIRRORED_BYTES)
+    inverted = zlib.crc32(mirrored, 0xFFFFFFFF) ^ 0xFFFFFFFF  # Ogg's begins with 0, and is not inverted at the end
+    return int.from_bytes(inverted.to_bytes(4, "little").translate(_MIRRORED_BYTES), "big")
 
 
 def first_packets(data: bytes, index: int) -> tuple[int, int]:

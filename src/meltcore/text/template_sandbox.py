@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -223,18 +223,22 @@ def _check_size(value: Any) -> None:
     if isinstance(value, str):
         _check_length(len(value))
         return
-    waiting, parts, characters = [value], 0, 0
+    waiting: list[Collection[Any]] = [(value,)]
+    parts = characters = 0
     while waiting:
-        each = waiting.pop()
-        parts += 1
-        if isinstance(each, str):
-            characters += len(each)
-        elif isinstance(each, Mapping):
-            waiting += [*each.keys(), *each.values()]
-        elif isinstance(each, list | tuple | set | frozenset):
-            waiting += each
+        items = waiting.pop()
+        parts += len(items)
         if parts > _MAX_NUMBER:
             raise TemplateLimitError(f"it writes a value of more than {_MAX_NUMBER:,} parts")
+        for each in items:
+            if isinstance(each, str):
+                characters += len(each)
+            elif isinstance(each, dict):
+                waiting += (each.keys(), each.values())
+            elif isinstance(each, list | tuple | set | frozenset):
+                waiting.append(each)
+            elif not isinstance(each, int | float | None) and isinstance(each, Mapping):  # such as a template's context
+                waiting += (each.keys(), each.values())
         _check_length(characters)
 
 
