@@ -30,6 +30,9 @@ H200_VALUES: tuple[tuple[str, float], ...] = (
     ("memory/copy", 4280.0),
     ("memory/read", 4400.0),
     ("memory/write", 4300.0),
+    ("host_load", 90.0),
+    ("pulse", 80.0),
+    ("patterns", 400.0),
     ("host/host-to-device", 54.5),
     ("host/device-to-host", 55.0),
     ("peers/unidirectional", 386.5),
@@ -92,7 +95,14 @@ def healthy_result(
 ) -> ProbeResult:
     """Returns a healthy result, with a spread of a percent between GPUs and between samples."""
     level = next(value for start, value in values if request.key.startswith(start)) * (1 + 0.004 * (sum(gpus) % 4))
-    details: dict[str, str | int] = {"wrong": 0, "compared": 9000, "digest": "5eed"}
+    details: dict[str, str | int] = {
+        "wrong": 0,
+        "compared": 9000,
+        "digest": "5eed",
+        "bytes": 110 * 2**30,
+        "passes": 1,
+        "ms": 10_000,
+    }
     samples = [level * (1 + 0.003 * step) for step in (-1, 0, 1, 0)]
     return ProbeResult(key=request.key, gpus=gpus, samples=samples, details=details)
 

@@ -21,7 +21,18 @@ from torch.overrides import TorchFunctionMode
 from waiting import WAIT_S
 
 from meltcore.measure.node.certify import gpu_timing
-from meltcore.measure.node.certify.checks import collectives, corruption, gemm, host, memory, peers, sustained
+from meltcore.measure.node.certify.checks import (
+    collectives,
+    corruption,
+    gemm,
+    host,
+    host_load,
+    memory,
+    patterns,
+    peers,
+    pulse,
+    sustained,
+)
 from meltcore.measure.node.certify.probe import ProbeJob, ProbeRequest, encode, read_results
 
 
@@ -273,6 +284,92 @@ def test_corruption_finds_a_changed_bit(on_the_cpu: None, monkeypatch: pytest.Mo
     gemm.left[0, 0] += 1
     gemm.enqueue()
     assert gemm.num_wrong() == 1
+
+
+def test_pulsed_gemms_pause_and_compare_all_bits(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    now_s = iter(range(1000))
+    monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: next(now_s), sleep=pauses.append))
+    settings = {"dtype": "bf16", "size": 32, "seconds": 5, "burst_s": 0.6, "pause_s": 0.25}
+    first, second = pulse.probe(ProbeRequest(key="c", gpus=(0, 1), per_gpu=True, settings=settings))
+    assert set(pauses) == {0.25}
+    assert first.details == second.details
+    assert (first.details["wrong"], first.details["compared"]) == (0, 10 + 3 * len(pauses)), "0.2 s a GEMM"
+
+
+def test_patterns_cover_memory_and_find_a_stuck_bit(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 4096, 12 * 4096), raising=False)
+    request = ProbeRequest(
+        key="p", gpus=(0, 1), per_gpu=True, settings={"share": 0.5, "chunk_bytes": 4096, "seconds": 0.0}
+    )
+    for result in patterns.probe(request):
+        assert (result.details["wrong"], result.details["bytes"], result.details["passes"]) == (0, 4 * 4096, 1)
+    memory = patterns.TestedMemory(0, 0.5, 4096)
+    assert len(memory.chunks) == 4
+    found = []
+    for fill in patterns._patterns():
+        before = memory.num_wrong()
+        memory.write(fill, 0)
+        memory.chunks[3][77] |= 1 << 5
+        memory.verify(fill, 0)
+        found.append(memory.num_wrong() - before)
+    assert len(found) == 2 * 64 + 2
+    assert sum(found[:128]) == 64, "each word of walking bits that has a zero there"
+    distinct = {tuple(_filled(fill)) for fill in patterns._patterns()}
+    assert len(distinct) == 130
+
+
+def _filled(fill: Any) -> list[int]:
+    chunk = torch.empty(4, dtype=torch.int64)
+    fill(chunk, 2, 1)
+    return chunk.tolist()
+
+
+class _CopyStream(_Stream):
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+def test_host_copies_of_all_gpus_at_once_count_both_directions(
+    on_the_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", _CopyStream)
+    monkeypatch.setattr(torch.cuda, "Stream", _CopyStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: None)
+    request = request_of("h", (0, 1), bytes=1 << 16, **{"cpus/0": "0-1", "cpus/1": ""})
+    results = list(host_load.probe(request))
+    assert [result.gpus for result in results] == [(0,), (1,)]
+    assert all(min(result.samples) > 0 for result in results)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_wrong_elements_of_a_collective_are_counted(op: str, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of 2, whose peer is scripted; `bad` changes what one element receives."""
+    bad = [0.0]
+
+    def receive(target: torch.Tensor, values: torch.Tensor) -> None:
+        target.copy_(values)
+        target[0] += bad[0]
+
+    def all_reduce(tensor: torch.Tensor, op: object = None) -> None:
+        if tensor.dtype == torch.float32:
+            receive(tensor, torch.full_like(tensor, 3.0))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(
+        dist, "all_gather_into_tensor", lambda out, shard: receive(out, torch.tensor([1.0, 1.0, 2.0, 2.0]))
+    )
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda out, whole: receive(out, torch.full_like(out, 3.0)))
+
+    def all_to_all(out: torch.Tensor, sent: torch.Tensor) -> None:
+        assert sent.tolist() == [3.0, 3.0, 4.0, 4.0], "what rank 1 sends to ranks 0 and 1"
+        receive(out, torch.tensor([2.0, 2.0, 4.0, 4.0]))
+
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    assert collectives._collective(op, 4, 1, 0, 2)[1] == 0
+    bad[0] = 1.0
+    assert collectives._collective(op, 4, 1, 0, 2)[1] == 1
 
 
 @pytest.mark.slow

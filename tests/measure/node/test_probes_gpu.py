@@ -108,7 +108,19 @@ def test_peer_copies_and_collectives_of_two_gpus() -> None:
     run_probe("peers", *pair)
     together = [
         ProbeRequest(key=f"{op} {size}", gpus=(0, 1), settings={**BRIEF, "op": op, "bytes": size})
-        for op in ("all_reduce", "all_gather", "reduce_scatter")
+        for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
         for size in (4096, MIB, 256 * MIB)
     ]
     assert {result.details["wrong"] for result in run_probe("collectives", *together)} == {0}
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_alone
+def test_pulses_patterns_and_host_copies_of_all_gpus_at_once() -> None:
+    every_gpu = tuple(range(gpus()))
+    pulses: dict[str, Setting] = {"dtype": "bf16", "size": 8192, "seconds": 2.0, "burst_s": 0.05, "pause_s": 0.05}
+    memory: dict[str, Setting] = {"share": 0.05, "chunk_bytes": 2**30, "seconds": 0.0}
+    copies: dict[str, Setting] = {**BRIEF, "bytes": 256 * MIB, **{f"cpus/{gpu}": "" for gpu in every_gpu}}
+    for name, settings in (("pulse", pulses), ("patterns", memory), ("host_load", copies)):
+        for result in run_probe(name, ProbeRequest(key=name, gpus=every_gpu, per_gpu=True, settings=settings)):
+            assert result.details.get("wrong", 0) == 0

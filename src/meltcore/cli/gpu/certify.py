@@ -22,7 +22,8 @@ EXAMPLES = """\
 
 tiers and the checks that each requires:
   quick      60 s    state, gemm (bf16, one size), memory (copy), host, collectives (one all-reduce), system
-  standard    5 min  state, gemm, memory, host, peers, collectives, sustained, corruption, inference, system
+  standard    5 min  state, gemm, memory, host, host_load, peers, collectives, sustained, corruption, pulse,
+                     patterns, inference, system
   full       20 min  the same, with every dtype, shape and size, and longer
   soak      --hours  the same as full, with sustained and corruption for that long
 What system cannot read without rights on the host makes the certificate UNKNOWN from full on.

@@ -118,9 +118,12 @@ def peer_expectation(link_gbps: float | None, links: int, directions: int) -> Ex
 def collective_expectation(link_gbps: float | None, operation: str, gpus: int) -> Expectation | None:
     """Return the expected bus bandwidth of a ring in GB/s.
 
-    `link_gbps` is the lowest speed between neighbors of the ring, in GB/s. Returns None if it is None.
+    `link_gbps` is the lowest speed between neighbors of the ring, in GB/s. Returns None if it is None, and for an
+    all-to-all, which is no ring and was not measured.
     """
-    fraction = _RING_FRACTION.get((operation, gpus), _MULTI_GPU_RING_FRACTION[operation])
+    fraction = _RING_FRACTION.get((operation, gpus), _MULTI_GPU_RING_FRACTION.get(operation))
+    if fraction is None:
+        return None
     return _topology(link_gbps, fraction, "NVLinks x speed, ring")
 
 

@@ -26,7 +26,7 @@ from meltcore.measure.node.certify.judge import Judgment
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult, decode_request, decode_result, encode
 
 _MIN_JUDGED_BYTES = GIB  # smaller ones are limited by latency, for which there is no expectation
-_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _ALL_SIZES = (*(4 * KIB * 4**step for step in range(9)), GIB, 4 * GIB)  # 4 KiB to 256 MiB, 1 GiB, 4 GiB
 _SIZES = {"quick": (GIB,), "standard": (4 * KIB, MIB, 64 * MIB, 256 * MIB, GIB)}
 _GROUP_S = 15.0  # starting the processes of a group and connecting them
@@ -43,7 +43,7 @@ _ITEM_BYTES = 4  # float32, as in nccl-tests
 
 
 class CollectivesCheck(MeasuredCheck):
-    """Times all-reduce, all-gather and reduce-scatter by size and number of GPUs, and verifies their results."""
+    """Times collectives by operation, size and number of GPUs, and verifies their results."""
 
     name = "collectives"
     title = "NCCL collectives"
@@ -225,7 +225,8 @@ def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> Probe
 def _collective(op: str, count: int, rank: int, device: int, world: int) -> tuple[Callable[[], object], int]:
     """Return a function that enqueues the collective, and the number of wrong elements on all ranks.
 
-    For the check of the elements, rank r contributes r + 1. The larger buffer has `count` elements. An all-reduce is
+    For the check of the elements, rank r contributes r + 1, and in an all-to-all also the receiver's rank. The larger
+    buffer has `count` elements. An all-reduce is
     timed on zeros, since repeated in-place sums overflow.
     """
     import torch
@@ -233,15 +234,18 @@ def _collective(op: str, count: int, rank: int, device: int, world: int) -> tupl
 
     cuda, shard_count = f"cuda:{device}", count // world
     gathered, shard = (torch.full((size,), float(rank + 1), device=cuda) for size in (count, shard_count))
+    ranks = torch.arange(1, world + 1, device=cuda, dtype=torch.float32)
+    sent = gathered if op != "all_to_all" else (rank * world + ranks).repeat_interleave(shard_count)
     launches: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(gathered),
         "all_gather": lambda: dist.all_gather_into_tensor(gathered, shard),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, gathered),
+        "all_to_all": lambda: dist.all_to_all_single(gathered, sent),
     }
     launches[op]()
-    if op == "all_gather":
-        ranks = torch.arange(1, world + 1, device=cuda, dtype=torch.float32)
-        num_wrong = (gathered.view(world, shard_count) != ranks[:, None]).sum()
+    if op in ("all_gather", "all_to_all"):
+        expected = ranks if op == "all_gather" else (ranks - 1) * world + rank + 1
+        num_wrong = (gathered.view(world, shard_count) != expected[:, None]).sum()
     else:
         num_wrong = ((gathered if op == "all_reduce" else shard) != world * (world + 1) / 2).sum()
     if op == "all_reduce":

@@ -76,6 +76,11 @@ def parse_cpus(text: str) -> set[int]:
     return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
+def pin_to(cpus: str) -> None:
+    """Run on the CPUs of a list that this job may use, so that pages come from their memory. "" means all."""
+    os.sched_setaffinity(0, parse_cpus(cpus) & _ALLOWED_CPUS or _ALLOWED_CPUS)
+
+
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     """Yield the GB/s of one GPU. Settings: direction (host-to-device, device-to-host), bytes, seconds, cpus."""
     import torch
@@ -85,8 +90,7 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     settings = request.settings
     (device,) = request.gpus
     size, cpus = int(settings["bytes"]), str(settings["cpus"])
-    # Pages come from the memory of the CPU that allocates them; CPUs that this job may not use are left out.
-    os.sched_setaffinity(0, parse_cpus(cpus) & _ALLOWED_CPUS or _ALLOWED_CPUS)
+    pin_to(cpus)
     on_host = _pinned_buffer(size, cpus)
     on_device = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
     to_device = settings["direction"] == "host-to-device"
