@@ -48,6 +48,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Stay silent."""
 
     def do_GET(self) -> None:
+        if self.path == "/metrics":
+            read = self.server.behavior.get("metrics")
+            self._reply(read(self.server).encode() if read else b"", 200 if read else 404)
+            return
         self._reply(json.dumps({"data": self.server.behavior.get("models", [{"id": "scripted"}])}).encode())
 
     def do_POST(self) -> None:

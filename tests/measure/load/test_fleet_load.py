@@ -21,6 +21,7 @@ from meltcore.measure.documents.schema import (
     FleetLoad,
     LevelResult,
     ModelUnderLoad,
+    SimulatedStream,
     StreamLoad,
 )
 from meltcore.measure.load.config import IntRange, Timeouts
@@ -33,6 +34,7 @@ from meltcore.measure.load.fleet.fleet_config import (
 )
 from meltcore.measure.load.fleet.fleet_gates import (
     ExperimentSpec,
+    StreamSpec,
     choose_models,
     experiment_gates,
     fleet_health,
@@ -40,6 +42,7 @@ from meltcore.measure.load.fleet.fleet_gates import (
 )
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import NUM_WARMUPS, FleetLevels, Stream
+from meltcore.measure.load.fleet.step_costs import read_step_costs
 from meltcore.measure.load.record import RecordFile
 from meltcore.measure.load.run.streams import LevelStream, StreamRunner
 from meltcore.measure.load.tasks.task import ServedModel, Sizes, tasks
@@ -222,8 +225,13 @@ def config(url: str, **fields: Any) -> FleetLoadConfig:
     ],
 )
 def test_experiment_fails_beyond_its_limits(p95_ms: float, rate: float, statuses: list[str]) -> None:
-    published = published_experiment().streams
-    spec = ExperimentSpec(name="x", streams=[published[1], published[0]])
+    spec = ExperimentSpec(
+        name="x",
+        streams=[
+            StreamSpec(name="speech", task="transcription", rate=2, max_p95_ratio={"e2e": 2}),
+            StreamSpec(name="busy", task="generation", concurrency=8, min_throughput_ratio=0.85),
+        ],
+    )
     alone = [load("asr", level(100.0)), load("qwen", level(100.0, rate=10.0))]
     together = [load("asr", level(p95_ms)), load("qwen", level(900.0, rate=rate))]
     gates = experiment_gates(spec, alone, together)
@@ -233,6 +241,40 @@ def test_experiment_fails_beyond_its_limits(p95_ms: float, rate: float, statuses
     assert (few[0].status, few[0].detail) == ("NOT RUN", "1000, 60 samples, p95 needs 130")
     lost = experiment_gates(spec, alone, [load("asr", level(100.0, failed=1)), together[1]])
     assert lost[1].status == "FAIL"
+
+
+@pytest.mark.parametrize(
+    ("p95_ms", "rate", "num_alone", "statuses"),
+    [
+        (300.0, 4.7, 1000, ["PASS", "PASS"]),
+        (301.0, 4.7, 1000, ["FAIL", "PASS"]),
+        (300.0, 4.5, 1000, ["PASS", "FAIL"]),
+        (300.0, 4.7, 199, ["NOT RUN", "PASS"]),
+    ],
+)
+def test_limits_beside_the_simulation_are_judged_in_one_run(
+    p95_ms: float, rate: float, num_alone: int, statuses: list[str]
+) -> None:
+    """Half of the throughput alone and a p95 of 200 ms are simulated; 92 % of the one and 1.5 times the other hold."""
+    published = published_experiment().streams
+    spec = ExperimentSpec(name="x", streams=[published[1], published[0]])
+    alone = [load("asr", level(100.0, n=num_alone)), load("qwen", level(100.0, rate=10.0))]
+    together = [load("asr", level(p95_ms)), load("qwen", level(900.0, rate=rate))]
+    latency = Distribution(n=1000, p50=150.0, p95=200.0)
+    ideal = [
+        SimulatedStream(first_ms=latency, e2e_ms=latency),
+        SimulatedStream(first_ms=latency, e2e_ms=latency, throughput_ratio=0.5),
+    ]
+    gates = experiment_gates(spec, alone, together, ideal)
+    assert [gates[0].status, gates[2].status] == statuses
+    if num_alone == 1000:
+        assert gates[0].detail == f"{p95_ms:.0f} ms together, 200 ms simulated: {p95_ms / 200:.2f} times, limit 1.5"
+        assert f"{10 * rate:.0f} % of alone, 50 % simulated" in gates[2].detail
+    else:
+        assert gates[0].detail == "199 samples alone, 1000 together, 200 needed"
+    unknown = experiment_gates(spec, alone, together)
+    assert [unknown[0].status, unknown[2].status] == ["NOT RUN", "NOT RUN"], "no simulation passes nothing"
+    assert "--step-costs" in unknown[2].detail
 
 
 def test_experiment_chooses_models_by_name() -> None:
@@ -304,8 +346,14 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
         "name: x\nstreams:\n- {name: busy, model: mt, concurrency: 4, alone_s: 0.1, min_throughput_ratio: 0.01}\n"
         "- {name: speech, task: transcription, rate: 20, max_p95_ratio: {e2e: 2}}\n"
     )
-    with serve_tasks(models=CARDS, delay_s=0.01) as server:
-        settings: dict[str, Any] = {"parts": ("interference",), "interference": str(path), "interference_s": 0.5}
+    costs_path = tmp_path / "costs.json"
+    with serve_tasks(models=CARDS, delay_s=0.01, metrics=_step_metrics) as server:
+        settings: dict[str, Any] = {
+            "parts": ("interference",),
+            "interference": str(path),
+            "interference_s": 0.5,
+            "step_costs": str(costs_path),
+        }
         levels: list[FleetLevel] = []
         result = measure_fleet(config(server.url, **settings), [], on_level=levels.append)
     assert [level.send_s for level in levels] == [0.1, 0.5, 0.5], "busy alone, speech alone, both"
@@ -318,7 +366,29 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     statuses = {gate.name: gate.status for gate in result.experiment.gates}
     assert statuses["busy (mt): throughput"] == "PASS"
     assert statuses["speech (ears): p95 of end to end"] == "NOT RUN"
-    assert "Interference: x" in render_html(fleet_load_page(result))
+    html = render_html(fleet_load_page(result))
+    assert "Interference: x" in html
+    # Each request is one step of 2 ms: the ideal scheduler batches what arrives together.
+    [busy_ideal, speech_ideal] = result.experiment.simulated
+    assert 0.5 < (busy_ideal.throughput_ratio or 0) <= 1
+    assert speech_ideal.throughput_ratio is None
+    assert speech_ideal.e2e_ms.n == 10
+    assert speech_ideal.outside_ms > 0, "the server's delay is no step"
+    assert "share of its throughput alone" in html
+    assert result.step_costs["mt"].decode_s == [(1.0, pytest.approx(0.002))]
+    assert speech.rows_per_step == pytest.approx(1.0)
+    [gpu] = read_step_costs(costs_path).gpus.values()
+    assert gpu.models["mt"].decode_s[-1] == (1.0, pytest.approx(0.002)), "the file has what was measured"
+
+
+def _step_metrics(server: Any) -> str:
+    """Counters of an engine that takes 2 ms and one step for each request."""
+    names = {"steps": 1, "step_seconds": 0.002, "step_rows": 1, "step_prompt_tokens": 0}
+    return "".join(
+        f'meltcore:engine_{name}_total{{model_name="{model}"}} {server.num_posts * value}\n'
+        for model in ("mt", "ears")
+        for name, value in names.items()
+    )
 
 
 def test_no_process_is_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

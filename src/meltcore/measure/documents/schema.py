@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from meltcore.common.files import SCHEMA_VERSION
+from meltcore.measure.documents.step_costs import StepCosts
 from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, Verdict
 
 Status = Literal["complete", "partial"]
@@ -224,7 +225,8 @@ class StreamLoad(msgspec.Struct, kw_only=True):
 
     `refused` counts requests that got a 429 or 503 with Retry-After. `refusals` counts such responses. After each
     refusal the load generator waited and sent the request again. Latencies count from the first try. `lost` requests
-    never got a complete answer.
+    never got a complete answer. `rows_per_step` and `prompt_tokens_per_step` are means of the engines' steps, and None
+    if the server has no metrics of steps.
     """
 
     name: str
@@ -232,6 +234,8 @@ class StreamLoad(msgspec.Struct, kw_only=True):
     level: LevelResult
     refused: int = 0
     refusals: int = 0
+    rows_per_step: float | None = None
+    prompt_tokens_per_step: float | None = None
 
     @property
     def lost(self) -> int:
@@ -430,13 +434,32 @@ class Interference(msgspec.Struct, kw_only=True):
     aggressor_load: StreamLoad
 
 
+class SimulatedStream(msgspec.Struct, kw_only=True):
+    """What an ideal scheduler gives a stream for the arrivals of the run together.
+
+    `throughput_ratio` is its throughput as a share of its simulated throughput alone, `overlap_ratio` what bytes and
+    operations alone would leave of it. Both are None for open loops, and the second one where these are unknown.
+    `outside_ms` is the time of a request outside of steps, which was measured alone and is part of the latencies.
+    """
+
+    throughput_ratio: float | None = None
+    overlap_ratio: float | None = None
+    outside_ms: float = 0.0
+    first_ms: Distribution
+    e2e_ms: Distribution
+
+
 class FleetExperiment(msgspec.Struct, kw_only=True):
-    """A named experiment. Each stream runs alone, then all run together, and gates limit the change."""
+    """A named experiment. Each stream runs alone, then all run together, and gates limit the change.
+
+    `simulated` has one entry per stream, or none if the step costs of a model are unknown.
+    """
 
     name: str
     send_s: float
     alone: list[StreamLoad]
     together: list[StreamLoad]
+    simulated: list[SimulatedStream] = msgspec.field(default_factory=list)
     gates: list[CheckResult]
 
 
@@ -444,11 +467,13 @@ class FleetLoad(RunEnvelope, kw_only=True, tag_field="document", tag="fleet-load
     """One run of `meltcore load --fleet`: the contents of its `result.json`.
 
     `health` has one line per model and one line for the fleet. `gpu_note` says how the GPUs were measured, or why not.
+    `step_costs` has the models whose steps were measured while they were alone.
     """
 
     models: list[ModelUnderLoad]
     levels: list[FleetLevel] = msgspec.field(default_factory=list)
     interference: list[Interference] = msgspec.field(default_factory=list)
     experiment: FleetExperiment | None = None
+    step_costs: dict[str, StepCosts] = msgspec.field(default_factory=dict)
     health: list[CheckResult] = msgspec.field(default_factory=list)
     gpu_note: str = ""

@@ -132,6 +132,13 @@ class FleetLoadConfig:
         flag="--interference-duration",
         limits={"exclusive_minimum": 0},
     )
+    step_costs: str | None = option(
+        None,
+        "File of step costs by GPU type, for the simulated bound of an experiment: costs that this run measures of "
+        "models alone are added to it.",
+        group=_GROUP,
+        metavar="FILE",
+    )
     pair_connections: int = option(
         8, "Connections of the victim and of the aggressor of a pair.", group=_GROUP, limits={"minimum": 1}
     )

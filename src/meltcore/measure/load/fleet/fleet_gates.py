@@ -20,6 +20,7 @@ from meltcore.measure.documents.schema import (
     FleetExperiment,
     FleetLoad,
     LevelResult,
+    SimulatedStream,
     StreamLoad,
 )
 from meltcore.measure.documents.values.formatting import format_number, format_percent
@@ -28,6 +29,8 @@ from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.load.tasks.task import ServedModel, first_latency, task_of
 
 _Ratio = Annotated[float, Meta(gt=0)]
+MIN_SIMULATED_SAMPLES = 200  # alone and together, for a limit beside the simulation
+NOT_SIMULATED = "not simulated: the step costs of a model are unknown (metrics of the server, or --step-costs)"
 
 
 def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[CheckResult]:
@@ -128,6 +131,9 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     The load is `concurrency` connections, or `rate` arrivals per second (Poisson). `max_p95_ratio` limits the p95 of
     all streams together divided by the p95 of the stream alone, by metric: `e2e` or `first` (first token or audio).
     `min_throughput_ratio` limits the same ratio of the throughput.
+
+    `max_simulated_p95_ratio` limits the p95 together divided by the p95 that an ideal scheduler gives the same
+    arrivals. `min_simulated_share` limits the throughput as a share of alone, divided by the simulated share.
     """
 
     name: str
@@ -140,6 +146,8 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     alone_s: Annotated[float, Meta(gt=0)] | None = None  # time alone, where not the experiment's
     max_p95_ratio: dict[str, _Ratio] = {}
     min_throughput_ratio: _Ratio | None = None
+    max_simulated_p95_ratio: dict[str, _Ratio] = {}
+    min_simulated_share: _Ratio | None = None
 
 
 class ExperimentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,9 +168,10 @@ def load_experiment(name: str) -> ExperimentSpec:
             raise ConfigError(f"{name}: {stream.name} needs concurrency or rate, one of them")
         if (stream.model is None) == (stream.task is None):
             raise ConfigError(f"{name}: {stream.name} needs model or task, one of them")
-        unknown = set(stream.max_p95_ratio) - {"e2e", "first"}
-        if unknown:
-            raise ConfigError(f"{name}: {stream.name}: max_p95_ratio.{unknown.pop()} is not one of e2e, first")
+        for limits in ("max_p95_ratio", "max_simulated_p95_ratio"):
+            unknown = set(getattr(stream, limits)) - {"e2e", "first"}
+            if unknown:
+                raise ConfigError(f"{name}: {stream.name}: {limits}.{unknown.pop()} is not one of e2e, first")
     return spec
 
 
@@ -198,16 +207,27 @@ def _has(model: ServedModel, part: str) -> bool:
 
 
 def experiment_gates(
-    spec: ExperimentSpec, alone: Sequence[StreamLoad], together: Sequence[StreamLoad]
+    spec: ExperimentSpec,
+    alone: Sequence[StreamLoad],
+    together: Sequence[StreamLoad],
+    simulated: Sequence[SimulatedStream] = (),
 ) -> list[CheckResult]:
-    """Return one gate per limit, with the measured ratio and the limit. A gate with too few samples is NOT RUN."""
+    """Return one gate per limit, with the measured ratio and the limit.
+
+    A gate with too few samples is NOT RUN, and so is one of a simulation that was not possible.
+    """
     gates = []
-    for stream, before, after in zip(spec.streams, alone, together, strict=True):
+    ideal_streams = simulated or [None] * len(together)
+    for stream, before, after, ideal in zip(spec.streams, alone, together, ideal_streams, strict=True):
         name = f"{stream.name} ({before.model})"
         for metric, limit in stream.max_p95_ratio.items():
             gates.append(_p95_gate(name, metric, limit, before.level, after.level))
         if stream.min_throughput_ratio is not None:
             gates.append(_throughput_gate(name, stream.min_throughput_ratio, before, after))
+        for metric, limit in stream.max_simulated_p95_ratio.items():
+            gates.append(_simulated_p95_gate(name, metric, limit, before.level, after.level, ideal))
+        if stream.min_simulated_share is not None:
+            gates.append(_simulated_share_gate(name, stream.min_simulated_share, before, after, ideal))
         lost = before.lost + after.lost
         detail = f"{lost:,} requests lost, limit 0"
         gates.append(CheckResult(name=f"{name}: nothing lost", status="FAIL" if lost else "PASS", detail=detail))
@@ -246,9 +266,55 @@ def _throughput_gate(name: str, limit: float, alone: StreamLoad, together: Strea
     )
 
 
+def _simulated_p95_gate(
+    name: str, metric: str, limit: float, alone: LevelResult, together: LevelResult, ideal: SimulatedStream | None
+) -> CheckResult:
+    latency_name = "end to end" if metric == "e2e" else task_of(alone).first_word
+    title = f"{name}: p95 of {latency_name} to the simulated one"
+    before, after = (level.e2e_ms if metric == "e2e" else first_latency(level) for level in (alone, together))
+    num_samples = [0 if each is None else each.n for each in (before, after)]
+    bound = None if ideal is None else (ideal.e2e_ms if metric == "e2e" else ideal.first_ms).p95
+    if min(num_samples) < MIN_SIMULATED_SAMPLES:
+        detail = f"{num_samples[0]} samples alone, {num_samples[1]} together, {MIN_SIMULATED_SAMPLES} needed"
+        return CheckResult(name=title, status="NOT RUN", detail=detail)
+    if not bound or after is None or after.p95 is None:
+        return CheckResult(name=title, status="NOT RUN", detail=NOT_SIMULATED)
+    ratio = after.p95 / bound
+    return CheckResult(
+        name=title,
+        status="PASS" if ratio <= limit else "FAIL",
+        detail=f"{format_number(after.p95)} ms together, {format_number(bound)} ms simulated: {ratio:.2f} times, "
+        f"limit {limit:g}",
+    )
+
+
+def _simulated_share_gate(
+    name: str, limit: float, alone: StreamLoad, together: StreamLoad, ideal: SimulatedStream | None
+) -> CheckResult:
+    title = f"{name}: share of the simulated throughput"
+    before, after = alone.level.steady_throughput, together.level.steady_throughput
+    if ideal is None or not ideal.throughput_ratio or not before:
+        detail = NOT_SIMULATED if before else "no throughput alone"
+        return CheckResult(name=title, status="NOT RUN", detail=detail)
+    measured = after / before
+    ratio = measured / ideal.throughput_ratio
+    return CheckResult(
+        name=title,
+        status="PASS" if ratio >= limit else "FAIL",
+        detail=f"{format_percent(measured)} of alone, {format_percent(ideal.throughput_ratio)} simulated: "
+        f"{ratio:.2f} times, limit {limit:g}",
+    )
+
+
 def make_experiment(
-    spec: ExperimentSpec, send_s: float, alone: list[StreamLoad], together: list[StreamLoad]
+    spec: ExperimentSpec,
+    send_s: float,
+    alone: list[StreamLoad],
+    together: list[StreamLoad],
+    simulated: list[SimulatedStream],
 ) -> FleetExperiment:
     """Return the result of an experiment with its gates."""
-    gates = experiment_gates(spec, alone, together)
-    return FleetExperiment(name=spec.name, send_s=send_s, alone=alone, together=together, gates=gates)
+    gates = experiment_gates(spec, alone, together, simulated)
+    return FleetExperiment(
+        name=spec.name, send_s=send_s, alone=alone, together=together, simulated=simulated, gates=gates
+    )

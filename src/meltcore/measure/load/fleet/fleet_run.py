@@ -13,10 +13,21 @@ import msgspec
 import uvloop
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.files import write_document
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.schema import FleetLevel, FleetLoad, Interference, ModelUnderLoad, Part, StreamLoad
+from meltcore.measure.documents.schema import (
+    FleetLevel,
+    FleetLoad,
+    Interference,
+    ModelUnderLoad,
+    Part,
+    SimulatedStream,
+    StreamLoad,
+)
 from meltcore.measure.documents.served_model import model_facts, model_notes
+from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
 from meltcore.measure.documents.verdicts import Verdict, worst_verdict
+from meltcore.measure.load.fleet.bound import simulate_experiment
 from meltcore.measure.load.fleet.fleet_config import PAIRS, FleetLoadConfig, shares_of, split_connections
 from meltcore.measure.load.fleet.fleet_gates import (
     ExperimentSpec,
@@ -26,6 +37,17 @@ from meltcore.measure.load.fleet.fleet_gates import (
     make_experiment,
 )
 from meltcore.measure.load.fleet.fleet_streams import FleetLevels, Stream
+from meltcore.measure.load.fleet.simulation import Job
+from meltcore.measure.load.fleet.step_costs import (
+    AloneSteps,
+    StepCostsFile,
+    StepSampler,
+    StepSums,
+    fit_step_costs,
+    merge_step_costs,
+    read_step_costs,
+    windows_of,
+)
 from meltcore.measure.load.record import RecordFile
 from meltcore.measure.load.run.runner import check_limits
 from meltcore.measure.load.run.streams import OnProgress
@@ -77,9 +99,11 @@ def measure_fleet(
         notes=run.notes,
         gpu_note="GPUs were not measured: the server is on another machine, or there is no NVIDIA driver.",
     )
+    result.step_costs = run.save_step_costs()
     if run.plan.experiment is not None and len(run.experiment_loads) == 2:
         alone, together = run.experiment_loads
-        result.experiment = make_experiment(run.plan.experiment, config.interference_s, alone, together)
+        simulated = run.simulate(run.plan.experiment)
+        result.experiment = make_experiment(run.plan.experiment, config.interference_s, alone, together, simulated)
     verdicts: list[Verdict] = [stream.level.verdict for level in run.levels for stream in level.streams]
     judge(result, config.p95_limits_ms, [*verdicts, "PARTIAL"] if run.has_ended_early else verdicts)
     return result
@@ -114,6 +138,9 @@ class _FleetRun:
         self.interference: list[Interference] = []
         self.experiment_loads: list[list[StreamLoad]] = []
         self.notes: list[str] = []
+        self._steps_alone: dict[str, AloneSteps] = {}  # by model
+        self._experiment_jobs: tuple[list[list[Job]], list[list[Job]]] = ([], [])  # alone and together, by stream
+        self._known_costs = StepCostsFile() if config.step_costs is None else read_step_costs(Path(config.step_costs))
 
     @property
     def has_ended_early(self) -> bool:
@@ -124,7 +151,7 @@ class _FleetRun:
         config = self._config
         num_connections = max((*config.levels, 2 * config.pair_connections))
         check_limits(num_connections, connections_per_process=num_connections)
-        target = resolve_target(config.url, config.api_key)
+        self._target = target = resolve_target(config.url, config.api_key)
         self.plan = await self._make_plan(target)
         experiment = self.plan.experiment
         experiment_s = None
@@ -244,23 +271,72 @@ class _FleetRun:
     async def _run_experiment(self, spec: ExperimentSpec) -> None:
         streams, send_s = self.plan.experiment_streams, self._config.interference_s
         alone: list[StreamLoad] = []
+        alone_jobs: list[list[Job]] = []
         for stream, each in zip(streams, spec.streams, strict=True):
             label = f"{spec.name}: {stream.name} alone"
             level = await self._level("interference", label, [stream], each.alone_s or send_s)
-            alone += level.streams if level is not None else []
+            if level is not None:
+                alone += level.streams
+                alone_jobs += self._runner.jobs
         level = await self._level("interference", f"{spec.name}: together", streams, send_s)
         if level is not None:
             self.experiment_loads = [alone, level.streams]
+            self._experiment_jobs = (alone_jobs, self._runner.jobs)
 
     async def _level(self, part: Part, label: str, streams: Sequence[Stream], send_s: float) -> FleetLevel | None:
         """Run a level and return its result. Returns None if the run ended before or during the level."""
         if self._runner.has_ended:
             return None
-        level = await self._runner.run(part, label, streams, send_s)
+        sampler = StepSampler(self._target)
+        await sampler.start()
+        try:
+            level = await self._runner.run(part, label, streams, send_s)
+        finally:
+            samples = await sampler.finish()
+        for load in level.streams:
+            windows = windows_of(samples, load.model)
+            if windows:
+                sums = StepSums(*map(sum, zip(*windows, strict=True)))
+                load.rows_per_step = sums.rows / sums.steps
+                load.prompt_tokens_per_step = sums.prompt_tokens / sums.steps
+        if len(streams) == 1:
+            self._steps_alone.setdefault(streams[0].model, AloneSteps()).add(windows, self._runner.jobs[0])
         self.levels.append(level)
         if self._on_level is not None:
             self._on_level(level)
         return None if self._runner.has_ended else level
+
+    def save_step_costs(self) -> dict[str, StepCosts]:
+        """Return the step costs that the run has measured, and add them to the file of --step-costs."""
+        measured = {}
+        for model in self.plan.models:
+            costs = fit_step_costs(self._steps_alone.get(model.name, AloneSteps()))
+            if costs is not None:
+                gpu = self._gpu_costs(model)
+                measured[model.name] = costs
+                gpu.models[model.name] = merge_step_costs(gpu.models.get(model.name), costs)
+        if measured and self._config.step_costs is not None:
+            write_document(Path(self._config.step_costs), self._known_costs)
+        return measured
+
+    def _gpu_costs(self, model: ModelUnderLoad) -> GpuStepCosts:
+        return self._known_costs.gpus.setdefault(str(model.facts.get("device", "unknown")), GpuStepCosts())
+
+    def simulate(self, spec: ExperimentSpec) -> list[SimulatedStream]:
+        """Return what an ideal scheduler gives each stream, or nothing if the step costs of a model are unknown."""
+        models = {model.name: model for model in self.plan.models}
+        gpus = [self._gpu_costs(models[stream.model]) for stream in self.plan.experiment_streams]
+        costs = [gpu.models.get(stream.model) for gpu, stream in zip(gpus, self.plan.experiment_streams, strict=True)]
+        known = [each for each in costs if each is not None]
+        if len(known) < len(costs):
+            return []
+        if any(gpu is not gpus[0] for gpu in gpus):
+            self.notes.append(
+                "the simulation takes all streams to share one GPU, and their models name several devices"
+            )
+        alone, together = self._experiment_jobs
+        means = [load.level.e2e_ms.mean for load in self.experiment_loads[0]]
+        return simulate_experiment(spec.streams, known, alone, together, means, self._config.interference_s, gpus[0])
 
 
 def _stream(model: ModelUnderLoad, connections: int) -> Stream:

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from meltcore.measure.documents.schema import FleetLevel, Part, StreamLoad
 from meltcore.measure.load.config import MAX_REQUESTS, NUM_PROBLEMS, Level, LoadConfig, Timeouts
+from meltcore.measure.load.fleet.bound import jobs_of
+from meltcore.measure.load.fleet.simulation import Job
 from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.streams import LevelStream, OnProgress, Progress, StreamRunner
 from meltcore.measure.load.run.summary import summarize
@@ -96,6 +98,7 @@ class FleetLevels:
         self._drain_limit_s = drain_limit_s
         self._config = LoadConfig(url=target.url, concurrency=(1,), num_prompts=(1,), seed=seed, timeouts=timeouts)
         self._workloads: dict[str, Workload] = {}
+        self.jobs: list[list[Job]] = []  # of the last level, by stream
         self._has_server_died = False
         self.interrupt = self._runner.interrupt
 
@@ -117,6 +120,7 @@ class FleetLevels:
         ]
         await self._run(label, level_streams)
         released_s = level_streams[0].released_s
+        self.jobs = [jobs_of(each.records, released_s) for each in level_streams]
         records = [record for each in level_streams for record in each.records if record.sent_s]
         ended_s = max((record.ended_s for record in records), default=released_s)
         return FleetLevel(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from meltcore.measure.documents.schema import CheckResult, FleetLoad, Interference
+from meltcore.measure.documents.schema import CheckResult, FleetExperiment, FleetLoad, Interference, StreamLoad
 from meltcore.measure.documents.values.formatting import (
     NOT_MEASURED,
     caution_lines,
@@ -38,6 +38,12 @@ from meltcore.measure.report.page.page import (
 _PAIR_TEXT = (
     "Each cell: p95 of the victim's end-to-end latency beside the aggressor, as a multiple of p95 alone, and its "
     "throughput as a share of alone. Both are closed loops of as many connections."
+)
+
+_BOUND_TEXT = (
+    "Simulated: an ideal scheduler serves the same arrivals with the step costs that each model had alone. At the end "
+    "of each step urgent streams go first; steps do not overlap, and nothing is lost between them. Overlapping steps "
+    "may exceed this bound, but not the bytes and operations of the GPU."
 )
 
 
@@ -120,6 +126,7 @@ def _experiment_sections(result: FleetLoad) -> list[Section]:
         *numeric_columns("p50", "p95", "p99", group="First token or audio, ms", console=None),
         *numeric_columns("p50", "p95", "p99", group="End to end, ms"),
         Column("n", console="n"),
+        *(Column(head, "Per step", console=None) for head in ("rows", "prompt tokens")),
     ]
     rows = []
     for before, after in zip(experiment.alone, experiment.together, strict=True):
@@ -137,11 +144,53 @@ def _experiment_sections(result: FleetLoad) -> list[Section]:
                 *latency_cells(first_latency(level)),
                 *latency_cells(level.e2e_ms),
                 f"{level.e2e_ms.n:,}",
+                *(
+                    Cell(NOT_MEASURED, "faint") if each is None else format_number(each)
+                    for each in (load.rows_per_step, load.prompt_tokens_per_step)
+                ),
             ]
             rows.append(Row(cells, ends_group=word == "together"))
     lead = f"Each stream runs alone, then all of them together for {format_duration(experiment.send_s)}."
-    blocks: list[Block] = [Text(lead), _gate_table(experiment.gates, "limit"), Table(columns, rows, is_compact=True)]
+    blocks: list[Block] = [
+        Text(lead),
+        _gate_table(experiment.gates, "limit"),
+        Table(columns, rows, is_compact=True),
+        *_bound_blocks(experiment),
+    ]
     return [Section(f"Interference: {experiment.name}", blocks)]
+
+
+def _bound_blocks(experiment: FleetExperiment) -> list[Block]:
+    """Return the table of what was measured beside what an ideal scheduler gives the same arrivals."""
+    if not experiment.simulated:
+        return []
+    columns = [
+        Column("stream", align="text"),
+        Column("", align="text"),
+        *(Column(head, console=head) for head in ("measured", "simulated", "ratio")),
+    ]
+    rows = []
+    for before, after, ideal in zip(experiment.alone, experiment.together, experiment.simulated, strict=True):
+        alone = before.level.steady_throughput
+        share = after.level.steady_throughput / alone if alone else None
+        for label, bound in (
+            ("share of its throughput alone", ideal.throughput_ratio),
+            ("the same, by bytes and operations alone", ideal.overlap_ratio),
+        ):
+            if bound is not None:
+                rows.append(_bound_row(after, label, share, bound, format_percent))
+        for name in ("p50", "p95"):
+            pair = [getattr(each, name) for each in (after.level.e2e_ms, ideal.e2e_ms)]
+            rows.append(_bound_row(after, f"end to end, {name}, ms", *pair, format_number))
+    return [Text(_BOUND_TEXT, "small"), Table(columns, rows, is_compact=True)]
+
+
+def _bound_row(
+    load: StreamLoad, label: str, measured: float | None, ideal: float | None, form: Callable[[float], str]
+) -> Row:
+    cells = [Cell("n too small", "faint") if each is None else form(each) for each in (measured, ideal)]
+    ratio = f"{measured / ideal:.2f} x" if measured is not None and ideal else ""
+    return Row([Cell(load.name, small_print=load.model), label, *cells, ratio])
 
 
 def _matrix_sections(pairs: Sequence[Interference]) -> list[Section]:
