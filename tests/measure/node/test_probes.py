@@ -20,6 +20,7 @@ from cuda.bindings import runtime
 from torch.overrides import TorchFunctionMode
 from waiting import WAIT_S
 
+from meltcore.common.process import call_with_timeout
 from meltcore.measure.node.certify import gpu_timing
 from meltcore.measure.node.certify.checks import (
     collectives,
@@ -33,6 +34,7 @@ from meltcore.measure.node.certify.checks import (
     pulse,
     sustained,
 )
+from meltcore.measure.node.certify.checks.collectives import RankGroup
 from meltcore.measure.node.certify.probe import ProbeJob, ProbeRequest, encode, read_results
 
 
@@ -396,6 +398,47 @@ def test_library_output_between_results_is_ignored() -> None:
     lines = b'NCCL version 2.29\n{"key":"a","gpus":[0],"samples":[1.0]}\n{"key":"b","gpus":[0],"sam'
     assert [result.key for result in read_results(lines)] == ["a"]
     assert json.loads(lines.splitlines()[1])
+
+
+_DIES = "import sys; print('ValueError: no memory', file=sys.stderr); sys.exit(1)"
+_WAITS = "import sys; sys.stdin.read()"
+_ANSWERS = f"""print('noise\\n{{"key": "a", "gpus": [0, 1], "samples": [1.0]}}', flush=True); {_WAITS}"""
+
+
+@pytest.mark.parametrize(
+    ("programs", "error"),
+    [
+        ((_WAITS, _DIES), "rank 1 ended without a result: ValueError: no memory"),
+        ((_DIES, _WAITS), "rank 0 ended without a result: ValueError: no memory"),
+        ((_ANSWERS, _WAITS), None),
+    ],
+)
+def test_rank_that_ends_fails_its_request_immediately(
+    programs: tuple[str, str], error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead rank other than 0 held up the probe to its limit, and the next request got the same group."""
+
+    def start_rank(group: RankGroup, rank: int, *_: str) -> "subprocess.Popen[bytes]":
+        with group._log_path(rank).open("wb") as log:
+            command = [sys.executable, "-c", programs[rank]]
+            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0)
+
+    monkeypatch.setattr(RankGroup, "_start_rank", start_rank)
+    monkeypatch.setattr(collectives, "_EXIT_LIMIT_S", 0.1)
+    request = ProbeRequest(key="a", gpus=(0, 1), settings={})
+    try:
+        if error is None:
+            (result,) = collectives.probe(request)
+            assert (result.key, result.samples) == ("a", [1.0])
+            assert collectives._group is not None
+        else:
+            with pytest.raises(RuntimeError, match=error):
+                call_with_timeout(WAIT_S, lambda: list(collectives.probe(request)))
+            assert collectives._group is None
+    finally:
+        if collectives._group is not None:
+            collectives._group.close()
+            collectives._group = None
 
 
 def test_rank_turns_off_nccl_graph_events_before_init(

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from meltcore.common.process import ended_within, start
+from meltcore.common.process import ended_within, start, start_call
 from meltcore.common.process_output import last_error, log_tail
 from meltcore.common.sizes import GIB, KIB, MIB, size_text
 from meltcore.measure.documents.node import Expectation
@@ -31,6 +33,7 @@ _ALL_SIZES = (*(4 * KIB * 4**step for step in range(9)), GIB, 4 * GIB)  # 4 KiB 
 _SIZES = {"quick": (GIB,), "standard": (4 * KIB, MIB, 64 * MIB, 256 * MIB, GIB)}
 _GROUP_S = 15.0  # starting the processes of a group and connecting them
 _EXIT_LIMIT_S = 10.0
+_POLL_S = 0.1
 
 # Up to this size launching takes about as long as the collective, so a graph holds many of them.
 _GRAPHED_BYTES = 16 * 2**20
@@ -127,19 +130,31 @@ class RankGroup:
         return Path(self._folder.name) / f"rank-{rank}.log"
 
     def measure(self, request: ProbeRequest) -> ProbeResult:
-        """Return the result of rank 0.
+        """Return the result of rank 0. Raises RuntimeError if a rank has ended, for which the others would wait."""
+        with suppress(BrokenPipeError):  # of a rank that has ended
+            for rank in self._ranks:
+                assert rank.stdin is not None
+                rank.stdin.write(encode(request) + b"\n")
+        answer = start_call(self._read_result)
+        while not wait([answer], _POLL_S).done:
+            for number, rank in enumerate(self._ranks[1:], 1):
+                if rank.poll() is not None:
+                    raise self._end_error(number)
+        if (result := answer.result()) is None:
+            raise self._end_error(0)
+        return result
 
-        Raises RuntimeError if rank 0 has ended. Blocks if another rank has ended.
-        """
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(encode(request) + b"\n")
+    def _read_result(self) -> ProbeResult | None:
         stdout = self._ranks[0].stdout
         assert stdout is not None
         while line := stdout.readline():
             if line.startswith(b'{"key"'):
                 return decode_result(line)
-        raise RuntimeError(f"rank 0 ended without a result: {last_error(log_tail(self._log_path(0))) or 'no message'}")
+        return None
+
+    def _end_error(self, rank: int) -> RuntimeError:
+        reason = last_error(log_tail(self._log_path(rank))) or "no message"
+        return RuntimeError(f"rank {rank} ended without a result: {reason}")
 
     def close(self) -> None:
         """Close the standard input of all ranks, and kill the ranks that do not exit. A second call does nothing."""
@@ -159,7 +174,7 @@ _group: RankGroup | None = None
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     """Yield the bus bandwidth of all GPUs of the request in GB/s. Settings: op, bytes, seconds.
 
-    The rank processes stay for further requests on the same GPUs.
+    The rank processes stay for further requests on the same GPUs, unless one of them has ended.
     """
     global _group
     if _group is None or _group.gpus != request.gpus:
@@ -167,7 +182,13 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
             _group.close()
         _group = RankGroup(request.gpus)
         atexit.register(_group.close)
-    yield _group.measure(request)
+    group = _group
+    try:
+        yield group.measure(request)
+    except RuntimeError:
+        _group = None
+        group.close()
+        raise
 
 
 def run_rank(rank: int, devices: list[int], store: str) -> None:
