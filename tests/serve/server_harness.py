@@ -153,6 +153,7 @@ class RunningServer:
         """Wait until a model can serve, and none is loading. besides: a model that may load on."""
 
         def is_healthy() -> bool:
+            assert self.port, f"the server has printed no address: {self.stderr}"
             answer = self.request("GET", "/health")
             reasons = [reason for name, reason in answer.json.get("models", {}).items() if name != besides]
             return answer.status == 200 and not any(reason.startswith("loading") for reason in reasons)

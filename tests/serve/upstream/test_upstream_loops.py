@@ -111,10 +111,15 @@ def test_request_that_comes_back_over_other_servers_gets_508_at_its_first_turn(t
         to_b = serving(tmp_path, "a", ports[0], fleet=False, far=f"http://localhost:{ports[1]}")
         with to_b as first, serving(tmp_path, "b", ports[1], far=f"http://127.0.0.1:{around}") as second:
             for server in (first, second):
-                wait_until(lambda server=server: chat(server, "far").status == 508, "both to know each other")
-                before = first.metrics()["requests_accepted_total"], second.metrics()["requests_accepted_total"]
-                answer = chat(server, "far")
-                assert (answer.status, answer.error["code"]) == (508, "loop_detected")
+
+                def turn(server: RunningServer = server) -> Any:
+                    """A 503 means that this one of two API servers has not seen the other server yet."""
+                    before = first.metrics()["requests_accepted_total"], second.metrics()["requests_accepted_total"]
+                    answer = chat(server, "far")
+                    return (before, answer) if answer.status == 508 else None
+
+                before, answer = wait_until(turn, "both to know each other")
+                assert answer.error["code"] == "loop_detected"
                 assert "the address of an upstream leads back to this server" in answer.error["message"]
                 after = first.metrics()["requests_accepted_total"], second.metrics()["requests_accepted_total"]
                 assert (after[0] - before[0], after[1] - before[1]) == (1, 1)
