@@ -20,8 +20,9 @@ EXAMPLES = """\
   meltcore report runs --require certificate,benchmark   a node's acceptance: these two decide, others are shown
   meltcore report runs/20261121T120000Z-demo        this run's page again
   meltcore report runs/20261121T120000Z-demo --output shared/report.html
+  meltcore report --verify runs/20261121T120000Z-certify   is it young, signed, and as it was written?
 
-exit status of a card: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, 4 INCOMPLETE; 2 also for wrong usage
+exit status of a card and of --verify: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, 4 INCOMPLETE; 2 also for wrong usage
 """
 
 
@@ -44,6 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--export", metavar="FILE", help="write the charts of a single run into one .svg or .png (PNG: meltcore[png])"
     )
     parser.add_argument("--force", action="store_true", help="join documents of several machines; never a PASS")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="verify the age, the evidence and the signature of certificates, and write nothing",
+    )
+    parser.add_argument(
+        "--signers",
+        metavar="FILE",
+        help="with --verify: allowed signers, lines of a name and a public SSH key; any other key, or none, is a FAIL",
+    )
     parser.add_argument("--json", action="store_true", help="print the card as JSON")
 
 
@@ -74,6 +85,10 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.measure.report.render import export_document, render_document
 
     documents = [document for place in args.places for document in find_documents(Path(place))]
+    if args.verify:
+        return _verify(documents, args.signers)
+    if args.signers:
+        raise ConfigError("--signers is of --verify: give both")
     if len(documents) == 1 and not args.card:
         if args.export:
             check_export(Path(args.export))  # before the page is written
@@ -84,6 +99,27 @@ def run(args: argparse.Namespace) -> int:
     if args.output or args.export:
         raise ConfigError("--output and --export are of a single run's page; a card goes to a folder: --out")
     return _card(args, documents)
+
+
+def _verify(documents: "Sequence[DocumentFile]", signers: str | None) -> int:
+    """Print what is found about each certificate, and return the exit code of the worst."""
+    from datetime import UTC, datetime
+
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.documents.node import Certificate
+    from meltcore.measure.documents.signature import verify
+    from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
+
+    verdicts: list[CheckVerdict] = []
+    for document in documents:
+        if isinstance(document.content, Certificate):
+            print(f"{document.path}: {document.content.verdict} on {document.content.started}")
+            for verdict, text in verify(document.path, document.content, datetime.now(UTC), signers):
+                print(f"  {verdict:<9} {text}")
+                verdicts.append(verdict)
+    if not verdicts:
+        raise ConfigError("--verify is of certificates, and none is here")
+    return MEANINGS[worst_verdict(verdicts, "UNKNOWN")].exit_code
 
 
 def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:

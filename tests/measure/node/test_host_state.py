@@ -10,7 +10,7 @@ from certify_tools import certified, findings_in, h200s, node_of
 from fake_gpu import FakeNvml, ReadingChange
 from fake_node import FakeNode
 
-from meltcore.common.process import CompletedRun
+from meltcore.common.process import CompletedRun, ProcessError
 from meltcore.measure.documents.node import Certificate, Finding
 from meltcore.measure.node.certify.checks.state import StateCheck
 from meltcore.measure.node.certify.checks.system import SystemCheck
@@ -124,6 +124,16 @@ def test_idle_imex_is_no_fault(answer: CompletedRun, verdict: str, note: str, tm
     certificate = certified(tmp_path, node, "quick")
     row = next(row for check in certificate.checks for row in check.rows if row.key == "system/imex")
     assert (row.verdict, row.note, certificate.verdict) == (verdict, note, "PASS")
+
+
+def test_missing_program_of_imex_is_unknown(tmp_path: Path) -> None:
+    def missing(_command: object, _environment: object) -> CompletedRun:
+        raise ProcessError("nvidia-imex-ctl cannot be started: No such file or directory")
+
+    channels = {"/dev/nvidia-caps-imex-channels/channel0": ""}
+    (found,) = states(tmp_path, node_of(h200s(1), files=channels, program=missing))
+    assert (found.verdict, found.code) == ("UNKNOWN", "STATE_UNREADABLE")
+    assert "nvidia-imex-ctl cannot be started" in found.message
 
 
 def test_gpu_without_fabric_or_peers_needs_none(tmp_path: Path) -> None:

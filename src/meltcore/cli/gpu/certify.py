@@ -17,6 +17,7 @@ EXAMPLES = """\
   meltcore certify --tier full
   meltcore certify --tier full --baseline runs/20261121T120000Z-certify/certificate.json
   meltcore certify --tier soak --hours 72
+  meltcore certify --sign ~/.ssh/id_ed25519          `meltcore report --verify runs/...-certify` verifies it
   meltcore certify --gpu 0,3
   meltcore certify --ray auto                        all nodes of the Ray cluster that this machine belongs to
 
@@ -68,6 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CERTIFICATE",
         help="Earlier certificate.json, or its folder, whose values become expectations.",
     )
+    parser.add_argument(
+        "--sign",
+        metavar="KEY",
+        help="SSH key that signs the certificate: a file without passphrase, or the public half of a key in the agent.",
+    )
     parser.add_argument("--out", default="runs", metavar="DIR", help="Parent of the run folder (default: runs).")
     parser.add_argument("--json", action="store_true", help="Print the certificate as JSON.")
     add_ray_options(
@@ -80,7 +86,7 @@ def _certify_nodes(args: argparse.Namespace) -> int:
     from meltcore.measure.node.certify.checks.run import check_hours
 
     check_hours(args.tier, args.hours)
-    refuse_with_ray(args, "gpu", "baseline")
+    refuse_with_ray(args, "gpu", "baseline", "sign")
     hours = ["--hours", f"{args.hours!r}"] if args.hours else []
     limit_s = _NODE_LIMITS_S[args.tier] + 3600 * args.hours
     command = ["certify", "--json", "--tier", args.tier, *hours]
@@ -100,6 +106,7 @@ def _certify(args: argparse.Namespace) -> int:
     from meltcore.common.gpus.select import select_gpus
     from meltcore.measure.documents.node import CERTIFICATE_FILE, CheckReport, read_certificate
     from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.documents.signature import check_key, sign
     from meltcore.measure.node.certify.checks.run import certify, check_hours
     from meltcore.measure.node.certify.expectations import make_baseline
     from meltcore.measure.node.node import Node
@@ -109,6 +116,8 @@ def _certify(args: argparse.Namespace) -> int:
 
     check_hours(args.tier, args.hours)
     baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
+    if args.sign:
+        check_key(args.sign)
     node = Node(connect(Nvml))
     gpus = select_gpus(node.nvml, args.gpu)
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, soft_wrap=True)
@@ -134,6 +143,8 @@ def _certify(args: argparse.Namespace) -> int:
             with suppress(NVMLError):  # the process ends soon, whether the driver answers or not
                 node.nvml.close()
     save_document(folder.path / CERTIFICATE_FILE, certificate)
+    if args.sign:
+        sign(folder.path / CERTIFICATE_FILE, args.sign)
     print_page(certificate_page(certificate, folder.path), console)
     if args.json:
         print_document(certificate)

@@ -167,7 +167,8 @@ class Certificate(VersionedDocument, kw_only=True, tag_field="document", tag="ce
     """The result of `meltcore certify`.
 
     `findings` has the findings of all checks, one per fault code and subject, the worst first. `unverified` lists what
-    was not verified: rows that are UNKNOWN or INVALID, and features that the machine lacks.
+    was not verified: rows that are UNKNOWN or INVALID, and features that the machine lacks. `evidence` has the SHA-256
+    of each file of the run folder.
     """
 
     command: str = "certify"
@@ -181,6 +182,7 @@ class Certificate(VersionedDocument, kw_only=True, tag_field="document", tag="ce
     findings: list[Finding] = msgspec.field(default_factory=list)
     unverified: list[str] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
+    evidence: dict[str, str] = msgspec.field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:

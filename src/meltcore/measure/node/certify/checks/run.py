@@ -11,6 +11,7 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.gpus.driver import GpuLostError
 from meltcore.common.gpus.select import GpuDevice
 from meltcore.measure.documents.node import TIERS, Certificate, CheckReport, Finding, Tier, overall
+from meltcore.measure.documents.signature import hash_evidence
 from meltcore.measure.documents.verdicts import SEVERITY, CheckVerdict, worst_verdict
 from meltcore.measure.node.certify.check import HardwareCheck
 from meltcore.measure.node.certify.checks import (
@@ -128,6 +129,7 @@ def certify(
         findings=merge_findings(finding for report in reports for finding in report.findings),
         unverified=unverified_lines(reports),
         notes=notes,
+        evidence=hash_evidence(folder),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pynvml import NVMLError
 
+from meltcore.common.process import ProcessError
 from meltcore.measure.documents.node import CertificateRow, CheckReport, Finding, Tier
 from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
@@ -193,8 +194,8 @@ def _imex(node: Node) -> Outcome:
         return "NOT_APPLICABLE", None, "there is no IMEX channel here"
     try:
         completed = node.run(_IMEX_QUERY, b"", {}, _IMEX_LIMIT_S)
-    except OSError as error:
-        return _unreadable(f"IMEX: {' '.join(_IMEX_QUERY)}: {error.strerror}")
+    except ProcessError as error:
+        return _unreadable(f"IMEX: {error}")
     answer = completed.stdout.decode(errors="replace").strip().splitlines()
     if completed.returncode != 0 or not answer:
         return _unreadable(f"IMEX: {' '.join(_IMEX_QUERY)} gave status {completed.returncode}")
