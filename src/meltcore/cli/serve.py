@@ -3,7 +3,7 @@
 import argparse
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meltcore.common.tasks import Task
@@ -105,7 +105,7 @@ def _check_in_time(model: "ModelSection") -> "Task":
     Raises ConfigError too if a local checkpoint is not read within _READ_LIMIT_S, such as one on a server that is gone.
     Downloads from the hub have limits of their own.
     """
-    from concurrent.futures import wait
+    from concurrent.futures import Future, wait
 
     from meltcore.common.errors import ConfigError
     from meltcore.common.process import loading_modules, start_call
@@ -115,9 +115,10 @@ def _check_in_time(model: "ModelSection") -> "Task":
         from meltcore.serve.tasks.generation.servable import check_servable
 
     on_hub, check = start_call(lambda: is_on_hub(model.model)), start_call(lambda: check_servable(model))
-    if wait([on_hub, check], _NOTICE_S).not_done and not (on_hub.done() and on_hub.result()):
+    calls: list[Future[Any]] = [on_hub, check]
+    if wait(calls, _NOTICE_S).not_done and not (on_hub.done() and on_hub.result()):
         print(f"meltcore: reading {model.model}", file=sys.stderr, flush=True)
-        if wait([on_hub, check], _READ_LIMIT_S - _NOTICE_S).not_done:
+        if wait(calls, _READ_LIMIT_S - _NOTICE_S).not_done:
             raise ConfigError(
                 f"{model.model} was not read within {_READ_LIMIT_S:g} s: see whether its file system answers"
             )
