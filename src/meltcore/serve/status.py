@@ -9,6 +9,7 @@ from typing import Any
 from pynvml import NVMLError
 
 from meltcore.common.gpus.driver import DriverStartError, Nvml
+from meltcore.common.gpus.reader import memory_or_host_bytes
 from meltcore.serve.requests.backend import Backend, ModelTable
 from meltcore.serve.tasks.model_choice import ModelChoice
 from meltcore.serve.tasks.translation.choice import can_translate
@@ -89,8 +90,8 @@ def query_gpus() -> list[dict[str, Any]]:
     for index in range(count):
         try:
             handle = nvml.device(index)
-            used_bytes, total_bytes = nvml.memory_bytes(handle)
             name = nvml.name(handle)
+            used_bytes, total_bytes = memory_or_host_bytes(nvml, handle, name)
         except NVMLError:  # lost, or denied to this process
             continue
         try:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from waiting import WAIT_S
 
 import meltcore
+from meltcore.common.host_memory import host_total_bytes
 from meltcore.measure.documents.fingerprint import clean_arguments, take_fingerprint
 
 
@@ -132,6 +133,20 @@ def test_gpu_that_is_denied_or_lost_is_left_out(driver: pytest.MonkeyPatch, stat
     driver.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
     found = take_fingerprint()
     assert ([gpu.uuid for gpu in found.gpus], found.gpu_driver) == (["GPU-0", "GPU-2"], "580.1")
+
+
+def test_gpu_that_shares_the_hosts_memory_has_that_memory(driver: pytest.MonkeyPatch) -> None:
+    """It was taken for a driver that fails, and no GPU was named."""
+
+    def unsupported(handle: int) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    driver.setattr(pynvml, "nvmlDeviceGetMemoryInfo", unsupported)
+    assert take_fingerprint().gpu_driver == "NVML error: Not Supported", "of an H200 that is a fault"
+    driver.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "NVIDIA GB10")
+    assert [gpu.memory_bytes for gpu in take_fingerprint().gpus] == [host_total_bytes()] * 3
+    driver.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda handle: SimpleNamespace(total=0, used=0))
+    assert [gpu.memory_bytes for gpu in take_fingerprint().gpus] == [host_total_bytes()] * 3
 
 
 def test_driver_that_fails_or_hangs_is_told_in_its_own_place(driver: pytest.MonkeyPatch) -> None:

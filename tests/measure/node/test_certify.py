@@ -10,6 +10,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.process import CompletedRun
 from meltcore.measure.documents.node import TIERS, Certificate
 from meltcore.measure.node.certify.checks.run import checks_of, sampling_interval_s
+from meltcore.measure.node.certify.expectations import make_baseline
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 
 NOT_SUPPORTED, NO_PERMISSION, LOST = 3, 4, 15
@@ -241,6 +242,27 @@ def test_unreadable_state_is_unknown_even_if_driver_says_unsupported(tmp_path: P
     certificate = certified(tmp_path, node_of(gpus), "quick")
     assert ("UNKNOWN", "STATE_UNREADABLE", "GPU 0") in findings_in(certificate)
     assert certificate.exit_code == 3
+
+
+def test_gpu_that_shares_the_hosts_memory_passes_by_a_baseline(tmp_path: Path) -> None:
+    """A GB10 reports no memory, PCIe link, power limit, ECC or NVLink. No speed of it is known."""
+    absent = (
+        *("memory_used_bytes", "memory_total_bytes", "memory_clock_mhz", "memory_clock_max_mhz", "memory_bus_bits"),
+        *("pcie_generation", "pcie_width", "pcie_generation_max", "pcie_width_max", "gpu_pcie_generation_max"),
+        *("pcie_replays", "power_limit_w", "power_limit_default_w", "ecc_on", "ecc_corrected", "ecc_uncorrected"),
+        *("rows_remapped_corrected", "recovery_action", "mig_on", "nvlinks", "memory_temperature_c"),
+    )
+    gpu = FakeGpu(
+        name="NVIDIA GB10",
+        architecture=10,
+        capability=(12, 1),
+        refused=dict.fromkeys(absent, NOT_SUPPORTED),
+        readings={"fabric_state": 0},
+    )
+    first = certified(tmp_path, node_of([gpu]), "quick")
+    assert {(verdict, code) for verdict, code, _ in findings_in(first)} == {("UNKNOWN", "NO_EXPECTATION")}
+    second = certified(tmp_path, node_of([gpu]), "quick", baseline=make_baseline(first))
+    assert (findings_in(second), second.verdict) == ([], "PASS")
 
 
 def test_feature_that_gpu_type_lacks_is_not_applicable_and_listed(tmp_path: Path) -> None:

@@ -102,6 +102,9 @@ def test_gpus_are_read_through_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = status.query_gpus()
     assert first == {"name": "GPU 0", "memory_bytes": 2**30, "memory_used_bytes": 2**29, "utilization": 0.4}
     assert (second["name"], second["utilization"]) == ("GPU 1", None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "NVIDIA GB10")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
+    assert [gpu["memory_bytes"] > gpu["memory_used_bytes"] > 0 for gpu in status.query_gpus()] == [True, True]
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: refuse(0))
     assert status.query_gpus() == []
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: refuse(0))

@@ -195,6 +195,25 @@ def _to_value(metric: GpuMetric, reading: Reading, gpu_type: GpuType) -> Value:
     return reading if math.isfinite(reading) else UNKNOWN
 
 
+def memory_or_host_bytes(nvml: Nvml, handle: Any, name: str) -> tuple[int, int]:
+    """Return (used, total) bytes of a GPU's memory, or of the host's memory for a GPU type that shares it.
+
+    Raises NVMLError if the driver does not report the memory of another type.
+    """
+    from meltcore.common.host_memory import host_available_bytes, host_total_bytes  # the sampler needs none of it
+
+    try:
+        used_bytes, total_bytes = nvml.memory_bytes(handle)
+    except NVMLError as error:
+        if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED or not lacks_feature(GpuType(name, None), "own_memory"):
+            raise
+        used_bytes = total_bytes = 0
+    if total_bytes or not lacks_feature(GpuType(name, None), "own_memory"):
+        return used_bytes, total_bytes
+    host_bytes = host_total_bytes()
+    return host_bytes - host_available_bytes(), host_bytes
+
+
 def absent_value(error: NVMLError, gpu_type: GpuType, feature: Feature | None) -> Absent:
     """Return NOT_APPLICABLE if both the driver and the table say that `gpu_type` lacks `feature`, else UNKNOWN."""
     is_unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED

@@ -174,9 +174,13 @@ def _gpu(nvml: Nvml, index: int) -> Gpu | None:
     """
     import pynvml
 
+    from meltcore.common.gpus.reader import memory_or_host_bytes
+
     try:
         handle = nvml.device(index)
-        return Gpu(name=nvml.name(handle), uuid=nvml.uuid(handle), memory_bytes=nvml.memory_bytes(handle)[1])
+        name = nvml.name(handle)
+        _, total_bytes = memory_or_host_bytes(nvml, handle, name)
+        return Gpu(name=name, uuid=nvml.uuid(handle), memory_bytes=total_bytes)
     except pynvml.NVMLError as error:
         if error.value in (pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_GPU_IS_LOST):
             return None

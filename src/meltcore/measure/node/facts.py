@@ -79,13 +79,16 @@ FACTS: tuple[FactSpec, ...] = (
         "own_memory",
     ),
     FactSpec("memory_bus_bits", "memory bus", "bits", "fixed", lambda nvml, device: nvml.memory_bus_bits(device)),
-    FactSpec("power_limit_w", "power limit", "W", "fixed", lambda nvml, device: nvml.power_limits_w(device)[0]),
+    FactSpec(
+        "power_limit_w", "power limit", "W", "fixed", lambda nvml, device: nvml.power_limits_w(device)[0], "power_limit"
+    ),
     FactSpec(
         "power_limit_default_w",
         "power limit, default",
         "W",
         "fixed",
         lambda nvml, device: nvml.power_limits_w(device)[1],
+        "power_limit",
     ),
     FactSpec("sm_clock_mhz", "SM clock now", "MHz", "reading", lambda nvml, device: nvml.sm_clock_mhz(device)),
     FactSpec(

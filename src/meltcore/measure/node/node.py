@@ -83,7 +83,7 @@ class Node:
 
     def kernel_log(self) -> str | None:
         """Return the kernel's log since its oldest record, or None if this user or container may not read it."""
-        records = []
+        records: list[bytes] = []
         try:
             file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
