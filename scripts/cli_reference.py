@@ -20,6 +20,23 @@ HEAD = """# Command line
 Where its output cannot be written, a command ends with one line on standard error and status 2 (`certify`: 3).
 Where the reader of a pipe is gone, as after `| head -1`, it ends quietly with status 141.
 A server goes on without its output.
+
+## Environment variables
+
+| variable | what it sets |
+|---|---|
+| `MELTCORE_API_KEY` | the key of `serve` where `--api-key` is not given, and of commands that ask a server |
+| `CUDA_VISIBLE_DEVICES`, `CUDA_DEVICE_ORDER` | which GPUs there are, as indices or UUIDs, and how they are numbered |
+| `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_ENDPOINT` | the Hugging Face hub: its cache, token and address |
+| `TRITON_CACHE_DIR` | the folder of compiled kernels, by default `~/.triton/cache` |
+| `XDG_STATE_HOME` | where servers keep their records and logs, by default `~/.local/state` |
+| `TMPDIR` | where sockets and temporary files are |
+| `OMP_NUM_THREADS` | the most threads of an engine on a CPU |
+| `OTEL_SDK_DISABLED`, `OTEL_EXPORTER_OTLP_*`, `OTEL_SERVICE_NAME` | tracing, as OpenTelemetry defines them |
+| `RAY_ADDRESS`, `RAY_AUTH_MODE` | the cluster of `--ray auto`, and whether its token is used |
+| `GLOO_SOCKET_IFNAME` | the network interface by which ranks on a CPU find each other, by default the loopback |
+| `PYTORCH_ALLOC_CONF` | torch's allocator; engines with a budget set `expandable_segments:True` where it is empty |
+| `NO_COLOR`, `COLUMNS` | how commands print |
 """
 
 

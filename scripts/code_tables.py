@@ -79,10 +79,10 @@ API_ROUTES: Mapping[tuple[str, ...], tuple[tuple[str, str], str]] = {
     ("/v1/images", "/v1/moderations", "/v1/files", "/v1/batches", "/v1/fine_tuning"): (_OPENAI, ""),
     ("/v1/load_lora_adapter",): (_VLLM, ""),
     ("/tokenize", "/detokenize"): (_VLLM, "yes"),
-    ("/health", "/metrics"): (_VLLM, "[yes](engine/api-server.md#invariants), [yes](metrics.md); `/live`: the process"),
-    ("/v1/status",): (_NEITHER, "models and their open requests, GPUs, in JSON"),
+    ("/health", "/metrics"): (_VLLM, "[yes](engine/api-server.md#invariants), [yes](metrics.md)"),
+    ("/v1/status", "/live"): (_NEITHER, "models with their open requests, GPUs; whether the process answers"),
     ("/v1/translate",): (_NEITHER, "by a [translation](translation.md) checkpoint, in dwani.ai's form"),
-    ("/v1/indic_chat", "/v1/chat_direct", "/transcribe_batch", "/v1/audio/speech_batch"): (
+    ("/v1/indic_chat", "/v1/chat_direct", "/v1/chat", "/v1/speech_to_speech", "/transcribe_batch"): (
         *(_NEITHER, "[dwani.ai's API](dwani.md)"),
     ),
 }

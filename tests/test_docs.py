@@ -383,3 +383,12 @@ def test_table_of_rows_that_do_not_exist_is_an_error() -> None:
 def test_page_that_loads_from_another_host_is_found(tmp_path: Path, page: str, loads: bool) -> None:
     (tmp_path / "index.html").write_text(f"<html><body>{page}</body></html>")
     assert bool(check_site.external_loads(tmp_path)) is loads
+
+
+def test_command_line_page_lists_the_environment_variables_that_a_user_may_set() -> None:
+    own = {"PATH", "PYTHONPATH", "NCCL_NVLS_ENABLE", "HF_XET_CLIENT_READ_TIMEOUT", "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS"}
+    pattern = re.compile(r'environ(?:\.get|\.setdefault)?[\[(]"([A-Z_]+)"')
+    read = {name for path in (ROOT / "src").rglob("*.py") for name in pattern.findall(path.read_text())}
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert len(read) > 8
+    assert [name for name in sorted(read - own - {"RAY_USAGE_STATS_ENABLED"}) if f"`{name}`" not in page] == []

@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         type=not_empty,
         metavar="KEY",
-        help="Bearer token that requests must send, except to /, /docs, /openapi.json, /health and /live (default: the "
-        "environment variable MELTCORE_API_KEY).",
+        help="Bearer token that requests must send, except to /, /docs, /openapi.json, /health, /v1/health and /live "
+        "(default: the environment variable MELTCORE_API_KEY).",
     )
     group.add_argument(
         "--enable-auto-tool-choice",

@@ -33,6 +33,7 @@ _OTHERS = (
     Operation("get", "/v1/status", "Tell what each model and GPU does now", tag=_SERVER),
     Operation("get", "/v1/health", "Tell whether the server can answer requests, in dwani.ai's form", tag=_SERVER),
     Operation("get", "/health", "Tell whether the server can answer requests", tag=_SERVER),
+    Operation("get", "/live", "Tell that the process of the server answers", tag=_SERVER),
     Operation("get", "/metrics", "Return Prometheus text", answer="text/plain", tag=_SERVER),
 )
 # Every form has audio in its first field. OpenAPI 3.1 says so by the media type, 3.0 by the format.

@@ -266,7 +266,7 @@ class _Handlers:
         try:
             result = await backend.profile(action, directory, profiler)
         except EngineDeadError as error:
-            raise RequestError(str(error), status=500, code="engine_dead") from error
+            raise RequestError(str(error), status=503, code="engine_dead") from error
         if result.error is not None:
             raise RequestError(f"the profiler could not {action}: {result.error}", status=409)
         return {"path": result.path}

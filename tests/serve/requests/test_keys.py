@@ -16,7 +16,8 @@ from server_harness import configure
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.http.gate import RequestGate, check_headers
 from meltcore.serve.http.origins import OriginCheck
-from meltcore.serve.http.paths import OPEN_PATHS
+from meltcore.serve.http.paths import DOCS_PATHS, OPEN_PATHS
+from meltcore.serve.openapi import document
 from meltcore.serve.requests import keys as keys_module
 from meltcore.serve.requests.backend import ModelTable
 from meltcore.serve.requests.exchange import Exchange, current_exchange
@@ -24,6 +25,7 @@ from meltcore.serve.requests.keys import ApiKeys, resolve_keys
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.routes import build_app
+from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.settings.fleet_file import parse_fleet
 from meltcore.settings.fleet_spec import KeySection, ModelSection
 
@@ -199,6 +201,9 @@ def test_every_route_needs_a_key_but_the_open_ones() -> None:
     )
     methods = {route.path: method for route in app._app._app.routes for method in route.methods}
     assert len(methods) > 30
+    described = set(document()["paths"]) | {"/", *DOCS_PATHS, "/start_profile", "/stop_profile"}
+    of_no_task = [route.path for route in app._app._app.routes if not isinstance(route.endpoint, Endpoint)]
+    assert {path.replace(":path", "") for path in of_no_task} <= described, "/openapi.json has every route"
     assert {"/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/models", "/start_profile"} <= set(methods)
 
     async def receive() -> Any:
