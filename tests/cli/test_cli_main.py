@@ -14,7 +14,7 @@ from waiting import WAIT_S
 
 from meltcore import __version__
 from meltcore.cli.gpu import certify
-from meltcore.cli.main import COMMANDS, Command, main
+from meltcore.cli.main import COMMANDS, Command, command_parser, main
 from meltcore.common.errors import ConfigError
 
 HELP_MODULES = 80  # 48 today; numpy alone brings 100
@@ -223,3 +223,17 @@ def test_closed_pipe_ends_a_command_quietly(way: str, text: str) -> None:
             [sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
         )
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["http://127.0.0.1:1"], "conformance"),
+        (["localhost:1"], "conformance"),
+        (["problems", "localhost:1"], "problems"),
+    ],
+)
+def test_eval_of_an_address_alone_is_conformance(words: list[str], what: str) -> None:
+    from meltcore.cli import eval as eval_command
+
+    assert command_parser("eval", eval_command).parse_args(words).what == what

@@ -14,16 +14,18 @@ HELP = """\
 Evaluate a server's answers (arithmetic problems, GSM8K), API conformance and throughput, and score it: throughput at
 concurrency 1 to 64, weighted 1, 1, 2, 2, 4, 4, 8, and zero where too few answers are correct."""
 EXAMPLES = """\
-  meltcore eval conformance http://127.0.0.1:8000
+  meltcore eval http://127.0.0.1:8000                    conformance
   meltcore eval problems http://127.0.0.1:8000 --min-accuracy 0.95
   meltcore eval gsm8k https://example.com/v1 --data test.jsonl --model my-model --api-key $KEY
-  meltcore eval throughput http://127.0.0.1:8000 --tokenizer MODEL_FOLDER
+  meltcore eval throughput http://127.0.0.1:8000 --tokenizer Qwen/Qwen3-0.6B
   meltcore eval throughput http://127.0.0.1:8000 --speed-only --output-len 277
   meltcore eval all http://127.0.0.1:8000 --data test.jsonl --tokenizer MODEL_FOLDER
   meltcore eval score runs/GSM8K_RUN runs/THROUGHPUT_RUN
   meltcore eval baseline http://127.0.0.1:8001 --data test.jsonl --tokenizer MODEL_FOLDER \\
       --command '/opt/vllm/bin/vllm serve MODEL_FOLDER --port 8001'
 """
+
+DEFAULT_SUBCOMMAND = "conformance"  # of an address alone
 
 _EVALUATION_HELP = {
     "conformance": "Check the API: PASS or FAIL per check.",
@@ -96,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     # Ended by `timeout`, a job's end or a hang-up, it must leave no server and no harness behind.
-    with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, "eval") as folder:
+    with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, f"eval-{args.what}") as folder:
         result = _measure(args, console, folder)
         try:
             save_document(folder.result_path, result)
@@ -147,6 +149,7 @@ def _measure(args: argparse.Namespace, console: "Console", folder: "RunFolder") 
                 on_answer=on_answer,
                 folder=folder.path,
             )
+    args.tokenizer = _tokenizer(args, console)
     seed = secrets.randbits(32) if args.seed is None else args.seed
     throughput = from_options(ThroughputConfig, args, seed=seed)
     if args.what == "throughput":
@@ -156,6 +159,27 @@ def _measure(args: argparse.Namespace, console: "Console", folder: "RunFolder") 
     if args.what == "all":
         return run_evaluation(config, folder.path, console, arguments)
     return run_baseline(config, args.command, folder.path, console, arguments, args.start_timeout)
+
+
+def _tokenizer(args: argparse.Namespace, console: "Console") -> str | None:
+    """Return the path of the tokenizer: of --tokenizer, or else of the served model if its name leads to one."""
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.experiments.servers import Api
+    from meltcore.models.checkpoints.checkpoint import find_tokenizer
+
+    if args.tokenizer is not None:
+        return find_tokenizer(args.tokenizer)
+    if args.speed_only:
+        return None
+    model, _ = Api(args.url, api_key=args.api_key).resolve_model(args.model)
+    try:
+        path = find_tokenizer(model)
+    except ConfigError as error:
+        raise ConfigError(
+            f"give --tokenizer, or --speed-only: none is found by the served model's name: {error}"
+        ) from error
+    console.print(f"tokenizer: that of {model}, the served model", style="dim", highlight=False)
+    return path
 
 
 def _print_result(console: "Console", result: "RunResult") -> None:

@@ -143,6 +143,10 @@ def _load_config(args: argparse.Namespace) -> "LoadConfig":
         args.concurrency = LoadConfig.concurrency
     elif args.request_rate:
         raise ConfigError("--concurrency makes closed-loop levels and --request-rate open-loop ones: give one of them")
+    if args.tokenizer is not None:
+        from meltcore.models.checkpoints.checkpoint import find_tokenizer
+
+        args.tokenizer = find_tokenizer(args.tokenizer)
     config = from_options(LoadConfig, args, timeouts=_timeouts(args))
     check_workload(config)
     return config

@@ -26,10 +26,12 @@ EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE
 class CommandParser(argparse.ArgumentParser):
     """Parses the arguments of a command. An error follows one line of usage and names what was probably meant.
 
-    `refused` has options of other servers, each with the reason why it is not taken.
+    `refused` has options of other servers, each with the reason why it is not taken. An address where a subcommand is
+    expected is for `default_subcommand`.
     """
 
     refused: Mapping[str, str] = MappingProxyType({})
+    default_subcommand = ""
 
     def format_usage(self) -> str:
         """Return one line with the arguments that are required. `--help` lists all others."""
@@ -41,7 +43,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the parsed arguments. An unknown option is an error with the reason or the most similar option."""
-        parsed, unknown = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        if self.default_subcommand and words and not words[0].startswith("-") and ":" in words[0]:
+            words.insert(0, self.default_subcommand)
+        parsed, unknown = self.parse_known_args(words, namespace)
         for word in unknown:
             flag = word.partition("=")[0]
             if flag in self.refused:
@@ -216,6 +221,7 @@ def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.refused = getattr(module, "REFUSED", parser.refused)
+    parser.default_subcommand = getattr(module, "DEFAULT_SUBCOMMAND", "")
     parser.set_defaults(act=module.run)  # an option may choose another function
     module.add_arguments(parser)
     return parser

@@ -15,7 +15,7 @@ HELP = (
     "without it the card is INCOMPLETE at best, and names what is missing. Of a single one: its page again."
 )
 EXAMPLES = """\
-  meltcore report runs/*-certify runs/*-bench runs/*-eval runs/*-tune-batching runs/*-compare machine.json
+  meltcore report runs/*-certify runs/*-bench runs/*-eval-all runs/*-tune-batching runs/*-compare machine.json
   meltcore report runs --card                       the newest of each kind within a folder
   meltcore report runs --require certificate,benchmark   a node's acceptance: these two decide, others are shown
   meltcore report runs/20261121T120000Z-demo        this run's page again

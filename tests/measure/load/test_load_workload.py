@@ -10,7 +10,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.load.config import LoadConfig, Timeouts, parse_slo
 from meltcore.measure.load.run.loops import arrival_offsets
 from meltcore.measure.load.run.runner import check_limits
-from meltcore.measure.load.tasks.generation import CHAT_PATH, COMPLETIONS_PATH, load_workload
+from meltcore.measure.load.tasks.generation import CHAT_PATH, COMPLETIONS_PATH, fit_vocabulary, load_workload
 from meltcore.measure.load.tasks.task import check_workload
 from meltcore.measure.load.workloads.workload import Workload
 from meltcore.measure.problems import generate
@@ -169,3 +169,18 @@ def test_levels_with_a_number_of_requests_have_no_time() -> None:
     arrivals = LoadConfig(url="", request_rate=(2.0,))
     assert [level.num_requests for level in arrivals.levels] == [60]
     assert arrivals.plan == "rate 2/s: 60 requests after 8 warm-ups; 30 s or more in all"
+
+
+@pytest.mark.parametrize(
+    ("spec", "vocab_size", "fitted"),
+    [
+        ("random:in=8", 824, "random:in=8,vocab=824"),
+        ("random", 824, "random:vocab=824"),
+        ("random:in=8,vocab=99", 824, "random:in=8,vocab=99"),
+        ("random:in=8", 30_000, "random:in=8"),
+        ("random:in=8", None, "random:in=8"),
+        ("problems:short", 824, "problems:short"),
+    ],
+)
+def test_random_ids_fit_the_servers_vocabulary(spec: str, vocab_size: int | None, fitted: str) -> None:
+    assert fit_vocabulary(spec, vocab_size) == fitted

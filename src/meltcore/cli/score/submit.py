@@ -9,7 +9,7 @@ HELP = (
 )
 EXAMPLES = """\
   meltcore submit my-submission --rules hackathon          the newest runs under runs/
-  meltcore submit my-submission runs/20261121T120000Z-eval
+  meltcore submit my-submission runs/20261121T120000Z-eval-all
   meltcore submit my-submission runs/GSM8K_RUN runs/THROUGHPUT_RUN
 
 exit status: 0 collected, 1 refused by the rules or a score of 0, 2 results are missing or wrong usage

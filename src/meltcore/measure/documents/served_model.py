@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _FACTS = ("weights", "tokenizer", "output_lengths", "device", "dtype", "weight_dtypes", "kv_cache_dtype",
-          "speculative_decoding", "replicas", "max_model_len", "debug", "hf_overrides")  # fmt: skip
+          "speculative_decoding", "replicas", "max_model_len", "vocab_size", "debug", "hf_overrides")  # fmt: skip
 
 
 def model_facts(listing: Any, model: str) -> dict[str, Any]:

@@ -134,7 +134,8 @@ class LoadConfig:
     )
     tokenizer: str | None = option(
         None,
-        "tokenizer.json, or its folder: checks the server's token counts, and replaces them where it sends none.",
+        "A tokenizer.json or its folder, a hub id or a bundled model: checks the server's token counts, and replaces "
+        "them where it sends none.",
         group="Results",
         metavar="PATH",
     )

@@ -472,6 +472,14 @@ def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoi
     return checkpoint
 
 
+def find_tokenizer(name: str) -> str:
+    """Return the path of a tokenizer: an existing path as it is, or the folder of a bundled model or a hub id.
+
+    Raises ConfigError if there is none of that name, or if its download fails.
+    """
+    return name if Path(name).expanduser().exists() else str(find_folder(name, "text"))
+
+
 def find_folder(model: str, files: CheckpointFiles) -> Path:
     """Return the folder that `model` names, downloaded if it is a hub id. Raises ConfigError if it does not exist."""
     if model in _BUNDLED_FOLDERS:

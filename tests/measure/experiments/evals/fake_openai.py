@@ -37,6 +37,7 @@ FAULTS = (
     "deaf",  # ignores SIGTERM
     "no-usage",  # answers carry no usage
     "thinks-aloud",  # answers begin with a thinking block
+    "reasons",  # answers have reasoning beside their content
     "bare-errors",  # errors are plain text
     "no-listing",  # /v1/models does not exist
     "stuck",  # answers after a minute
@@ -155,6 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(self.server.tokens(text), reason, usage, fields)
             return
         message = {"role": "assistant", "content": text}
+        if self.server.fault == "reasons":
+            message["reasoning_content"] = "12 and 7 make 19."
         answer = _frame("chat.completion", [{"index": 0, "message": message, "finish_reason": reason}])
         self._json(200, answer if self.server.fault == "no-usage" else {**answer, "usage": usage})
 

@@ -52,10 +52,19 @@ def start(run: Callable[[FakeServer], FakeServer]) -> Callable[..., FakeServer]:
     return begin
 
 
+REASONING = "reasoning stays out of the answer's content"  # the fake server's model does not reason
+
+
 def test_conforming_server_passes_every_check(start: Callable[..., FakeServer]) -> None:
     results = run_checks(Api(start().address), "fake")
-    assert [result for result in results if result.status != "PASS"] == []
+    assert [result.name for result in results if result.status != "PASS"] == [REASONING]
+    assert [result.status for result in results if result.name == REASONING] == ["NOT_APPLICABLE"]
     assert len(results) >= 15
+
+
+def test_reasoning_beside_the_content_passes(start: Callable[..., FakeServer]) -> None:
+    results = {result.name: result.status for result in run_checks(Api(start("reasons").address), "fake")}
+    assert results[REASONING] == "PASS"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +98,7 @@ def test_short_answer_passes_every_check(run: Callable[[FakeServer], FakeServer]
     results = {result.name: result for result in run_checks(Api(run(BriefServer(counts)).address), "fake")}
     assert results["a stop string ends the answer and stays out of it"].status == "PASS"
     if counts.count(" ") > 1:
-        assert [result for result in results.values() if result.status != "PASS"] == []
+        assert [result.name for result in results.values() if result.status != "PASS"] == [REASONING]
 
 
 def test_only_an_empty_answer_cannot_be_stopped(run: Callable[[FakeServer], FakeServer]) -> None:

@@ -140,6 +140,12 @@ def test_speed_only_sends_ids_and_no_text() -> None:
     assert all(100 <= token < 30_000 for line in lines for token in line["prompt_token_ids"])
 
 
+def test_speed_only_sends_ids_of_the_servers_vocabulary() -> None:
+    plan = make_plan(config(speed_only=True, tokenizer=None), None, 824)
+    ids = [each for level in plan.levels for request in level for each in request.line["prompt_token_ids"]]
+    assert 100 <= min(ids) <= max(ids) < 824
+
+
 def test_speed_only_with_a_tokenizer_sends_ids_of_its_vocabulary() -> None:
     maker = TextGenerator(TOKENIZER)
     plan = make_plan(config(speed_only=True, input_len=500), maker)
@@ -283,7 +289,11 @@ def test_failed_request_fails_the_run(counting: Callable[..., CountingServer], t
     result = run_throughput(config(counting().address, model="no-such-model"), tmp_path)
     assert result.verdict == "FAILED"
     assert [gate.status for gate in result.gates] == ["FAIL"] * 3  # counts of no answer at all agree with nothing
-    assert [gate.detail for gate in result.gates[1:]] == ["0 of 4", "at 0 of 2 levels"]
+    assert [gate.detail for gate in result.gates[1:]] == [
+        "0 of 2; 1 levels did not run",
+        "at 0 of 1 levels; 1 levels did not run",
+    ]
+    assert (result.status, len(result.levels)) == ("partial", 1)
     assert {level.token_count_source for level in result.levels} == {"server-reported"}
 
 

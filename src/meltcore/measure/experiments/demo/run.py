@@ -374,7 +374,8 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
 def _print_checks(console: Console, checks: Sequence[CheckResult], subject: str) -> None:
     """Print how many checks passed, and each failed check."""
     num_passed = sum(check.status == "PASS" for check in checks)
-    console.print(f"{num_passed} of {len(checks)} {subject}", highlight=False)
+    num_applicable = sum(check.status != "NOT_APPLICABLE" for check in checks)
+    console.print(f"{num_passed} of {num_applicable} {subject}", highlight=False)
     for check in checks:
         if check.status == "FAIL":
             print_check(console, check)

@@ -12,6 +12,7 @@ from meltcore.measure.documents.weights import WEIGHTS
 CONCURRENCY = 8  # low enough that load is not what is tested
 GSM8K_LIMIT = 200
 GSM8K_DATASET = "openai/gsm8k"
+GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/test.jsonl"
 LEVELS = tuple(WEIGHTS)
 NUM_SPOT_CHECKS = 2  # per level
 
@@ -43,12 +44,12 @@ class ThroughputConfig:
     continuous_usage: bool = option(True, "Do not ask for token counts with every event.", group=_LOAD_GROUP)
     speed_only: bool = option(
         False,
-        "Send token ids, ignore end tokens, check no answer: no score. Ids are those of --tokenizer or below 30,000.",
+        "Send token ids of --tokenizer or the server's vocabulary, ignore end tokens, check no answer: no score.",
         group=_LOAD_GROUP,
     )
     tokenizer: str | None = option(
         None,
-        "The model's tokenizer.json, or its folder; required unless --speed-only.",
+        "A tokenizer.json or its folder, a hub id or a bundled model (default: the name of the served model).",
         group=_LOAD_GROUP,
         metavar="PATH",
     )
@@ -67,7 +68,9 @@ class ThroughputConfig:
                 f"--num-prompts {self.num_prompts} leaves none beside the {NUM_SPOT_CHECKS} spot checks of a level"
             )
         if self.tokenizer is None and not self.speed_only:
-            raise ConfigError("prompts are made and answers counted with the model's tokenizer: give --tokenizer")
+            raise ConfigError(
+                "prompts are made and answers counted with the model's tokenizer: give --tokenizer, or --speed-only"
+            )
 
     @property
     def fixed_output(self) -> bool:
@@ -81,7 +84,8 @@ class Gsm8kConfig:
 
     data: str = option(
         GSM8K_DATASET,
-        "Problems: a JSONL file or its folder, meltcore/problems, or a data set of the hub.",
+        f"Problems: a JSONL file such as GSM8K's test.jsonl ({GSM8K_URL}) or its folder, meltcore/problems, or a data "
+        "set of the hub, which needs the package datasets.",
         group="GSM8K",
         metavar="DATA",
     )

@@ -31,11 +31,16 @@ class MismatchError(MeltcoreError):
     """Reports that the server's answer violates the API."""
 
 
+class NotApplicableError(MeltcoreError):
+    """Reports that the server's answer shows nothing of what a check is about."""
+
+
 @dataclass(frozen=True)
 class Check:
     """Describes one check.
 
-    `run` returns a short description of its observation, or None, and raises an error if the check fails.
+    `run` returns a short description of its observation, or None. It raises NotApplicableError if there is nothing to
+    check, and another error if the check fails.
     """
 
     name: str
@@ -110,6 +115,8 @@ def _run_check(check: Check, server: Server) -> tuple[CheckResult, bool]:
     """Return the result of one check, and whether it was a timeout."""
     try:
         return CheckResult(name=check.name, status="PASS", detail=check.run(server) or ""), False
+    except NotApplicableError as error:
+        return CheckResult(name=check.name, status="NOT_APPLICABLE", detail=str(error)), False
     except MeltcoreError as error:
         detail, timed_out = str(error), isinstance(error, ApiTimeoutError)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -147,6 +154,9 @@ def _check_chat_fields(server: Server) -> str:
 def _check_no_reasoning(server: Server) -> None:
     text = server.plain_text
     _require("<think>" not in text and "</think>" not in text, f"the answer holds reasoning tags: {text[:60]!r}")
+    message = server.plain_answer["choices"][0]["message"]
+    if not (message.get("reasoning_content") or message.get("reasoning")):
+        raise NotApplicableError("the model did not reason about a plain question")
 
 
 @register_check("usage adds up", MAX_ANSWER_TIMEOUTS)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from meltcore.common.errors import ConfigError
+from meltcore.measure.experiments.evals.config import GSM8K_URL
 from meltcore.measure.experiments.servers import Answer
 from meltcore.measure.problems import evaluation_set
 
@@ -187,7 +188,8 @@ def _load_hub_dataset(name: str) -> list[Item]:
         from datasets import load_dataset  # comes with lm-eval
     except ImportError as error:
         raise ConfigError(
-            f"reading the data set {name} needs the package datasets, which is not installed; give --data FILE.jsonl"
+            f"reading the data set {name} needs the package datasets, which is not installed (pip install "
+            f"datasets); or fetch {GSM8K_URL} and give --data test.jsonl"
         ) from error
     try:
         rows = load_dataset(name, "main", split="test")

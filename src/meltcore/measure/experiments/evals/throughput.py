@@ -132,13 +132,15 @@ class PromptPlan(NamedTuple):
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def make_plan(config: ThroughputConfig, generator: TextGenerator | None) -> PromptPlan:
+def make_plan(config: ThroughputConfig, generator: TextGenerator | None, vocab_size: int | None = None) -> PromptPlan:
     """Build the requests of all levels. The same seed gives the same requests.
+
+    Without a tokenizer, token ids are below `vocab_size`, and below RANDOM_HIGH_ID if a server reports none.
 
     Raises ConfigError if the tokenizer yields no text of the required length.
     """
     rng = random.Random(f"throughput/{config.seed}")  # noqa: S311 - must repeat for a seed
-    make_request = _request_factory(config, generator, rng)
+    make_request = _request_factory(config, generator, vocab_size, rng)
     shared_requests = [make_request() for _ in range(NUM_REUSED_PROMPTS)] if config.reuse_prompts else []
     plan = PromptPlan([], [])
     for _ in config.levels:
@@ -157,12 +159,13 @@ def make_plan(config: ThroughputConfig, generator: TextGenerator | None) -> Prom
 
 
 def _request_factory(
-    config: ThroughputConfig, generator: TextGenerator | None, rng: random.Random
+    config: ThroughputConfig, generator: TextGenerator | None, vocab_size: int | None, rng: random.Random
 ) -> Callable[[], PlannedRequest]:
     common_fields: dict[str, Any] = {"max_tokens": config.output_len, "temperature": 1.0}
     if config.fixed_output:
         common_fields |= IGNORE_EOS_FIELDS
-    vocabulary = range(RANDOM_LOW_ID, RANDOM_HIGH_ID) if generator is None else generator.token_ids
+    end_id = min(vocab_size or RANDOM_HIGH_ID, RANDOM_HIGH_ID)
+    vocabulary = range(min(RANDOM_LOW_ID, end_id // 2), end_id) if generator is None else generator.token_ids
 
     def make_request() -> PlannedRequest:
         if config.speed_only:
@@ -201,7 +204,7 @@ def run_throughput(
     console = console or Console(quiet=True)
     num_prompts = (NUM_WARMUPS + config.num_prompts) * len(config.levels)
     dim_printer(console)(f"making {num_prompts:,} prompts of {config.input_len:,} tokens")
-    plan = make_plan(config, generator)
+    plan = make_plan(config, generator, facts.get("vocab_size"))
     plan.write(folder / PROMPTS_FILE)
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     level_records: list[list[RequestRecord]] = []
@@ -215,7 +218,7 @@ def run_throughput(
     gates = make_gates(config, levels)
     return RunResult(
         command="eval",
-        status="partial" if verdict in CUT_SHORT else "complete",
+        status="partial" if verdict in CUT_SHORT or len(levels) < len(config.levels) else "complete",
         started=started,
         duration_s=time.monotonic() - start_s,
         fingerprint=take_fingerprint(arguments, config.seed),
@@ -225,7 +228,7 @@ def run_throughput(
         weighted_throughput=weighted_throughput(levels) if config.speed_only else None,
         verdict=verdict,
         reasons=[f"gate failed: {gate.name}: {gate.detail}" for gate in gates if gate.status == "FAIL"],
-        notes=[*_notes(config, levels), *model_notes(facts)],
+        notes=[*_notes(config, levels, facts.get("vocab_size")), *model_notes(facts)],
     )
 
 
@@ -268,14 +271,14 @@ def _settings(config: ThroughputConfig) -> dict[str, object]:
     return settings | {name: getattr(config, name) for name in names}
 
 
-def _notes(config: ThroughputConfig, levels: Sequence[LevelResult]) -> list[str]:
+def _notes(config: ThroughputConfig, levels: Sequence[LevelResult], vocab_size: int | None) -> list[str]:
     notes = []
     if config.speed_only:
         notes.append(
             "Speed only: token ids as prompts, end tokens ignored, no answer checked. The weighted throughput is no "
             "score."
         )
-        if config.tokenizer is None and any(level.failed for level in levels):
+        if config.tokenizer is None and vocab_size is None and any(level.failed for level in levels):
             notes.append(f"Ids below {RANDOM_HIGH_ID:,} were sent; give the --tokenizer of a smaller vocabulary.")
     wide_levels = [str(level) for level in config.levels if level > config.num_prompts]
     if wide_levels:

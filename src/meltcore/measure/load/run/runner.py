@@ -25,7 +25,7 @@ from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.streams import LevelStream, OnProgress, Progress, StreamRunner
 from meltcore.measure.load.run.summary import LevelMeasurement, summarize
-from meltcore.measure.load.tasks.generation import COMPLETIONS_PATH
+from meltcore.measure.load.tasks.generation import COMPLETIONS_PATH, fit_vocabulary
 from meltcore.measure.load.tasks.task import open_workload, workload_task
 from meltcore.measure.load.token_counter import TokenCounter
 from meltcore.measure.load.wire.connection import Target, resolve_target, run_coroutine
@@ -234,11 +234,13 @@ def _lacks_template(record: RequestRecord) -> bool:
 def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgress | None = None) -> RunResult:
     """Run the levels of `config` and return the result. Raises ConfigError if the run cannot start.
 
-    `arguments` is the command line, which the fingerprint stores.
+    Random token ids stay below the vocabulary that the server reports. `arguments` is the command line, which the
+    fingerprint stores.
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     start_s = time.monotonic()
     served_model_facts = run_coroutine(_served_facts(config), uvloop.new_event_loop)
+    config = replace(config, workload=fit_vocabulary(config.workload, served_model_facts.get("vocab_size")))
     levels = run_levels(config, on_progress)
     verdict = worst_verdict((level.verdict for level in levels), "PARTIAL")
     monitoring_start = (

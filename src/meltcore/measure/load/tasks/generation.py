@@ -117,6 +117,14 @@ def _random_workload(spec: str, seed: int, max_tokens: int | None) -> Workload:
     return Workload(spec, prompt, is_graded=False)
 
 
+def fit_vocabulary(spec: str, vocab_size: int | None) -> str:
+    """Return the workload `spec`, with random ids below `vocab_size` if it names no vocabulary of its own."""
+    kind, _, options_text = spec.partition(":")
+    if kind != "random" or vocab_size is None or vocab_size >= RANDOM_HIGH_ID or "vocab=" in options_text:
+        return spec
+    return f"{spec}{',' if options_text else ':'}vocab={vocab_size}"
+
+
 def _as_completion(prompt: Prompt) -> Prompt:
     """Return a chat as the completion of its texts, for a model without a chat template."""
     fields = dict(prompt.fields)
@@ -218,7 +226,7 @@ def _open(config: LoadConfig, num_requests: int, _clips: Sequence[Clip]) -> Work
 
 def _default_workload(model: ServedModel, sizes: Sizes) -> str:
     """Return the description of random prompts. A small model with real weights gets short, graded problems."""
-    context, vocab = model.card.get("max_model_len"), model.card.get("vocab_size") or RANDOM_HIGH_ID
+    context = model.card.get("max_model_len")
     if model.is_small and model.card.get("weights") != "dummy":
         return "problems:short"
     inputs, outputs = _SMALL_SIZES if model.is_small else (sizes.input_len.text, sizes.output_len.text)
@@ -228,7 +236,7 @@ def _default_workload(model: ServedModel, sizes: Sizes) -> str:
             f"{model.name} has a context of {context} tokens, and a request has up to {needed}; set --input-len and "
             f"--output-len"
         )
-    return f"random:in={inputs},out={outputs}" + (f",vocab={vocab}" if vocab < RANDOM_HIGH_ID else "")
+    return fit_vocabulary(f"random:in={inputs},out={outputs}", model.card.get("vocab_size"))
 
 
 def _facts(level: LevelResult) -> list[tuple[str, str]]:

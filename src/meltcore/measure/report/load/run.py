@@ -81,7 +81,7 @@ def run_page(result: RunResult) -> Page:
             if checks
         ),
         Section(column_sections=[machine_section(result.fingerprint), _settings_section(result)]),
-        Section("What the words mean", [Facts(_definition_facts(result))]),
+        Section("What the words mean", [Facts(facts)] if (facts := _definition_facts(result)) else []),
     ]  # fmt: skip
     return Page(
         title=f"meltcore {result.command} – {format_time(result.started)}",
@@ -135,7 +135,8 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
         tiles.append(("Refused at first", f"{refused:,}", "Retry-After obeyed, sent again"))
     if result.checks:
         num_passed = sum(check.status == "PASS" for check in result.checks)
-        tiles.append(("API checks passed", f"{num_passed} of {len(result.checks)}", "OpenAI forms and errors"))
+        num_applicable = sum(check.status != "NOT_APPLICABLE" for check in result.checks)
+        tiles.append(("API checks passed", f"{num_passed} of {num_applicable}", "OpenAI forms and errors"))
     return tiles
 
 
@@ -305,9 +306,11 @@ def _settings_section(result: RunResult) -> Section:
 
 
 def _definition_facts(result: RunResult) -> list[tuple[str, str]]:
+    if not all_levels(result):
+        return []
     sample_counts = ", ".join(f"{count:,} for p{100 * QUANTILES[name]:g}" for name, count in SAMPLES_NEEDED.items())
     return [
-        *((definition.name, definition.text) for definition in relevant_definitions(by_task(result.levels))),
+        *((definition.name, definition.text) for definition in relevant_definitions(by_task(all_levels(result)))),
         (
             "n too small, n<",
             f"A percentile is stated only from enough samples (MLPerf early stopping, 99 % confidence): "
