@@ -87,7 +87,7 @@ def states(folder: Path, node: FakeNode) -> list[Finding]:
     return [finding for check in (StateCheck(), SystemCheck()) for finding in check.run(context).findings]
 
 
-def test_lanes_that_a_link_loses_under_load_are_found(tmp_path: Path) -> None:
+def test_width_that_a_link_loses_under_load_is_found(tmp_path: Path) -> None:
     gpus = h200s(2)
     gpus[1].changes = [ReadingChange(5.0, "pcie_width", 8)]
     certificate = certified(tmp_path, node_of(gpus), "quick")

@@ -332,7 +332,7 @@ class _CopyStream(_Stream):
         pass
 
 
-def test_host_copies_of_all_gpus_at_once_count_both_directions(
+def test_host_copies_of_all_gpus_together_count_both_directions(
     on_the_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", _CopyStream)

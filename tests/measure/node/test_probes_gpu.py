@@ -116,7 +116,7 @@ def test_peer_copies_and_collectives_of_two_gpus() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.gpu_alone
-def test_pulses_patterns_and_host_copies_of_all_gpus_at_once() -> None:
+def test_pulses_patterns_and_host_copies_of_all_gpus_together() -> None:
     every_gpu = tuple(range(gpus()))
     pulses: dict[str, Setting] = {"dtype": "bf16", "size": 8192, "seconds": 2.0, "burst_s": 0.05, "pause_s": 0.05}
     memory: dict[str, Setting] = {"share": 0.05, "chunk_bytes": 2**30, "seconds": 0.0}

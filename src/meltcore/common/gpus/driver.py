@@ -407,10 +407,7 @@ class Nvml:
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
     def slow_call_s(self, _device: Any) -> float:
-        """Return the seconds of the slowest call about a GPU if they exceed SLOW_CALL_S, else 0. Untimed calls give 0.
-
-        Makes no driver call.
-        """
+        """Return 0, since these calls are not timed. NvmlWithTimeout times them."""
         return 0.0
 
 
@@ -430,10 +427,7 @@ class NvmlWithTimeout(Nvml):
         self._slow: list[tuple[Any, float]] = []
 
     def __getattribute__(self, name: str) -> Any:
-        """Return the attribute of `inner`.
-
-        Methods get the time limit, except `identity`, which makes no driver call.
-        """
+        """Return the attribute of `inner`. Methods get the time limit, but for `identity`, which calls no driver."""
         if name.startswith("_") or name == "slow_call_s":
             return object.__getattribute__(self, name)
         method = getattr(self._inner, name)

@@ -86,7 +86,7 @@ def _verify_signature(path: Path, signers: str | None) -> Verification:
     if not signature.exists():
         if signers is not None:
             return "FAIL", "the certificate is not signed"
-        return "RECORDED", "the certificate is not signed: whoever can write it can change it and its hashes"
+        return "RECORDED", "the certificate is not signed: a program that can write it can change it and its hashes"
     content = path.read_bytes()
     if signers is None:
         completed = _ssh_keygen("check-novalidate", "-s", str(signature), stdin=content)

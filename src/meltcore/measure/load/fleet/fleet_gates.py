@@ -217,7 +217,7 @@ def experiment_gates(
     A gate with too few samples is NOT RUN, and so is one of a simulation that was not possible.
     """
     gates = []
-    ideal_streams = simulated or [None] * len(together)
+    ideal_streams: Sequence[SimulatedStream | None] = simulated or [None] * len(together)
     for stream, before, after, ideal in zip(spec.streams, alone, together, ideal_streams, strict=True):
         name = f"{stream.name} ({before.model})"
         for metric, limit in stream.max_p95_ratio.items():

@@ -180,8 +180,8 @@ def _bound_blocks(experiment: FleetExperiment) -> list[Block]:
             if bound is not None:
                 rows.append(_bound_row(after, label, share, bound, format_percent))
         for name in ("p50", "p95"):
-            pair = [getattr(each, name) for each in (after.level.e2e_ms, ideal.e2e_ms)]
-            rows.append(_bound_row(after, f"end to end, {name}, ms", *pair, format_number))
+            measured_ms, ideal_ms = (getattr(each, name) for each in (after.level.e2e_ms, ideal.e2e_ms))
+            rows.append(_bound_row(after, f"end to end, {name}, ms", measured_ms, ideal_ms, format_number))
     return [Text(_BOUND_TEXT, "small"), Table(columns, rows, is_compact=True)]
 
 

@@ -1,4 +1,4 @@
-"""Host copies of all GPUs at once, in both directions: what do sockets, switches and host memory carry together?"""
+"""Concurrent host copies of all GPUs, in both directions: what do sockets, switches and host memory carry together?"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ class HostLoadCheck(MeasuredCheck):
     """Times copies to and from every GPU, all at the same time. Host memory limits them, so no ceiling is known."""
 
     name = "host_load"
-    title = "Host-device copies of all GPUs at once"
+    title = "Concurrent host-device copies of all GPUs"
     unit = "GB/s"
     links = ("pcie",)
     seconds = (0.0, 1.0, 3.0)

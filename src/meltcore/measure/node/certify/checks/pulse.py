@@ -14,7 +14,7 @@ _CALIBRATION_GEMMS = 5
 
 
 class PulseCheck(CorruptionCheck):
-    """Repeats bursts of GEMMs and pauses on all GPUs at once, and compares every result bit by bit.
+    """Repeats bursts of GEMMs and pauses on all GPUs concurrently, and compares every result bit by bit.
 
     Power brakes, resets and errors that the steps of power cause are findings of the telemetry.
     """
