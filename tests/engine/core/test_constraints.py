@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
+from typing import Any
 
 import engine_tools as tools
 import pytest
 
 from meltcore.common.errors import RequestError
-from meltcore.engine.core.constraints import Constraints
+from meltcore.engine.core.constraint import Constraint
+from meltcore.engine.core.constraints import Constraints, _fail
 from meltcore.protocol.generation import AddRequest, SequenceOutput
 from meltcore.protocol.sampling_params import Grammar, SamplingParams
 
@@ -259,9 +262,27 @@ def test_failing_and_refused_grammars_end_their_requests_only(
     outputs = run(seen)
     assert outputs["wrong"][-1].finish_reason == "error"
     assert outputs["wrong"][-1].error_code == "grammar_failed"
-    assert "its grammar allows too many alternatives" in str(outputs["wrong"][-1].error)
+    assert "its grammar and its tokens do not agree" in str(outputs["wrong"][-1].error)
+    assert "doesn't satisfy the grammar" in str(outputs["wrong"][-1].error)
     assert re.search(r"meltcore: the grammar of request wrong has failed: .*\w", capfd.readouterr().err)
     assert len(ids(outputs["free"])) == 4
+
+
+@pytest.mark.parametrize(
+    ("stop_reason", "advice"),
+    [
+        ("ParserTooComplex", "too many alternatives in one place"),
+        ("LexerTooComplex", "a regular expression"),
+        ("NoExtensionBias", "exclude each other"),
+        ("InternalError", "do not agree"),
+    ],
+)
+def test_error_of_a_failed_grammar_has_the_reason_and_no_stack(stop_reason: str, advice: str) -> None:
+    matcher: Any = SimpleNamespace(get_error=lambda: "Too many items\nstack of Rust", stop_reason=lambda: stop_reason)
+    request: Any = SimpleNamespace(id="one", error=None, error_code=None)
+    _fail(request, Constraint(matcher, DIGITS))
+    assert advice in request.error
+    assert request.error.endswith("(llguidance: Too many items)")
 
 
 def test_model_without_a_tokenizer_refuses_grammars_by_name(checkpoint: Path) -> None:

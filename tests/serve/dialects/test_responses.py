@@ -160,6 +160,12 @@ def test_wrong_keys_models_and_fields_are_errors_of_the_client(server: RunningSe
         ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format.name", "'a b'"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 5}, "strict": True}}},
          "text.format.schema", "text.format.schema is not supported"),
+        *(
+            ({"tools": [WEATHER, NAMESPACE | {"tools": [PATCH | {"format": GRAMMAR | {"definition": bad}}]}],
+              "tool_choice": "required"}, "tools[1].tools[0].format.definition",
+             f"tools[1].tools[0].format.definition{text}")
+            for bad, text in (("start: nothing", " is not supported"), ("start: @x", ": @ in"), ("x" * 65_537, ": the"))
+        ),
     ],
 )  # fmt: skip
 def test_errors_name_the_fields_of_this_api(server: RunningServer, fields: Any, param: str, named: str) -> None:

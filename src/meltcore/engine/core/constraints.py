@@ -33,6 +33,14 @@ _ALONE_S, _LIMIT_S = 0.1, 30.0
 _IDLE_S = 0.01  # while no step can run
 
 
+# By the reason why llguidance has stopped, what the client can do.
+_ADVICE = {
+    "ParserTooComplex": "its grammar allows too many alternatives in one place; simplify it",
+    "LexerTooComplex": "a regular expression or a string of its grammar has too many states; simplify it",
+    "NoExtensionBias": "its grammar allows no text here, as parts of it exclude each other; change one of them",
+}
+
+
 class Dropped(NamedTuple):
     """The requests of a step whose tokens are not used: their masks are late, or their grammars have failed."""
 
@@ -230,7 +238,10 @@ def _task(request: Request) -> Future[None] | None:
 
 def _fail(request: Request, constraint: Constraint) -> None:
     constraint.is_over = True
-    reason = " ".join(constraint.matcher.get_error().split())[:500]  # of llguidance, whose words are not for clients
-    print(f"meltcore: the grammar of request {request.id} has failed: {reason}", file=sys.stderr, flush=True)
-    request.error = "the answer cannot go on: its grammar allows too many alternatives in one place; simplify it"
+    error = constraint.matcher.get_error()
+    whole = " ".join(error.split())[:500]
+    print(f"meltcore: the grammar of request {request.id} has failed: {whole}", file=sys.stderr, flush=True)
+    reason, _, _ = error.strip().partition("\n")  # what follows is the state of the parser, or a stack
+    advice = _ADVICE.get(constraint.matcher.stop_reason(), "its grammar and its tokens do not agree")
+    request.error = f"the answer cannot go on: {advice} (llguidance: {reason[:200]})"
     request.error_code = "grammar_failed"

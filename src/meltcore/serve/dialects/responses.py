@@ -208,7 +208,8 @@ def _tools(raw: msgspec.Raw, where: str, *, is_inner: bool = False) -> Iterator[
         yield Tool("function", Function(form.name, form.description, form.parameters, form.strict)), None
     elif isinstance(form, CustomForm):
         grammar = (form.format.definition, form.format.syntax) if isinstance(form.format, GrammarText) else ()
-        yield Tool("function", text_function(form.name, form.description, *grammar)), None
+        function = text_function(form.name, form.description, *grammar, param=f"{where}.format.definition")
+        yield Tool("function", function), None
 
 
 def _choose_tools(

@@ -170,7 +170,7 @@ class _GrammarWriter:
         """Return the rule of the object of all arguments."""
         if isinstance(function, TextFunction) and function.grammar is not None:
             begin, end = literal('{"input": "'), literal('"}')
-            return self._rule(f"{begin} {_nested(quote_grammar(function.grammar))} {end}")
+            return self._rule(f"{begin} {_nested(quote_grammar(function.grammar, function.grammar_param))} {end}")
         return self._schema(_parameters(function), function)
 
     def prefixed(self, function: Function, arguments: str) -> str:

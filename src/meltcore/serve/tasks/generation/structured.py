@@ -43,12 +43,14 @@ _WEAKER = (_WHITESPACE | {"coerce_one_of": True}, _WHITESPACE | {"coerce_one_of"
 class RequestedGrammar(NamedTuple):
     """The grammars that a request accepts, the most exact first, and the field that asks for them.
 
-    `weakened` lists the parts of the schemas of tools that none of them enforces.
+    `weakened` lists the parts of the schemas of tools that none of them enforces. `parts` has the grammars in Lark that
+    the candidates contain, each after the field that holds it.
     """
 
     param: str
     candidates: tuple[str, ...]
     weakened: tuple[str, ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
 
 
 class CheckedGrammar(NamedTuple):
@@ -246,7 +248,7 @@ def _as_object(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
 
 
 def first_valid(compiler: GrammarCompiler, requested: RequestedGrammar) -> CheckedGrammar:
-    """Return the first grammar that compiles. Raises RequestError."""
+    """Return the first grammar that compiles. Raises RequestError, which names the first part that does not compile."""
     reason, parts = "", requested.weakened
     skipped = (shorten(f"not enforced of tools: {', '.join(parts)}"),) if parts else ()
     for text in requested.candidates:
@@ -256,4 +258,6 @@ def first_valid(compiler: GrammarCompiler, requested: RequestedGrammar) -> Check
             reason = str(error)
             if "too big" in reason or "too complex" in reason or "limit" in reason:
                 break  # a weaker grammar is as large
+    for param, text in requested.parts:
+        first_valid(compiler, RequestedGrammar(param, (LLMatcher.grammar_from_lark(text),)))
     raise RequestError(f"{requested.param} is not supported: {reason}", param=requested.param)

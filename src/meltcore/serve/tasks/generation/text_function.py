@@ -51,30 +51,43 @@ _NESTED = re.compile(r"\[|&&|~~|--")
 _ESCAPED, _SLASH = re.compile(r"\\.", re.DOTALL), re.compile(r"(\\.)|/", re.DOTALL)
 
 
+class _UnquotableError(ValueError):
+    """Names the part of a grammar that JSON strings cannot have."""
+
+
 class TextFunction(Function, kw_only=True):
-    """A custom tool as a function. `grammar` is the Lark grammar of its input, or None for any text."""
+    """A custom tool as a function. `grammar` is the Lark grammar of its input, or None for any text.
+
+    `grammar_param` is the field of the request that holds the grammar.
+    """
 
     grammar: str | None = None
+    grammar_param: str = "tools"
 
 
 def text_function(
-    name: str, description: str | None, definition: str | None = None, syntax: Literal["lark", "regex"] = "lark"
+    name: str,
+    description: str | None,
+    definition: str | None = None,
+    syntax: Literal["lark", "regex"] = "lark",
+    param: str = "tools",
 ) -> TextFunction:
     """Return a custom tool as a function. The model reads its grammar in its description.
 
-    Raises RequestError (400) for a grammar that is too long.
+    `param` is the field that holds the grammar. Raises RequestError (400) for a grammar that is too long.
     """
     if definition is None:
         return TextFunction(name, description, _SCHEMA)
     if len(definition) > MAX_DEFINITION_CHARS:
         raise RequestError(
-            f"tools: the grammar of {name[:128]!r} has {len(definition)} characters; the limit is "
+            f"{param}: the grammar of {name[:128]!r} has {len(definition)} characters; the limit is "
             f"{MAX_DEFINITION_CHARS}",
-            param="tools",
+            param=param,
         )
     shown = f"The input follows this {'Lark grammar' if syntax == 'lark' else 'regular expression'}:\n{definition}"
     grammar = definition if syntax == "lark" else "start: /" + _SLASH.sub(_escape_slash, definition) + "/"
-    return TextFunction(name, "\n".join(filter(None, [description, shown])), _SCHEMA, strict=True, grammar=grammar)
+    shown = "\n".join(filter(None, [description, shown]))
+    return TextFunction(name, shown, _SCHEMA, strict=True, grammar=grammar, grammar_param=param)
 
 
 def _escape_slash(match: re.Match[str]) -> str:
@@ -88,11 +101,12 @@ def text_input(arguments: str) -> str:
     return str(fields["input"]) if is_text else arguments
 
 
-def quote_grammar(grammar: str) -> str:
+def quote_grammar(grammar: str, param: str = "tools") -> str:
     """Return the grammar of the JSON strings, without their quotes, of the texts of a Lark grammar.
 
     Terminals end where no further character fits, and two of them may begin with the same backslash. So the rules of a
-    grammar without recursion become one terminal. Raises RequestError (400) for parts that cannot be rewritten.
+    grammar without recursion become one terminal. Raises RequestError (400), which names `param`, for parts that cannot
+    be rewritten.
     """
     references: dict[str, set[str]] = {}
     current = ""
@@ -113,7 +127,10 @@ def quote_grammar(grammar: str) -> str:
             return f"RULE_{token['rule'].upper()}{token['defines'] or ''}"
         return _quote_token(token)
 
-    quoted = _LARK.sub(quote, grammar)
+    try:
+        quoted = _LARK.sub(quote, grammar)
+    except _UnquotableError as error:
+        raise RequestError(f"{param}: {error}", param=param) from error
     return f"start: RULE_START\n{quoted}" if is_regular else quoted
 
 
@@ -159,5 +176,5 @@ def _quote_regex(pattern: str, flags: str = "") -> str:
     return _ATOM.sub(quote, pattern)
 
 
-def _unsupported(part: str, reason: object) -> RequestError:
-    return RequestError(f"tools: {part[:80]} in the grammar of a tool is not supported: {reason}", param="tools")
+def _unsupported(part: str, reason: object) -> _UnquotableError:
+    return _UnquotableError(f"{part[:80]} in the grammar of a tool is not supported: {reason}")

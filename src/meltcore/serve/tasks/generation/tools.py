@@ -11,6 +11,7 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import ChatRequest, NamedTool, Tool, ToolCall
 from meltcore.serve.tasks.generation.call_grammar import call_grammar
 from meltcore.serve.tasks.generation.structured import RequestedGrammar
+from meltcore.serve.tasks.generation.text_function import TextFunction
 from meltcore.text.answer_format import AnswerFormat
 from meltcore.text.call_scanners import ToolSet
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
@@ -19,7 +20,7 @@ MAX_TOOLS = 1024
 MAX_DEPTH = 128  # of objects and lists within each other, which templates and llguidance read by recursion
 MAX_TOOLS_BYTES = 2**20  # of all tools as JSON; a template writes them into the prompt
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_NOT_SHOWN = ("strict", "grammar")  # fields of a function that a chat template does not get
+_NOT_SHOWN = ("strict", "grammar", "grammar_param")  # fields of a function that a chat template does not get
 
 
 def requested_tools(
@@ -112,7 +113,9 @@ def tool_grammar(request: ChatRequest, form: AnswerFormat, answer: RequestedGram
             "structured output, and a tool_choice that forces a call",
             param=param,
         )
-    return RequestedGrammar(param, candidates, tuple(dict.fromkeys(weakened)))
+    own = [function for function in functions if isinstance(function, TextFunction)]
+    parts = [(each.grammar_param, each.grammar) for each in own if each.grammar is not None]
+    return RequestedGrammar(param, candidates, tuple(dict.fromkeys(weakened)), tuple(parts))
 
 
 def template_variables(request: ChatRequest, template: ChatTemplate | MissingTemplate) -> dict[str, Any]:
