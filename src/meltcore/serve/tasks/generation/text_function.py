@@ -70,6 +70,7 @@ def text_function(
     description: str | None,
     definition: str | None = None,
     syntax: Literal["lark", "regex"] = "lark",
+    *,
     param: str = "tools",
 ) -> TextFunction:
     """Return a custom tool as a function. The model reads its grammar in its description.
