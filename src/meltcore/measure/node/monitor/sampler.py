@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -195,15 +194,18 @@ class _SampledGpu:
         self.begin([])  # makes the reader, whose first GPM window starts then
 
     def begin(self, xids: list[int] | Absent) -> None:
-        """Start a reading if none is under way."""
-        self._xids = xids
+        """Start a reading if none is under way. The next sample has `xids` and those that no sample has had yet."""
+        if isinstance(self._xids, list) and isinstance(xids, list):
+            self._xids = self._xids + xids
+        elif not self._xids or isinstance(xids, list):
+            self._xids = xids
         if self.call is None:
             self._begin_s = time.monotonic()
-            self.call = start_call(partial(self._read, xids))
+            self.call = start_call(self._read)
 
-    def _read(self, xids: list[int] | Absent) -> Sample | None:
+    def _read(self) -> Sample | None:
         if self._reader is not None:
-            return self._reader.read(self._index, xids)
+            return self._reader.read(self._index, [])
         self._reader = GpuReader(self._nvml, self._gpu)
         return None
 
@@ -216,19 +218,23 @@ class _SampledGpu:
         now_s = time.monotonic()
         if self.call.done():
             sample, self.call = self.call.result(), None
-            if sample is not None and self.was_late:
+            if sample is None:
+                return None  # the reader was made
+            if self.was_late:
                 sample.t_s = now_s  # samples of hung calls were written meanwhile, and samples are in order
+            sample.xids, self._xids = self._xids, []
             return sample
         if now_s - self._begin_s < _READ_LIMIT_S:
             return None
         self.was_late = True
+        xids, self._xids = self._xids, []
         return Sample(
             t_s=now_s,
             gpu=self._index,
             read_s=now_s - self._begin_s,
             values=dict.fromkeys(METRIC_BY_KEY, UNKNOWN),
             clock_reasons=UNKNOWN,
-            xids=self._xids,
+            xids=xids,
             hung=True,
         )
 
@@ -244,6 +250,8 @@ def record(
     watch = XidWatch(NvmlWithTimeout(nvml, _EVENT_LIMIT_S), gpus)
     sampled = {gpu_index: _SampledGpu(nvml, gpu, gpu_index) for gpu_index, gpu in enumerate(gpus)}
     _await_answers(sampled.values())
+    for gpu in sampled.values():
+        gpu.take()  # its reader
     due_s = time.monotonic() + MIN_GPM_WINDOW_S  # by then the first GPM windows are long enough
     num_missed = 0
     while sampled and not stopping.wait(max(0.0, due_s - time.monotonic())):
