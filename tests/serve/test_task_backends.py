@@ -301,7 +301,7 @@ def test_an_error_after_the_beginning_is_seen_by_the_client(kind: str) -> None:
         sent.append(message)
 
     async def scenario() -> None:
-        exchange = Exchange({"headers": [], "meltcore.connection": connection}, None, send)  # type: ignore[arg-type]
+        exchange = Exchange({"path": "/", "headers": [], "meltcore.connection": connection}, None, send)  # type: ignore[arg-type]
         if kind == "events":
             await exchange.event({"a": 1})
         elif kind == "audio":

@@ -236,5 +236,5 @@ def test_unusable_files_are_named_before_the_start(
     printed = capsys.readouterr()
     assert printed.out == ""
     mismatch = f"the certificate {cert} with the key {other[1]}: the key is not the certificate's; {tls._FORM}"
-    lonely = f"--ssl-keyfile: got {key}, and no certificate; add ssl_certfile"
+    lonely = f"--ssl-keyfile: got {key}, and no certificate; add --ssl-certfile"
     assert printed.err.splitlines() == [f"meltcore serve: {mismatch}", f"meltcore serve: {lonely}"]

@@ -74,7 +74,7 @@ def parse_step_sums(text: str) -> dict[str, StepSums]:
 def windows_of(samples: Sequence[Mapping[str, StepSums]], model: str) -> list[StepSums]:
     """Return the differences of consecutive samples in which a model has run steps."""
     sums = [sample[model] for sample in samples if model in sample]
-    windows = [StepSums(*np.subtract(later, earlier)) for earlier, later in itertools.pairwise(sums)]
+    windows = [StepSums(*np.subtract(later, earlier).tolist()) for earlier, later in itertools.pairwise(sums)]
     return [window for window in windows if window.steps > 0 and window.seconds > 0]
 
 
