@@ -410,7 +410,7 @@ def _embeddings(fleet: _Fleet) -> str:
 
 
 @_opens("HTTP: /, /docs, /openapi.json, /health, /v1/health, /live, /v1/status, /metrics", "/health", "/v1/health",
-        "/v1/status", "/metrics")  # fmt: skip
+        "/live", "/v1/status", "/metrics")  # fmt: skip
 def _pages(fleet: _Fleet) -> str:
     for path, content in (
         ("/", "<title>Meltcore</title>"),
