@@ -178,7 +178,7 @@ def _tokenizer(args: argparse.Namespace, console: "Console") -> str | None:
         raise ConfigError(
             f"give --tokenizer, or --speed-only: none is found by the served model's name: {error}"
         ) from error
-    console.print(f"tokenizer: that of {model}, the served model", style="dim", highlight=False)
+    console.print(f"tokenizer: the one of the served model, {model}", style="dim", highlight=False)
     return path
 
 

@@ -151,7 +151,7 @@ def comparability_notes(first: RunResult, second: RunResult) -> list[str]:
 
 
 def _amount(level: LevelResult) -> tuple[str, int, float | None]:
-    """Return the workload of a level and how much of it was sent: a number of requests, or those of a time."""
+    """Return the workload of a level and how much of it was sent: a number of requests, or a time."""
     return level.workload, level.requests if level.send_s is None else 0, level.send_s
 
 

@@ -30,7 +30,7 @@ class HostLoadCheck(MeasuredCheck):
         return [ProbeRequest(key="host_load/both", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
 
     def topology(self, *_arguments: object) -> None:
-        """Return None: how much the host's memory carries is not known."""
+        """Return None, since nothing says how much the memory of the host carries."""
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
