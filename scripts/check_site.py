@@ -1,9 +1,9 @@
-"""Fails where a built documentation site would load anything from another host.
+"""Fails where a built documentation site would load anything from another host, or has no search in a folder.
 
     check_site.py SITE
 
 Reads every HTML and CSS file: scripts, styles, images, fonts and frames must be local. Links for readers may point
-anywhere.
+anywhere. Browsers start no worker and read no JSON from a folder, so each page loads what stands in for both.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _LOADED = {
 }
 _LOADED_LINKS = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch", "modulepreload"}
 _EXTERNAL = re.compile(r"^(?:[a-z]+:)?//", re.IGNORECASE)
+_SHIM = 'iframe-worker.js"></script>'
 _CSS_URL = re.compile(r"""(?:url\(|@import\s+)["']?((?:[a-z]+:)?//[^"')\s]+)""", re.IGNORECASE)
 
 
@@ -60,6 +61,13 @@ def external_loads(site: Path) -> list[str]:
     return found
 
 
+def without_search(site: Path) -> list[str]:
+    """The pages that have no search when they are opened from a folder; all of them where the index is missing."""
+    has_index = (site / "search" / "search_index.js").exists()
+    pages = sorted(site.rglob("*.html"))
+    return [str(path.relative_to(site)) for path in pages if not has_index or _SHIM not in path.read_text()]
+
+
 def main() -> int:
     site = Path(sys.argv[1])
     pages = list(site.rglob("*.html"))
@@ -69,9 +77,13 @@ def main() -> int:
     found = external_loads(site)
     for each in found:
         print(f"loaded from another host: {each}", file=sys.stderr)
-    if not found:
-        print(f"{len(pages)} pages load nothing from other hosts")
-    return 1 if found else 0
+    silent = without_search(site)
+    for each in silent:
+        print(f"no search from a folder: {each}", file=sys.stderr)
+    if found or silent:
+        return 1
+    print(f"{len(pages)} pages load nothing from other hosts, and have search from a folder")
+    return 0
 
 
 if __name__ == "__main__":

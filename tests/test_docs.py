@@ -385,6 +385,15 @@ def test_page_that_loads_from_another_host_is_found(tmp_path: Path, page: str, l
     assert bool(check_site.external_loads(tmp_path)) is loads
 
 
+def test_page_without_search_from_a_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    (tmp_path / "a.html").write_text('<script src="iframe-worker.js"></script>')
+    (tmp_path / "b.html").write_text("<p>text</p>")
+    assert check_site.without_search(tmp_path) == ["a.html", "b.html"], "there is no index"
+    (tmp_path / "search" / "search_index.js").write_text("var __index = {}")
+    assert check_site.without_search(tmp_path) == ["b.html"]
+
+
 def test_command_line_page_lists_the_environment_variables_that_a_user_may_set() -> None:
     own = {"PATH", "PYTHONPATH", "NCCL_NVLS_ENABLE", "HF_XET_CLIENT_READ_TIMEOUT", "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS"}
     pattern = re.compile(r'environ(?:\.get|\.setdefault)?[\[(]"([A-Z_]+)"')

@@ -50,6 +50,7 @@ def _model(backend: Backend) -> dict[str, Any]:
     waiting = min(in_flight, stats.total("queue_requests") + stats.engines().waiting)
     return {
         "name": backend.names[0],
+        "task": stats.task,
         "status": backend.health.status,
         "running": in_flight - waiting,
         "waiting": waiting,

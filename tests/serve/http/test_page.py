@@ -51,7 +51,7 @@ def test_page_runs_its_own_script_alone_and_status_needs_the_key() -> None:
             1,
             3,
         )
-        assert (model["in_flight"], found["translates"]) == (0, False)
+        assert (model["task"], model["in_flight"], found["translates"]) == ("generation", 0, False)
         assert isinstance(found["gpus"], list)
 
 
@@ -78,6 +78,7 @@ def test_every_control_has_a_label_and_tabs_have_panels() -> None:
     for control in re.findall(r"<(?:select|textarea|input)\b[^>]*>", markup):
         before = markup.partition(control)[0]
         assert before.rfind("<label") > before.rfind("</label>"), control
+        assert " placeholder=" in control or not control.startswith("<textarea"), "an example says what a model expects"
     panels = re.findall(r'<section class="card" id="(\w+)" role="tabpanel" aria-labelledby="tab-(\w+)"', markup)
     assert '<a href="docs">' in markup, "the page leads to Swagger UI"
     assert [name for name, _ in panels] == [tab for _, tab in panels] == list(TABS)
@@ -277,6 +278,7 @@ def test_all_tabs_work_with_a_fleet_in_a_browser(tmp_path: Path) -> None:
 
         done = "document.querySelector('#models').rows"
         tab.wait(f"[...{done}].every(row => parseInt(row.cells[2].textContent) >= 1)")
+        assert tab.run(f"{done}[3].cells[0].innerText") == "voice\nsynthesis, ready"
         assert tab.run(UNNAMED) == []
         for width, dark in ((1200, False), (1200, True), (400, False), (400, True)):
             scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
