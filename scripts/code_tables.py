@@ -68,11 +68,13 @@ API_ROUTES: Mapping[tuple[str, ...], tuple[tuple[str, str], str]] = {
         "BERT, XLM-RoBERTa (all-MiniLM, multilingual-e5, bge-m3 dense), Qwen3-Embedding; `dimensions` keeps the first "
         "values",
     ),
-    ("/v1/rerank", "/v1/score"): (
+    ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"): (
         _VLLM,
-        "rerankers of these families (`instruction`: Qwen3), else cosines; `truncate_prompt_tokens: -1` cuts inputs",
+        'rerankers of these families (`instruction`: Qwen3), else cosines; documents are texts or `{"text": ...}`, and '
+        "come back with `return_documents: true`. A long input is a 400, or `truncate_prompt_tokens` (`-1`: the limit) "
+        "cuts it: of a reranker's pairs the document alone",
     ),
-    ("/rerank", "/v2/rerank", "/score", "/v2/embed", "/classify", "/pooling"): (_VLLM, ""),
+    ("/v2/embed", "/classify", "/pooling"): (_VLLM, ""),
     ("/v1/audio/transcriptions",): (_BOTH, "by a [transcription](transcription.md) checkpoint; also dwani.ai's form"),
     ("/v1/audio/speech",): (_OPENAI, "by a [speech](synthesis.md#serve) checkpoint; also dwani.ai's form"),
     ("/v1/audio/translations", "/v1/realtime", "/v1/decisions"): (_BOTH, ""),

@@ -342,7 +342,7 @@ def test_api_page_says_of_each_route_whether_the_server_has_it(monkeypatch: pyte
     for paths, note in ((("/v1/files",), "yes"), (("/v1/embeddings",), ""), (("/v1/rerank", "/v1/other"), "yes")):
         others = {each: row for each, row in API_ROUTES.items() if not {*each} & {*paths}}
         monkeypatch.setattr("code_tables.API_ROUTES", others | {paths: (("yes", "yes"), note)})
-        with pytest.raises(ValueError, match=paths[0] if paths[0] != "/v1/rerank" else "/v1/score"):
+        with pytest.raises(ValueError, match=paths[0] if paths[0] != "/v1/rerank" else "/score"):
             api_routes()
 
 

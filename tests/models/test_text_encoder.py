@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from encoder_tools import VOCAB, write_encoder, write_unigram_tokenizer
+from encoder_tools import VOCAB, write_encoder, write_tokenizer, write_unigram_tokenizer
 from torch.nn import functional
 
 from meltcore.common.errors import ConfigError
@@ -89,6 +89,17 @@ def test_models_with_a_sentencepiece_tokenizer_are_served_in_float16(tmp_path: P
         pooled = states[0] if pooling == "cls" else states.mean(dim=0)
         found = torch.frombuffer(bytearray(result.values), dtype=torch.float32)
         assert functional.cosine_similarity(found, pooled, dim=0) > 0.999
+
+
+def test_a_pair_says_where_its_second_text_begins(tmp_path: Path) -> None:
+    write_unigram_tokenizer(tmp_path)  # all its tokens have one type, as XLM-RoBERTa's
+    xlm = Tokenizer.from_folder(tmp_path)
+    first = len(xlm.encode("a cat", add_special_tokens=False))
+    assert xlm.encode_pair("a cat", "dog")[1:] == (0, 1 + first + 2)  # after <s> a cat </s> </s>
+    assert xlm.encode_pair("a cat", "")[1:] == (0, 1 + first + 3)
+    write_tokenizer(tmp_path)
+    bert = Tokenizer.from_folder(tmp_path)
+    assert bert.encode_pair("ab", "c d") == ([2, 4, 31, 3, 6, 7, 3], 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,10 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         for end in ("", "/")
     },
     "/v1/embeddings": ({"input": "a"}, ("embedding", "far-embedding")),
-    "/v1/rerank": ({"query": "a", "documents": ["b"]}, ("embedding", "far-embedding")),
-    "/v1/score": ({"text_1": "a", "text_2": "b"}, ("embedding", "far-embedding")),
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"), ({"query": "a", "documents": ["b"]}, ("embedding", "far-embedding"))
+    ),
+    **dict.fromkeys(("/v1/score", "/score"), ({"text_1": "a", "text_2": "b"}, ("embedding", "far-embedding"))),
     **dict.fromkeys(UPSTREAM_PATHS, ({"input": "a"}, ())),
     "/v1/responses": ({"input": "a"}, ("generation",)),
     "/v1/messages": (MESSAGES | {"max_tokens": 1}, ("generation",)),

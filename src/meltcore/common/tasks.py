@@ -180,7 +180,11 @@ _BUILT_IN = (
         ),
         marked_architectures=frozenset(("Qwen3ForCausalLM",)),
         marker="modules.json",
-        paths={"/v1/embeddings": "embeddings", "/v1/rerank": "rerank", "/v1/score": "score"},
+        paths={
+            "/v1/embeddings": "embeddings",
+            **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), "rerank"),
+            **dict.fromkeys(("/v1/score", "/score"), "score"),
+        },
         settings=("tokenizer", "max_model_len", "max_queue_tokens"),
         example=(*_JSON, '{"model": "MODEL", "input": "The capital of France is Paris."}'),
         workload="meltcore.measure.load.tasks.embedding:TASK",

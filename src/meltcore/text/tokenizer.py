@@ -124,14 +124,16 @@ class Tokenizer:
         token_ids: list[int] = encodings[0].ids
         return token_ids
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Return the token ids of two texts with the special tokens of a pair, and the start of the second text.
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int, int]:
+        """Return the token ids of two texts with the special tokens of a pair, and two positions in them.
 
-        The start is the first token of type 1. It is 0 if the tokenizer gives all tokens one type.
+        The first position is that of the first token of type 1. It is 0 if the tokenizer gives all tokens one type. The
+        second one is the number of tokens before the second text.
         """
         [encoding] = self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)
         types: list[int] = encoding.type_ids
-        return encoding.ids, types.index(1) if 1 in types else 0
+        parts: list[int | None] = encoding.sequence_ids
+        return encoding.ids, types.index(1) if 1 in types else 0, parts.index(1) if 1 in parts else len(parts)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""

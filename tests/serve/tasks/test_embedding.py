@@ -94,7 +94,7 @@ def test_long_inputs_are_refused_or_cut(embedder: RunningServer) -> None:
     long = "a " * 80
     answer = embedder.post("/v1/embeddings", {"input": ["a", long]})
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
-    assert "maximum context length is 66 tokens; input 1 has 82 tokens" in answer.error["message"]
+    assert "maximum context length is 66 tokens; input[1] has 82 tokens" in answer.error["message"]
     cut = vectors(embedder, long, truncate_prompt_tokens=-1)
     assert cut == [pytest.approx(vectors(embedder, "a " * (MAX_TOKENS - 2))[0], abs=1e-5)]
     far = embedder.post("/v1/embeddings", {"input": "a " * 100_000})
@@ -114,7 +114,13 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/embeddings", {"input": "a", "stream": True}, "stream", "not known"),
     ("/v1/rerank", {"query": "a", "documents": []}, "documents", "1 to 2048"),
     ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "at least 1"),
-    ("/v1/rerank", {"query": "a", "documents": ["b " * 99]}, "documents", "maximum context length"),
+    ("/v1/rerank", {"query": "a", "documents": ["b", "b " * 99]}, "documents", "documents[1] has 101 tokens"),
+    ("/v1/rerank", {"query": "a " * 99, "documents": ["b"]}, "query", "query has 101 tokens; truncate_prompt_tokens"),
+    ("/v1/rerank", {"query": "a " * 9999, "documents": ["b"]}, "query", "maximum context length is 66"),
+    ("/v2/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0].title", "not known"),
+    ("/rerank", {"query": "a", "documents": ["b", 5]}, "documents[1]", "int"),
+    ("/v2/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5}, "max_tokens_per_doc", "not known"),
+    ("/score", {"text_1": ["a", "a " * 99], "text_2": ["b", "c"]}, "text_1", "text_1[1] has 101 tokens"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "must have 1 or as many"),
     ("/v1/score", {"text_1": [], "text_2": []}, "text_2", "1 to 2048"),
     ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "reads no instruction"),
@@ -139,18 +145,21 @@ def test_no_cosine_is_past_one() -> None:
 
 def test_an_embedding_model_ranks_by_the_cosine(embedder: RunningServer) -> None:
     documents = ["abc", "xyz zyx", "abd"]
+    objects = [{"text": documents[0]}, *documents[1:]]
     query, *others = vectors(embedder, ["abc", *documents])
     cosines = [sum(map(lambda a, b: a * b, query, other)) for other in others]
     absent = embedder.post("/v1/rerank", {"query": "abc", "documents": documents, "return_documents": None}).json
     assert all("document" not in result for result in absent["results"])
-    answer = embedder.post("/v1/rerank", {"query": "abc", "documents": documents, "return_documents": True}).json
     best = sorted(range(3), key=lambda index: -cosines[index])
-    assert [result["index"] for result in answer["results"]] == best
-    for result in answer["results"]:
-        assert result["relevance_score"] == pytest.approx(cosines[result["index"]], abs=1e-5)
-        assert result["document"] == {"text": documents[result["index"]]}
-    scores = embedder.post("/v1/score", {"text_1": "abc", "text_2": documents}).json["data"]
-    assert [entry["score"] for entry in scores] == pytest.approx(cosines, abs=1e-5)
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        answer = embedder.post(path, {"query": "abc", "documents": objects, "return_documents": True}).json
+        assert [result["index"] for result in answer["results"]] == best
+        for result in answer["results"]:
+            assert result["relevance_score"] == pytest.approx(cosines[result["index"]], abs=1e-5)
+            assert result["document"] == {"text": documents[result["index"]]}
+    for path in ("/v1/score", "/score"):
+        scores = embedder.post(path, {"text_1": "abc", "text_2": documents}).json["data"]
+        assert [entry["score"] for entry in scores] == pytest.approx(cosines, abs=1e-5)
     top = embedder.post("/v1/rerank", {"query": "abc", "documents": documents, "top_n": 1}).json["results"]
     assert top == [{"index": best[0], "relevance_score": pytest.approx(max(cosines), abs=1e-5)}]
 
@@ -173,8 +182,16 @@ def test_a_reranker_scores_pairs_as_transformers_does(reranker: RunningServer, f
     assert [entry["score"] for entry in answer["data"]] == pytest.approx(expected, abs=1e-5)
     assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer.encode("cab", each).ids) for each in documents)
     long = {"query": "cab", "documents": ["a " * 99]}
-    assert reranker.post("/v1/rerank", long).error["param"] == "documents"
-    assert reranker.post("/v1/rerank", {**long, "truncate_prompt_tokens": -1}).status == 200
+    refused = reranker.post("/v1/rerank", long)
+    assert (refused.error["param"], refused.error["code"]) == ("documents", "context_length_exceeded")
+    assert "maximum context length is 66 tokens; query with documents[0] has 105 tokens" in refused.error["message"]
+    cut = reranker.post("/v1/rerank", {**long, "truncate_prompt_tokens": -1})
+    assert (cut.status, cut.json["usage"]["prompt_tokens"]) == (200, MAX_TOKENS)
+    # A cut never drops a whole document: [CLS] c ##a ##b [SEP] are 5 tokens, and another [SEP] ends the pair.
+    assert reranker.post("/v1/rerank", {**long, "truncate_prompt_tokens": 7}).status == 200
+    refused = reranker.post("/v1/rerank", {**long, "truncate_prompt_tokens": 6})
+    assert (refused.status, refused.error["param"]) == (400, "query")
+    assert "query and special tokens are 6 tokens, and inputs are cut to 6" in refused.error["message"]
     refused = reranker.post("/v1/embeddings", {"input": "a"})
     assert (refused.status, refused.error["param"]) == (400, "model")
     assert "scripted is a reranker" in refused.error["message"]
@@ -222,6 +239,9 @@ def test_a_decoder_reranks_as_its_model_card_does(decoder: RunningServer, folder
     found = [entry["score"] for entry in decoder.post("/v1/score", {**pairs, **asked}).json["data"]]
     assert found == pytest.approx(other, abs=1e-5)
     assert abs(other[0] - expected[0]) > 1e-4
+    refused = decoder.post("/v1/score", {**pairs, "truncate_prompt_tokens": 260})
+    assert (refused.status, refused.error["param"]) == (400, "text_1")
+    assert "and inputs are cut to 260, which leaves nothing of text_2[0]" in refused.error["message"]
     refused = decoder.post("/v1/score", {**pairs, "instruction": "x" * 4097})
     assert (refused.status, refused.error["param"]) == (400, "instruction")
 
@@ -235,7 +255,7 @@ def test_control_tokens_in_texts_are_text(decoder: RunningServer) -> None:
 
 def test_it_is_described_and_loaded(embedder: RunningServer, reranker: RunningServer, tmp_path: Path) -> None:
     paths = embedder.request("GET", "/openapi.json").json["paths"]
-    assert {"/v1/embeddings", "/v1/rerank", "/v1/score"} <= set(paths)
+    assert {"/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"} <= set(paths)
     for server, dimensions, workload, work in (
         (embedder, 32, "embed:words=2", 6.0),
         (reranker, None, "embed:words=2,documents=8", 48.0),

@@ -29,6 +29,7 @@ LIMIT_S = 120.0  # of one request
 _CHAT, _TRANSLATE = "/v1/chat/completions", "/v1/translate"
 _SPEECH, _TRANSCRIPTIONS = "/v1/audio/speech", "/v1/audio/transcriptions"
 _EMBEDDINGS = "/v1/embeddings"
+_RERANK, _SCORE = ("/v1/rerank", "/v2/rerank", "/rerank"), ("/v1/score", "/score")
 _QUESTION, _ANSWER = "What is 7 * 8?", "56"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
 _TEXT = "go at seven"
@@ -397,15 +398,16 @@ def _anthropic(fleet: _Fleet) -> str:
     return f"{count} tokens, {message['stop_reason']}"
 
 
-@_opens("openai: embeddings; HTTP: /v1/rerank and /v1/score", _EMBEDDINGS, "/v1/rerank", "/v1/score",
-        needs=(_EMBEDDINGS,))  # fmt: skip
+@_opens("openai: embeddings; HTTP: /v1/rerank and /v1/score", _EMBEDDINGS, *_RERANK, *_SCORE, needs=(_EMBEDDINGS,))
 def _embeddings(fleet: _Fleet) -> str:
     model = fleet.models[_EMBEDDINGS]
     vectors = fleet.openai.embeddings.create(model=model, input=[_TEXT, _QUESTION]).data
-    pair = {"model": model, "query": _TEXT, "documents": [_QUESTION, _TEXT]}
-    best = fleet.send("/v1/rerank", json=pair).json()["results"][0]["index"]
-    _expect(best == 1, f"document {best} is nearest to the second one")
-    scores = fleet.send("/v1/score", json={"model": model, "text_1": _TEXT, "text_2": [_TEXT]}).json()["data"]
+    for path in _RERANK:
+        pair = {"model": model, "query": _TEXT, "documents": [_QUESTION, {"text": _TEXT}]}
+        best = fleet.send(path, json=pair).json()["results"][0]["index"]
+        _expect(best == 1, f"{path}: document {best} is nearest to the second one")
+    for path in _SCORE:
+        scores = fleet.send(path, json={"model": model, "text_1": _TEXT, "text_2": [_TEXT]}).json()["data"]
     return f"{len(vectors[0].embedding)} values, score {scores[0]['score']:.3f}"
 
 

@@ -48,6 +48,25 @@ class Scores(NamedTuple):
     num_tokens: int
 
 
+class _Encoded(NamedTuple):
+    """The tokens of one text or of one pair of texts.
+
+    Args:
+        token_ids: the token ids, including special tokens.
+        second_start: the position of the first token of type 1; 0 if all tokens have one type.
+        num_first: the number of tokens before a pair's second text, which a cut keeps; 0 for one text.
+        num_last: the number of tokens at the end that a cut keeps.
+    """
+
+    token_ids: list[int]
+    second_start: int = 0
+    num_first: int = 0
+    num_last: int = 1
+
+
+_Encode = Callable[[str, str], tuple[Any, ...]]
+
+
 class EmbeddingBackend(BatchBackend):
     """Tokenizes inputs and sends each input to a replica. An input of a reranker is a pair of texts."""
 
@@ -86,15 +105,22 @@ class EmbeddingBackend(BatchBackend):
             context=None if limit else ready.max_tokens,
             most=MAX_INPUTS,
         )
-        return await self._results([(each, 0) for each in ids], "input", limit, dimensions or 0)
+        fields = [(f"input[{index}]",) for index in range(len(ids))]
+        return await self._results([_Encoded(each) for each in ids], fields, limit, dimensions or 0)
 
     async def score(
-        self, pairs: Sequence[tuple[str, str]], param: str, truncate: int | None, instruction: str | None
+        self,
+        firsts: Sequence[str],
+        seconds: Sequence[str],
+        params: tuple[str, str],
+        truncate: int | None,
+        instruction: str | None,
     ) -> Scores:
-        """Return a score for each pair of texts. `param` is the request's field with the second texts, for errors.
+        """Return a score for each pair of a first and a second text. One first text belongs to all second texts.
 
-        For an embedding model the score is the cosine of the two embeddings, and equal texts are embedded once. Texts
-        are cut to `truncate` tokens as in `embed`. Raises RequestError (400, 429, 500, 503, 504).
+        `params` are the request's fields with these texts, for errors. For an embedding model the score is the cosine
+        of the two embeddings, and equal texts are embedded once. Inputs are cut to `truncate` tokens as in `embed`; of
+        a reranker's pairs only the second texts are cut. Raises RequestError (400, 429, 500, 503, 504).
         """
         ready: EmbeddingReady = self._loaded()
         if instruction is not None and not ready.has_pair_prompt:
@@ -105,48 +131,71 @@ class EmbeddingBackend(BatchBackend):
                 param="instruction",
             )
         limit = _truncation(truncate, ready.max_tokens)
-        context = None if limit else ready.max_tokens
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        # Texts that are far too long are refused before any pair is tokenized.
+        token_ids: dict[str, list[int]] = {}
+        for param, texts in zip(params, (firsts, seconds), strict=True):
+            if ready.is_reranker and limit:
+                break
+            new_texts = [text for text in dict.fromkeys(texts) if text not in token_ids]
+            context = None if limit else ready.max_tokens
+            ids = await encode_all(self._text, new_texts, param, add_special_tokens=True, context=context)
+            token_ids.update(zip(new_texts, ids, strict=True))
+        first_fields = [params[0]] if len(firsts) == 1 else [f"{params[0]}[{index}]" for index in range(len(firsts))]
+        second_fields = [f"{params[1]}[{index}]" for index in range(len(seconds))]
+        repeats = len(seconds) if len(firsts) == 1 else 1
+        pairs = list(zip([*firsts] * repeats, seconds, strict=True))
         if ready.is_reranker:
-            # A text that is far too long is refused before any pair is tokenized.
-            await encode_all(self._text, texts, param, add_special_tokens=False, context=context)
-            encode = self._text.encode_pair
+            encode: _Encode = self._text.encode_pair
             if ready.has_pair_prompt:
                 encode = partial(_encode_prompt, self._text, limit, instruction or _INSTRUCTION)
             encoded = await _encode_pairs(encode, pairs, has_prompt=ready.has_pair_prompt)
-            found = await self._results(encoded, param, limit, 0)
+            fields = list(zip(first_fields * repeats, second_fields, strict=True))
+            found = await self._results(encoded, fields, limit, 0)
             logits = [array("f", values)[0] for values in found.values]
             return Scores([0.5 * (1 + math.tanh(logit / 2)) for logit in logits], found.num_tokens)
-        ids = await encode_all(self._text, texts, param, add_special_tokens=True, context=context)
-        found = await self._results([(each, 0) for each in ids], param, limit, 0)
-        vectors = dict(zip(texts, (array("f", values) for values in found.values), strict=True))
+        field_by_text = dict(zip([*seconds, *firsts], second_fields + first_fields, strict=True))
+        inputs = [_Encoded(ids) for ids in token_ids.values()]
+        found = await self._results(inputs, [(field_by_text[text],) for text in token_ids], limit, 0)
+        vectors = dict(zip(token_ids, (array("f", values) for values in found.values), strict=True))
         return Scores([_cosine(vectors[first], vectors[second]) for first, second in pairs], found.num_tokens)
 
     async def _results(
-        self, encoded: Sequence[tuple[list[int], int]], param: str, limit: int | None, dimensions: int
+        self, encoded: Sequence[_Encoded], fields: Sequence[tuple[str, ...]], limit: int | None, dimensions: int
     ) -> Embedded:
-        """Return the values of each input (token ids, index of the second text's first token).
+        """Return the values of each input, cut to `limit` tokens if this is not None.
 
-        The index is 0 for a single text. Inputs are cut to `limit` tokens, if it is not None. Raises RequestError (400)
-        for an input that is too long.
+        `fields` has the fields of the request that each input comes from. Raises RequestError (400) for an input that
+        is too long, and for one of which a cut would leave nothing of its second text.
         """
         most = self._loaded().max_tokens
         messages, costs = [], []
-        for index, (ids, second_start) in enumerate(encoded):
-            kept = ids if limit is None or len(ids) <= limit else [*ids[: limit - 1], ids[-1]]
-            if len(kept) > most or second_start >= len(kept):
+        for (ids, second_start, num_first, num_last), names in zip(encoded, fields, strict=True):
+            kept = ids
+            if limit is not None and len(ids) > limit:
+                if num_first and num_first + num_last >= limit:
+                    raise RequestError(
+                        f"{names[0]} and special tokens are {num_first + num_last} tokens, and inputs are cut to "
+                        f"{limit}, which leaves nothing of {names[1]}; shorten {names[0]}",
+                        param=_param(names[0]),
+                        code="context_length_exceeded",
+                    )
+                kept = [*ids[: limit - num_last], *ids[-num_last:]]
+            if len(kept) > most:
                 raise RequestError(
-                    f"this model's maximum context length is {most} tokens; {param} {index} has {len(ids)} tokens",
-                    param=param,
+                    f"this model's maximum context length is {most} tokens; {' with '.join(names)} has {len(ids)} "
+                    "tokens; truncate_prompt_tokens: -1 cuts inputs to the limit",
+                    param=_param(names[-1]),
                     code="context_length_exceeded",
                 )
             token_ids = array("i", kept).tobytes()
-            messages.append(
-                partial(Embed, token_ids=token_ids, second_start=second_start, dimensions=dimensions),
-            )
+            messages.append(partial(Embed, token_ids=token_ids, second_start=second_start, dimensions=dimensions))
             costs.append(len(kept))
         results = await self.results(messages, costs, sum(costs))
         return Embedded([result.values for result in results], sum(costs))
+
+
+def _param(field: str) -> str:
+    return field.partition("[")[0]
 
 
 def _truncation(truncate: int | None, most: int) -> int | None:
@@ -163,29 +212,24 @@ def _truncation(truncate: int | None, most: int) -> int | None:
     return most if truncate == -1 else truncate
 
 
-def _encode_prompt(
-    tokenizer: Tokenizer, limit: int | None, instruction: str, query: str, document: str
-) -> tuple[list[int], int]:
-    """Return the token ids of Qwen3-Reranker's prompt for a pair, with a document cut to a prompt of `limit` tokens.
+def _encode_prompt(tokenizer: Tokenizer, limit: int | None, instruction: str, query: str, document: str) -> _Encoded:
+    """Return Qwen3-Reranker's prompt for a pair. The length before the document is 0 if `limit` does not cut it.
 
     The three parts are tokenized apart, as the model card does. Control tokens in the texts are plain text.
     """
     begin, end = (tokenizer.encode(part, add_special_tokens=False) for part in (_PROMPT_BEGIN, _PROMPT_END))
-    text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    body = tokenizer.control_tokens.encode(text, [])
-    return [*begin, *(body if limit is None else body[: max(0, limit - len(begin) - len(end))]), *end], 0
+    head = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:"
+    ids = [*begin, *tokenizer.control_tokens.encode(f"{head} {document}", []), *end]
+    is_cut = limit is not None and len(ids) > limit
+    num_first = len(begin) + len(tokenizer.control_tokens.encode(head, [])) if is_cut else 0
+    return _Encoded(ids, num_first=num_first, num_last=len(end))
 
 
-async def _encode_pairs(
-    encode: Callable[[str, str], tuple[list[int], int]], pairs: Sequence[tuple[str, str]], *, has_prompt: bool
-) -> list[tuple[list[int], int]]:
-    """Return (token ids, index of the second text's first token) for each pair.
+async def _encode_pairs(encode: _Encode, pairs: Sequence[tuple[str, str]], *, has_prompt: bool) -> list[_Encoded]:
+    """Return the tokens of each pair. Long texts are tokenized on a thread, and so are several prompts."""
 
-    Long texts are tokenized on a thread, and so are several prompts.
-    """
-
-    def work() -> list[tuple[list[int], int]]:
-        return [encode(*pair) for pair in pairs]
+    def work() -> list[_Encoded]:
+        return [_Encoded(*encode(*pair)) for pair in pairs]
 
     prompt_chars = _MAX_INSTRUCTION if has_prompt else 0
     if sum(len(first) + len(second) + prompt_chars for first, second in pairs) <= INLINE_CHARS:

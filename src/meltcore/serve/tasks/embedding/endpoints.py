@@ -1,10 +1,14 @@
-"""Serves POST /v1/embeddings (OpenAI's API), POST /v1/rerank (Cohere's API) and POST /v1/score (vLLM's API)."""
+"""Serves POST /v1/embeddings (OpenAI's API), /v1/rerank (Cohere's and Jina's API) and /v1/score (vLLM's API).
+
+The last two also have the paths at which vLLM and Cohere's clients find them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 from array import array
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -45,6 +49,12 @@ class _ScoringRequest(_Common, kw_only=True):
     instruction: str | None = None
 
 
+class RerankedDocument(msgspec.Struct, forbid_unknown_fields=True):
+    """A document as an object, as clients of Cohere and Jina send it."""
+
+    text: str
+
+
 class RerankRequest(_ScoringRequest, kw_only=True):
     """The body of POST /v1/rerank.
 
@@ -52,7 +62,7 @@ class RerankRequest(_ScoringRequest, kw_only=True):
     """
 
     query: str
-    documents: list[str]
+    documents: list[str | RerankedDocument]
     top_n: int | None = None
     return_documents: bool | None = None
 
@@ -103,31 +113,34 @@ class _ScoringEndpoint(Endpoint):
         exchange: Exchange,
         backend: EmbeddingBackend,
         form: _ScoringRequest,
-        pairs: list[tuple[str, str]],
-        param: str,
+        params: tuple[str, str],
+        texts: tuple[Sequence[str], Sequence[str]],
     ) -> Scores:
         """Return the scores of 1 to MAX_INPUTS pairs within the time limit.
 
-        Raises RequestError if the number of pairs is out of range, or if the model cannot score them.
+        `texts` are the first and the second texts, and `params` the fields that hold them. Raises RequestError if the
+        number of second texts is out of range, or if the model cannot score the pairs.
         """
-        if not 1 <= len(pairs) <= MAX_INPUTS:
-            raise RequestError(f"{param} must have 1 to {MAX_INPUTS} texts; got {len(pairs)}", param=param)
+        num_pairs = len(texts[1])
+        if not 1 <= num_pairs <= MAX_INPUTS:
+            raise RequestError(f"{params[1]} must have 1 to {MAX_INPUTS} texts; got {num_pairs}", param=params[1])
         async with exchange.timeout(self._config.timeouts.request_s):
-            work = backend.score(pairs, param, form.truncate_prompt_tokens, form.instruction)
+            work = backend.score(*texts, params, form.truncate_prompt_tokens, form.instruction)
             scores = await while_connected(exchange.scope, work)
-        exchange.fields |= {"inputs": len(pairs), "prompt_tokens": scores.num_tokens}
+        exchange.fields |= {"inputs": num_pairs, "prompt_tokens": scores.num_tokens}
         return scores
 
 
 class RerankEndpoint(_ScoringEndpoint):
     """Sorts documents by their relevance for a query."""
 
-    operations = (
+    operations = tuple(
         Operation(
-            *("post", "/v1/rerank", "Sort documents by relevance", RerankRequest),
+            *("post", path, "Sort documents by relevance", RerankRequest),
             tag="server",
-            example={"query": "capital of France", "documents": ["Paris is a city.", "Cats purr."]},
-        ),
+            example={"query": "a cat", "documents": ["a dog", {"text": "a kitten"}]},
+        )
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     )
 
     async def respond(self, exchange: Exchange) -> None:
@@ -136,12 +149,12 @@ class RerankEndpoint(_ScoringEndpoint):
         if form.top_n is not None and form.top_n < 1:
             raise RequestError(f"top_n is {form.top_n}; it must be at least 1", param="top_n")
         backend: EmbeddingBackend = self.find_model(exchange, form.model)
-        pairs = [(form.query, document) for document in form.documents]
-        scores = await self.scores(exchange, backend, form, pairs, "documents")
+        documents = [each if isinstance(each, str) else each.text for each in form.documents]
+        scores = await self.scores(exchange, backend, form, ("query", "documents"), ([form.query], documents))
         ranked = sorted(enumerate(scores.values), key=lambda each: -each[1])[: form.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in ranked]
         if form.return_documents:
-            results = [{**result, "document": {"text": form.documents[result["index"]]}} for result in results]
+            results = [{**result, "document": {"text": documents[result["index"]]}} for result in results]
         answer = {"id": exchange.identity, "model": backend.names[0], "results": results}
         await exchange.answer_json(answer | {"usage": _usage(scores.num_tokens)})
 
@@ -149,12 +162,13 @@ class RerankEndpoint(_ScoringEndpoint):
 class ScoreEndpoint(_ScoringEndpoint):
     """Scores pairs of texts in the order of the request."""
 
-    operations = (
+    operations = tuple(
         Operation(
-            *("post", "/v1/score", "Score pairs of texts", ScoreRequest),
+            *("post", path, "Score pairs of texts", ScoreRequest),
             example={"text_1": "a cat", "text_2": ["a dog", "a kitten"]},
             tag="server",
-        ),
+        )
+        for path in ("/v1/score", "/score")
     )
 
     async def respond(self, exchange: Exchange) -> None:
@@ -167,8 +181,7 @@ class ScoreEndpoint(_ScoringEndpoint):
                 param="text_1",
             )
         backend: EmbeddingBackend = self.find_model(exchange, form.model)
-        pairs = list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
-        scores = await self.scores(exchange, backend, form, pairs, "text_2")
+        scores = await self.scores(exchange, backend, form, ("text_1", "text_2"), (firsts, seconds))
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.values)]
         answer = {"id": exchange.identity, "object": "list", "model": backend.names[0], "data": data}
         await exchange.answer_json(answer | {"usage": _usage(scores.num_tokens)})
