@@ -42,7 +42,7 @@ from sharing_work import FULL, SMALL, Kind, Order, Outcome, PairOrder, Sizes
 
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import ProcessError, describe_exit, end_group, start
-from meltcore.fleet.swap.mps import MpsDaemon
+from meltcore.fleet.processes.mps import MpsDaemon
 from meltcore.protocol.step_marks import make_marks_file
 from meltcore.settings.config import EngineSharing
 

@@ -23,7 +23,6 @@ import msgspec
 import uvloop
 
 from meltcore.common.errors import ConfigError, MeltcoreError
-from meltcore.common.gpus.machine import visible_gpus
 from meltcore.common.host_memory import use_one_arena
 from meltcore.common.tasks import Task
 from meltcore.fleet.admin.admin import AdminServer
@@ -44,14 +43,13 @@ from meltcore.fleet.run.console import (
 )
 from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher, place_replicas
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, new_log_folder
-from meltcore.fleet.run.replica import Replica, ReplicaState
+from meltcore.fleet.run.replica import ReplicaState
 from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
 from meltcore.fleet.run.served_model import ServedModel, find_on_thread
 from meltcore.fleet.run.start_gate import StartGate
 from meltcore.fleet.run.supervised_model import ServerContext, wait_while
 from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.run.worker_pool import WorkerPool, worker_count
-from meltcore.fleet.swap.mps import MpsDaemon
 from meltcore.fleet.swap.turns import CPU, Turns, device_bytes
 from meltcore.protocol.channel import EndRequests
 from meltcore.protocol.shell import ForgetClient
@@ -61,7 +59,6 @@ from meltcore.serve.http.listener import Acceptor, bind, raise_file_limit
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.settings.config import PriorityClass
 from meltcore.settings.fleet_spec import FleetSpec
 
 ERROR_DELIVERY_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
@@ -177,7 +174,7 @@ class Supervisor:
             command=engine_command,
             sockets=folder.path,
             client_count=num_processes,
-            environment=self._engine_environment,
+            cpu_environment=lambda model: cpu_environment(self.fleet.spec, model),
             cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
             gpu_ranks=lambda node: gpu_ranks(self.fleet, node),
             on_moved=lambda: self.turns.update_devices(),
@@ -197,8 +194,6 @@ class Supervisor:
             timeouts=config.timeouts,
             log_folder=options.log_folder,
         )
-        is_mps = config.sharing.means == "mps" and visible_gpus()
-        self._mps = MpsDaemon(folder.path / "mps") if is_mps else None
         self._numbers = itertools.count()
         self._watches: dict[int, asyncio.Task[None]] = {}
         self.turns = Turns(config.residency, config.timeouts, fleet.room_bytes)
@@ -233,19 +228,9 @@ class Supervisor:
                 watch.cancel()
             await asyncio.gather(*(model.stop() for model in self.models.values()))
             await self._launcher.stop()
-            if self._mps is not None:
-                await asyncio.to_thread(self._mps.stop)
             acceptor.close()
             await self._pool.stop()
             await asyncio.to_thread(self._log.close)
-
-    def _engine_environment(self, replica: Replica, priority_class: PriorityClass) -> dict[str, str]:
-        """Return variables for an engine's environment: the number of threads on a CPU, or MPS on a GPU."""
-        if not replica.gpu_names:
-            return cpu_environment(self.fleet.spec, replica.model)
-        if self._mps is None:
-            return {}
-        return self._mps.client_environment(priority_class, self.fleet.spec.sharing.mps_sm_percent)
 
     # --- loading
 

@@ -16,6 +16,7 @@ from replica_picture import NARROW, WIDE, Layout, picture
 from waiting import until
 
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError
+from meltcore.fleet.admin.operations import FleetOperations
 from meltcore.fleet.plan.placement import engine_config
 from meltcore.fleet.run import served_model, supervised_model, upstream_model
 from meltcore.fleet.run.replica import LIFE, BaseReplica, Replica, ReplicaEvent, ReplicaState
@@ -27,6 +28,7 @@ from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.swap.sleep import put_to_sleep, wake_up
 from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.shell import Asleep, Awake, Sleep
+from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 
@@ -48,6 +50,7 @@ class Process:
         self.placed, self.ready, self.ended = loop.create_future(), loop.create_future(), loop.create_future()
         self.answers: asyncio.Queue[str | None] = asyncio.Queue()  # why it cannot sleep or wake; None: it can
         self.is_evicted = False
+        self.problem = ""  # of its GPU's sharing
         self._on_message = on_message
 
     async def prepare(self) -> None:
@@ -58,6 +61,9 @@ class Process:
         if self.ended.done():
             raise EngineDeadError(self.ended.result())
         return self.ready.result()
+
+    async def sharing_problem(self) -> str:
+        return self.problem
 
     async def wait(self) -> str:
         return str(await asyncio.shield(self.ended))
@@ -110,7 +116,7 @@ class Life:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *, upstream: bool = False) -> None:
         self.seen: list[tuple[ReplicaState, ReplicaEvent]] = []
         self.processes: list[Process] = []
-        self.policy, self.pool = Policy(), Mock(num_models=1)
+        self.policy, self.pool, self.log = Policy(), Mock(num_models=1), Mock()
         self.tasks: list[asyncio.Task[Any]] = []
         apply = BaseReplica.apply
 
@@ -128,7 +134,7 @@ class Life:
         parts = ServerContext(
             pool=self.pool,
             gate=StartGate(),
-            log=Mock(),
+            log=self.log,
             report=Mock(),
             sockets=folder,
             next_engine=itertools.count().__next__,
@@ -317,6 +323,34 @@ def test_error_of_an_engine_names_keys_of_the_file(monkeypatch: pytest.MonkeyPat
             life.process.ready.set_exception(ConfigError("lower --max-num-seqs, or start it without --no-such"))
             await life.is_in("failed")
             assert life.replica.reason == "lower models.near.max_num_seqs, or start it without --no-such"
+        finally:
+            await life.end()
+
+    asyncio.run(live())
+
+
+def test_time_sliced_engine_serves_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def live() -> None:
+        life = Life(monkeypatch, tmp_path)
+        metrics = Metrics(ServerStats(), lambda: {"near": life.stats})
+        gauge = 'meltcore:engines_time_sliced{model_name="near"} '
+        try:
+            life.run(life.model._start_all())
+            await until(lambda: life.processes, "the process", 20.0)
+            life.process.problem = "MPS lists 0 of its processes"
+            await life.load()
+            life.model.set_status("ready", "ready")
+            (row,) = FleetOperations(Mock(models={0: life.model}, port=1), Mock()).rows()
+            assert (row.state, row.status, row.reason) == ("loading", "ready", "MPS lists 0 of its processes")
+            (log,) = [each for each in life.log.write.call_args_list if each.args[0] == "engine_time_sliced"]
+            assert log.kwargs == {"model": "near", "replica": 0, "why": "MPS lists 0 of its processes"}
+            assert f"{gauge}1.0\n" in metrics.text().decode()
+            first = life.process
+            first.die()
+            await until(lambda: life.process is not first, "another process", 20.0)
+            assert f"{gauge}0.0\n" in metrics.text().decode(), "it has ended"
+            await life.load()
+            assert life.replica.sharing_problem == ""
         finally:
             await life.end()
 

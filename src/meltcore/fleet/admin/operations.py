@@ -46,7 +46,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     task: str
     state: str  # of the replica
     status: str  # of the model, as /health has it
-    reason: str  # why the model cannot serve, or this replica of a model that can; "": it can
+    reason: str  # why the model cannot serve, or what ails this replica of a model that can; "": nothing
     pid: int | None
     memory_bytes: int  # as the engine planned it; 0 before it is loaded; what it holds while it sleeps
     restarts: int
@@ -368,7 +368,9 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
         task="unknown" if model.task is None else model.task.name,
         state="loading" if state == "ready" and not is_open else state,
         status=model.status,
-        reason=(replica.reason or model.cluster_problem) if model.status == "ready" else model.reason,
+        reason=(replica.reason or replica.sharing_problem or model.cluster_problem)
+        if model.status == "ready"
+        else model.reason,
         pid=replica.process.pid,
         memory_bytes=_memory_bytes(replica),
         restarts=replica.restarts,

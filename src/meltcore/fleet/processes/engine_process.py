@@ -9,6 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import msgspec
 
 from meltcore.common.errors import ConfigError, EngineDeadError
 from meltcore.common.host_memory import ONE_ARENA_ENVIRONMENT
-from meltcore.common.process import STDERR, describe_exit, is_stopped, start_async
+from meltcore.common.process import STDERR, describe_exit, is_stopped, start_async, start_call
+from meltcore.fleet.processes.mps import MpsDaemon
 from meltcore.protocol.engines import FromEngine, ToEngine
 from meltcore.protocol.shell import EngineFailed, EngineReady, Shutdown
 from meltcore.serve.engines.engine_link import EngineLink
@@ -36,8 +38,8 @@ class EngineProcess(ABC):
         self._ready: asyncio.Future[EngineReady] | None = None
         self._failure_reason: str | None = None  # as the engine reported it
 
-    async def prepare(self) -> None:  # noqa: B027 - an engine of this machine needs nothing
-        """Prepare the start so that API servers can connect to the engine. Raises EngineDeadError if this fails."""
+    async def prepare(self) -> None:  # noqa: B027 - most engines of this machine need nothing
+        """Prepare the start so that API servers can connect to the engine. Raises MeltcoreError if this fails."""
 
     async def start(self) -> EngineReady:
         """Start the engine and wait until it can serve. Return its ready message.
@@ -66,6 +68,10 @@ class EngineProcess(ABC):
     @abstractmethod
     async def _wait_exit(self) -> str:
         """Wait until the process has ended. Return a text that says how it ended."""
+
+    async def sharing_problem(self) -> str:
+        """Return why the loaded engine does not share its GPU as `sharing.means` says, or "" if it does."""
+        return ""
 
     @property
     def node(self) -> str | None:
@@ -163,6 +169,7 @@ class LocalEngineProcess(EngineProcess):
         client_count: int,
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
+        mps: MpsDaemon | None = None,
     ) -> None:
         """Prepare an engine process.
 
@@ -174,6 +181,7 @@ class LocalEngineProcess(EngineProcess):
             client_count: number of clients of the engine.
             environment: variables that are added to the environment of this process.
             log: file to which the engine's output is appended. None sends the output to standard error of this process.
+            mps: the daemon of which the engine is a client, named by its environment.
         """
         super().__init__(on_message)
         self._config = config
@@ -181,7 +189,20 @@ class LocalEngineProcess(EngineProcess):
         self._directory = directory
         self._environment = dict(environment or {})
         self._log = log
+        self._mps = mps
         self._process: asyncio.subprocess.Process | None = None
+
+    async def prepare(self) -> None:
+        """Start the MPS daemon again if it has ended. Raises ConfigError if it does not start."""
+        if self._mps is not None:
+            await asyncio.wrap_future(start_call(self._mps.start))
+
+    async def sharing_problem(self) -> str:
+        """Return why the loaded engine is no client of MPS, or "" if it is one, or needs none."""
+        if self._mps is None or self.pid is None:
+            return ""
+        question = partial(self._mps.client_problem, self.pid, self._config.tensor_parallel_size)
+        return await asyncio.wrap_future(start_call(question))
 
     async def _launch(self) -> None:
         self._link = EngineLink(self._directory, 0, self._receive, self.fail)

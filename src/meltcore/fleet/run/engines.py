@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from meltcore.common.gpus.machine import gpu_environment, visible_gpus
+from meltcore.common.process import start_call
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import PlacedFleet, engine_config, shared_engine
 from meltcore.fleet.processes.engine_process import EngineProcess, LocalEngineProcess
+from meltcore.fleet.processes.mps import MpsDaemon
 from meltcore.fleet.processes.remote_engine import RemoteEngineProcess
 from meltcore.fleet.ray.cluster_driver import ClusterDriver
 from meltcore.fleet.run.logs import log_path
@@ -35,7 +38,7 @@ class LaunchSettings:
     command: Sequence[str]
     sockets: Path
     client_count: int
-    environment: Callable[[Replica, PriorityClass], dict[str, str]]  # of an engine, beside that of its replica
+    cpu_environment: Callable[[str], dict[str, str]]  # of a model's engine on the CPU of this machine
     cpu_engines: Callable[[str], int]  # that share the cores of a node
     gpu_ranks: Callable[[str], int]  # of all engines on GPUs of a node
     on_moved: Callable[[], None]  # an engine of a cluster has another place
@@ -135,13 +138,20 @@ class LocalLauncher(Launcher):
     problem = ""
 
     def __init__(self, settings: LaunchSettings, _report: Callable[[str], None]) -> None:
+        """Create the launcher. Raises ConfigError if `sharing.means` needs a program that is not installed."""
         self._settings = settings
+        is_mps = settings.sharing.means == "mps" and visible_gpus()
+        self._mps = MpsDaemon(settings.sockets / "mps") if is_mps else None
 
     async def connect(self) -> None:
-        """Do nothing, because this machine needs no connection."""
+        """Start the MPS daemon if engines shall be its clients. Raises ConfigError if it does not start."""
+        if self._mps is not None:
+            await asyncio.wrap_future(start_call(self._mps.start))
 
     async def stop(self) -> None:
-        """Do nothing, because each model ends its own engines."""
+        """End the MPS daemon. Each model has ended its own engines."""
+        if self._mps is not None:
+            await asyncio.wrap_future(start_call(self._mps.stop))
 
     async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:  # noqa: ARG002 - there are no nodes
         """Return no nodes, because the plan knows the memory of this machine without the engines."""
@@ -157,14 +167,20 @@ class LocalLauncher(Launcher):
         """Return an engine process of this machine."""
         settings = self._settings
         engine = settings.engine(replica)
+        mps = self._mps if replica.gpu_names else None
+        if mps is not None:
+            environment = mps.client_environment(priority_class, settings.sharing.mps_sm_percent)
+        else:
+            environment = {} if replica.gpu_names else settings.cpu_environment(replica.model)
         return LocalEngineProcess(
             shared_engine(engine, replica.gpu_names, settings.sharing, priority_class, settings.sockets),
             settings.command,
             on_message,
             directory=replica.sockets or settings.sockets,
             client_count=settings.client_count,
-            environment=replica.environment | settings.environment(replica, priority_class),
+            environment=replica.environment | environment,
             log=replica.log,
+            mps=mps,
         )
 
 

@@ -165,6 +165,7 @@ class Replica(BaseReplica[EngineProcess]):
     probe: asyncio.Future[str] | None = None
     sockets: Path | None = None  # of its engine
     resident_bytes: int = 0  # that it holds while it sleeps
+    sharing_problem: str = ""  # why its kernels do not share its GPU as `sharing.means` says
     answer: asyncio.Future[Asleep | Awake] | None = None  # of an engine that was asked to sleep or wake
 
     @property

@@ -163,7 +163,15 @@ class ServedModel(SupervisedModel[Replica]):
         left_s = math.inf if limit_s is None else began_s + limit_s - time.monotonic()
         await self._parts.policy.prove(partial(probe, replica, engine, limits), left_s)
         self.stats.set("start_took_s", time.monotonic() - began_s)
+        self._note_sharing(replica, await engine.sharing_problem())
+        if problem := replica.sharing_problem:
+            self.log("engine_time_sliced", replica, why=problem)
+            self._parts.report(f"{self.describe(replica.index, 'the engine')}: {problem}")
         return limits
+
+    def _note_sharing(self, replica: Replica, problem: str) -> None:
+        replica.sharing_problem = problem
+        self.stats.set("time_sliced", sum(bool(each.sharing_problem) for each in self.replicas))
 
     async def _wait_for_room(self, replica: Replica, reason: str) -> None:
         """Wait until it is time to try the start of a replica's engine again.
@@ -227,6 +235,7 @@ class ServedModel(SupervisedModel[Replica]):
 
     def _end_requests(self, replica: Replica, message: str) -> None:
         self._parts.pool.broadcast(ReplicaEnded(self.number, replica.index, message))
+        self._note_sharing(replica, "")
         self._remove_sockets(replica)
 
     def _remove_sockets(self, replica: Replica) -> None:

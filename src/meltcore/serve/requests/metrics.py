@@ -123,6 +123,12 @@ _MODEL_METRICS: tuple[_ModelMetric, ...] = (
         lambda model: model.max_value("in_flight_peak"),
     ),
     (GaugeMetricFamily, "replicas", "Replicas that serve", lambda model: model.num_serving()),
+    _column(
+        GaugeMetricFamily,
+        "engines_time_sliced",
+        "time_sliced",
+        "Engines whose kernels take turns in spite of means: mps",
+    ),
     _column(CounterMetricFamily, "grammars_compiled", "grammars_compiled", "Grammars of structured output compiled"),
     _column(CounterMetricFamily, "grammars_refused", "grammars_refused", "Requests whose grammar was refused"),
     _column(CounterMetricFamily, "grammars_weakened", "grammars_weakened", "Schemas that are enforced only in part"),

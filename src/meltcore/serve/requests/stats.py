@@ -65,8 +65,8 @@ _MODEL_COLUMNS = (
     # Of a model that sleeps: how deep, as vLLM counts (in the supervisor's row, as all but the last one), how often it
     # woke and for how long in all, the time before which it cannot wake, and the last request that could not wait.
     *("sleep_level", "wakes", "wake_s", "wake_at_s", "wanted_s"),
-    # In the supervisor's row: when an engine last began to start or will, and how long the last start took that ended.
-    *("start_s", "start_took_s"),
+    # In the supervisor's row: when an engine last began to start or will, how long the last start took that ended, and
+    *("start_s", "start_took_s", "time_sliced"),  # how many engines are not the clients of MPS that they should be
     *(f"queue_{name}/{each}" for each in CLASSES for name in ("requests", "units", "head_s", "finish")),
     *(f"refused_{reason}/{each}" for each in CLASSES for reason in QUEUE_REFUSAL_REASONS),
 )
