@@ -11,7 +11,7 @@ from meltcore.common.process import CompletedRun
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.node import Certificate, Tier
 from meltcore.measure.documents.runfolder import RunFolder
-from meltcore.measure.documents.schema import Evaluation, RunResult
+from meltcore.measure.documents.schema import Evaluation, FleetLevel, LevelResult, RunResult, StreamLoad
 from meltcore.measure.node.certify.checks.run import certify
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 
@@ -39,15 +39,51 @@ def correct_answers(command: Sequence[str], environment: Mapping[str, str]) -> C
     return demo_run(command, code=0, share=0.99)
 
 
-def demo_run(command: Sequence[str], code: int, share: float, reasons: Sequence[str] = ()) -> CompletedRun:
+def demo_run(
+    command: Sequence[str],
+    code: int,
+    share: float,
+    reasons: Sequence[str] = (),
+    device: str = "NVIDIA H200",
+    loaded_share: float = 0.99,
+    failed: int = 0,
+) -> CompletedRun:
+    """Write a run of the demo on `device`: `share` of 200 unloaded answers is right, and `loaded_share` under load."""
     folder = RunFolder.create(Path(command[command.index("--out") + 1]), "demo")
+    level = LevelResult(
+        concurrency=10,
+        requests=300,
+        succeeded=300,
+        failed=0,
+        peak_in_flight=10,
+        duration_s=3.0,
+        output_tokens_per_s=900.0,
+        total_tokens_per_s=900.0,
+        prompt_tokens=300,
+        output_tokens=2700,
+        accuracy=loaded_share,
+    )
+    mixed = FleetLevel(
+        part="mixed",
+        label="mixed, 10 connections",
+        connections=10,
+        send_s=3.0,
+        duration_s=3.0,
+        peak_in_flight=10,
+        streams=[StreamLoad(name="sums", model="sums", level=level)],
+        released_s=0.0,
+    )
     result = RunResult(
         command="demo",
         status="complete",
         started="2026-11-21T00:00:00+00:00",
         duration_s=40.0,
         fingerprint=take_fingerprint(),
-        evaluation=Evaluation(total=200, correct=round(200 * share), failed=0, ci_low=share, ci_high=share),
+        settings={"devices": {"sums": device}} if device else {},
+        evaluation=Evaluation(
+            total=200, correct=round((200 - failed) * share), failed=failed, ci_low=share, ci_high=share
+        ),
+        mixed=[mixed],
         reasons=list(reasons),
     )
     folder.write_result(result)

@@ -1,15 +1,19 @@
 """Every check, one by one, on a scripted node: healthy, degraded, unreadable, hung, not applicable, each exit code."""
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certify_tools import certified, demo_run, findings_in, h200s, node_of
 from fake_gpu import FakeGpu
 from fake_node import FakeNode
 
+from meltcore.common.options import add_options, from_options
 from meltcore.common.process import CompletedRun
 from meltcore.measure.documents.node import Certificate, CheckReport
+from meltcore.measure.experiments.demo.config import DemoConfig
 from meltcore.measure.node.certify.checks import inference
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 
@@ -127,25 +131,51 @@ def test_state_refused_or_hanging_in_driver_is_unknown(error: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("ran", "verdict", "code", "exit_code"),
+    ("ran", "verdict", "code", "reason"),
     [
-        ("wrong", "FAIL", "WRONG_ANSWERS", 2),
-        ("crashed", "UNKNOWN", "PROBE_FAILED", 3),
-        ("hung", "UNKNOWN", "TIMED_OUT", 3),
+        ({"code": 1, "share": 0.5}, "FAIL", "WRONG_ANSWERS", "unloaded 50.0 % right"),
+        ({"code": 1, "share": 1.0, "loaded_share": 0.5}, "FAIL", "WRONG_ANSWERS", "under load 50.0 % right"),
+        ({"code": 0, "share": 0.5}, "FAIL", "WRONG_ANSWERS", "unloaded 50.0 % right"),
+        ({"code": 1, "share": 1.0, "failed": 150}, "UNKNOWN", "PROBE_FAILED", "the run did not pass: a reason"),
+        ({"code": 0, "share": 1.0, "device": "CPU"}, "UNKNOWN", "PROBE_FAILED", "sums ran on CPU"),
+        ({"code": 1, "share": 0.5, "device": "CPU"}, "UNKNOWN", "PROBE_FAILED", "sums ran on CPU"),
+        ({"code": 0, "share": 1.0, "device": ""}, "UNKNOWN", "PROBE_FAILED", "the server named no device"),
+        (CompletedRun(1, b"", b"no such engine"), "UNKNOWN", "PROBE_FAILED", "no such engine"),
+        (CompletedRun(None, b"", b""), "UNKNOWN", "TIMED_OUT", "more than 300 s"),
     ],
 )
-def test_inference_with_wrong_answers_crash_or_hang(
-    ran: str, verdict: str, code: str, exit_code: int, tmp_path: Path
+def test_inference_passes_only_with_right_answers_of_its_gpu(
+    ran: dict[str, Any] | CompletedRun, verdict: str, code: str, reason: str, tmp_path: Path
 ) -> None:
-    outcomes = {"crashed": CompletedRun(1, b"", b"no such engine"), "hung": CompletedRun(None, b"", b"")}
-    node = node_of(
-        h200s(2),
-        program=lambda command, environment: outcomes.get(ran) or demo_run(command, 1, 0.5, ["accuracy is 50 %"]),
-    )
-    certificate = certified(tmp_path, node)
-    assert {(each, of) for each, of, _ in findings_in(certificate)} == {(verdict, code)}
+    def program(command: Sequence[str], environment: Mapping[str, str]) -> CompletedRun:
+        if environment["CUDA_VISIBLE_DEVICES"] == "GPU-00000000-fake":
+            return demo_run(command, code=0, share=0.99)
+        return ran if isinstance(ran, CompletedRun) else demo_run(command, **ran, reasons=["a reason"])
+
+    certificate = certified(tmp_path, node_of(h200s(2), program=program))
+    assert findings_in(certificate) == [(verdict, code, "GPU 1")]
+    [healthy, faulty] = report(certificate, "inference").rows[:2]
+    assert (healthy.verdict, faulty.verdict) == ("PASS", verdict)
+    assert healthy.note == "sums on NVIDIA H200: unloaded 99.0 % right, under load 99.0 % right"
+    assert reason in faulty.note
     assert others_pass(certificate, "inference")
-    assert certificate.exit_code == exit_code
+    assert certificate.exit_code == {"FAIL": 2, "UNKNOWN": 3}[verdict]
+
+
+def test_inference_serves_on_the_gpu_under_test_without_clients(tmp_path: Path) -> None:
+    commands = []
+
+    def program(command: Sequence[str], environment: Mapping[str, str]) -> CompletedRun:
+        commands.append((list(command), environment["CUDA_VISIBLE_DEVICES"]))
+        return demo_run(command, code=0, share=0.99)
+
+    certified(tmp_path, node_of(h200s(2), program=program))
+    assert sorted(gpu for _, gpu in commands) == ["GPU-00000000-fake", "GPU-00000001-fake"]
+    parser = argparse.ArgumentParser()
+    add_options(parser, DemoConfig)
+    for command, _ in commands:
+        config = from_options(DemoConfig, parser.parse_args(command[command.index("demo") + 1 :]))
+        assert (config.device, config.clients) == ("cuda", False)
 
 
 @pytest.mark.parametrize("name", ["peers", "collectives"])

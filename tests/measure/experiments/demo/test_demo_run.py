@@ -80,6 +80,7 @@ def test_demo_passes_with_whole_and_right_answers(tmp_path: Path, answers_file: 
     assert load["accuracy"] == 1.0
     assert load["output_tokens_per_s"] > 0
     assert result["settings"]["weights"] == "real"
+    assert result["settings"]["devices"] == {"fake": "CPU"}
     [folder] = tmp_path.iterdir()
     assert folder.name.endswith("-demo")
     assert len((folder / "requests.jsonl").read_text().splitlines()) >= load["requests"]
@@ -202,8 +203,10 @@ def test_fleet_of_some_tasks_is_a_valid_file(tmp_path: Path) -> None:
     write_fleet(tmp_path / "with.yaml", ("generation",), embedder=tmp_path / "model")
     spec = load_fleet(tmp_path / "with.yaml")
     assert (spec.models["minilm"].task, spec.models["minilm"].checkpoint) == ("embedding", str(tmp_path / "model"))
-    write_fleet(path, ("generation", "transcription"))
+    assert {model.device for model in spec.models.values()} == {"cpu"}
+    write_fleet(path, ("generation", "transcription"), device="cuda")
     spec = load_fleet(path)
+    assert {model.device for model in spec.models.values()} == {"cuda"}
     assert (list(spec.models), spec.server.port) == (["sums", "tones"], 0)
     assert (spec.languages.translation, spec.languages.transcription, spec.languages.synthesis) == (
         (),

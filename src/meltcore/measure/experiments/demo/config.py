@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import option
@@ -35,6 +36,7 @@ class DemoConfig:
         action="store",
         metavar="TASK,...",
     )
+    device: Literal["cpu", "cuda"] = option("cpu", "Device of all models; cuda is the first visible GPU.")
     chat_model: str | None = option(
         None,
         "Language model with real weights, a GGUF file or a folder, which is asked a few questions too.",

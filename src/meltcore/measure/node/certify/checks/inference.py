@@ -1,10 +1,11 @@
 """A minute of inference: does the engine give correct answers on each GPU?
 
-Each GPU serves the bundled model by itself, and all GPUs run concurrently. The check runs last. If all other checks
-passed, a failure indicates a software fault, so it has its own fault code.
+Each GPU serves the bundled language and translation models by itself, and all GPUs run concurrently. The answers are
+judged by their accuracy, once the server has named this GPU as the device of each model.
 """
 
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +25,9 @@ _ENGINE = ("torch", "tokenizers", "starlette", "zmq")
 _LEVELS = {"standard": "10,100"}
 _LEVELS_OF_LARGER = "10,100,400"
 _LIMIT_S = 300.0
-_ACCURACY_FLOOR = 0.95  # that of meltcore demo
-_PASSED, _FAILED = 0, 1  # exit codes of meltcore demo
+_TASKS = "generation,translation"  # the tasks that need no packages for audio
+_ACCURACY_FLOOR = 95.0  # percent, the floor of meltcore demo
+_PASSED = 0  # exit code of meltcore demo
 
 
 class InferenceCheck(HardwareCheck):
@@ -60,16 +62,16 @@ class InferenceCheck(HardwareCheck):
         # Speeds are recorded and not judged: all GPUs use the host's cores together.
         rows += [
             CertificateRow(
-                key=f"inference/concurrency-{level.concurrency}",
+                key=f"inference/concurrency-{level.connections}",
                 subject=context.label((gpu_index,)),
                 gpus=[gpu_index],
                 unit="tok/s",
                 verdict="RECORDED",
-                measured=level.output_tokens_per_s,
+                measured=sum(load.level.output_tokens_per_s for load in level.streams),
             )
             for gpu_index, result in enumerate(results)
             if result is not None
-            for level in result.levels
+            for level in result.mixed
         ]
         return self.report(rows, [*make_findings(self.name, judgments), *findings], conditions)
 
@@ -80,7 +82,8 @@ def _demo_folder(context: CertifyContext, gpu_index: int) -> Path:
 
 def _run_demo(context: CertifyContext, gpu_index: int) -> CompletedRun:
     levels = _LEVELS.get(context.tier, _LEVELS_OF_LARGER)
-    command = [sys.executable, "-m", "meltcore.cli.main", "demo", "--levels", levels]
+    command = [sys.executable, "-m", "meltcore.cli.main", "demo", "--levels", levels, "--no-clients"]
+    command += ["--device", "cuda", "--tasks", _TASKS]
     environment = {**context.environment(), "CUDA_VISIBLE_DEVICES": context.gpus[gpu_index].info.uuid}
     return context.node.run([*command, "--out", str(_demo_folder(context, gpu_index))], b"", environment, _LIMIT_S)
 
@@ -104,20 +107,49 @@ def _judge_demo(
         gpus=[gpu_index],
         unit="% correct",
         verdict="UNKNOWN",
+        floor=_ACCURACY_FLOOR,
     )
     judgment = Judgment(row)
-    if result is not None and result.evaluation is not None:
-        row.measured = 100 * result.evaluation.accuracy
-        row.floor = 100 * _ACCURACY_FLOOR
-    code = completed.returncode
-    if code is None:
+    name = context.gpus[gpu_index].info.name
+    accuracies = {} if result is None else _accuracies(result)
+    devices = {} if result is None else result.settings.get("devices", {})
+    elsewhere = [f"{model} ran on {device}" for model, device in devices.items() if not str(device).startswith(name)]
+    row.measured = min(accuracies.values(), default=None)
+    answers = ", ".join(f"{part} {accuracy:.1f} % right" for part, accuracy in accuracies.items())
+    if completed.returncode is None:
         judgment.set_verdict("UNKNOWN", "TIMED_OUT", f"the run took more than {_LIMIT_S:.0f} s and was killed")
-    elif code == _FAILED and result is not None:
-        judgment.set_verdict("FAIL", "WRONG_ANSWERS", "; ".join(result.reasons[:3]) or "the run did not pass")
-    elif code != _PASSED or row.measured is None:
-        judgment.set_verdict("UNKNOWN", "PROBE_FAILED", f"the run ended with status {code}: {last_line(completed)}")
-    else:
-        row.verdict = "PASS"
-    if busy and row.verdict == "PASS":
+    elif result is None or row.measured is None:
+        code, line = completed.returncode, last_line(completed)
+        judgment.set_verdict("UNKNOWN", "PROBE_FAILED", f"the run ended with status {code} without an answer: {line}")
+    elif elsewhere or not devices:
+        reason = ", ".join(elsewhere) or "the server named no device"
+        judgment.set_verdict("UNKNOWN", "PROBE_FAILED", f"the answers say nothing about {name}: {reason}")
+    elif row.measured < _ACCURACY_FLOOR:
+        judgment.set_verdict("FAIL", "WRONG_ANSWERS", answers)
+    elif completed.returncode != _PASSED:
+        reasons = "; ".join(result.reasons[:3]) or last_line(completed)
+        judgment.set_verdict("UNKNOWN", "PROBE_FAILED", f"{answers}, but the run did not pass: {reasons}")
+    elif busy:
         judgment.set_verdict("INVALID", "BUSY", "another program was computing on it")
+    else:
+        row.verdict, row.note = "PASS", f"{', '.join(devices)} on {name}: {answers}"
     return judgment
+
+
+def _accuracies(result: RunResult) -> dict[str, float]:
+    """Return the percentages of correct answers: unloaded, under load, and by other task.
+
+    A failed request is no answer.
+    """
+    evaluation = result.evaluation
+    if evaluation is None:
+        return {}
+    correct = Counter({"unloaded": evaluation.correct})
+    answered = Counter({"unloaded": evaluation.total - evaluation.failed})
+    streams = [load.level for mixed_level in result.mixed for load in mixed_level.streams]
+    for level in [*result.levels, *streams]:
+        if level.accuracy is not None:
+            part = "under load" if level.task is None else level.task.task
+            correct[part] += round(level.accuracy * level.requests)
+            answered[part] += level.succeeded
+    return {part: 100 * correct[part] / number for part, number in answered.items() if number}
