@@ -28,7 +28,7 @@ from meltcore.common.tasks import Task
 from meltcore.fleet.admin.admin import AdminServer
 from meltcore.fleet.admin.operations import FleetOperations, check_startable
 from meltcore.fleet.plan.first_fit import Place
-from meltcore.fleet.plan.placement import PlacedFleet, cpu_environment, gpu_ranks
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.plan.planned import FleetPlanner, no_planner
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
@@ -174,9 +174,8 @@ class Supervisor:
             command=engine_command,
             sockets=folder.path,
             client_count=num_processes,
-            cpu_environment=lambda model: cpu_environment(self.fleet.spec, model),
+            fleet=lambda: self.fleet,
             cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
-            gpu_ranks=lambda node: gpu_ranks(self.fleet, node),
             on_moved=lambda: self.turns.update_devices(),
             held_places=lambda: self._places(without=("pending", "failed")),
             sharing=config.sharing,
@@ -398,7 +397,7 @@ class Supervisor:
         """Start API servers and engines. Raises MeltcoreError if one of them cannot serve."""
         spec = self.fleet.spec
         tasks = {name: await find_on_thread(model) for name, model in spec.engines.items()}
-        await self._pool.start()
+        await asyncio.gather(self._launcher.connect(), self._pool.start())
         for name in spec.models:
             self._add_model(name, tasks.get(name))
         for model in self.models.values():

@@ -6,6 +6,7 @@ import re
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pynvml
@@ -16,7 +17,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.driver import NvmlWithTimeout
 from meltcore.common.sizes import GIB
 from meltcore.fleet.plan import machine
-from meltcore.fleet.plan.machine import process_bytes, read_gpus, read_machine
+from meltcore.fleet.plan.machine import bus_ids, process_bytes, read_gpus, read_machine
 from meltcore.fleet.plan.planned import FleetPlanner
 from meltcore.fleet.run.engines import place_replicas
 
@@ -223,6 +224,21 @@ def test_driver_that_does_not_start_moves_no_model_to_the_cpu(
     fleet(tmp_path, f"models: {{c: {{{DUMMY}, device: cpu}}, more: {{{DUMMY}}}}}")
     with pytest.raises(ConfigError, match="does not start"):
         on_cpu.config()
+
+
+def test_bus_ids_have_the_names_of_the_visible_gpus(nvml: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
+    def info(card: Card) -> SimpleNamespace:
+        return fail(pynvml.NVML_ERROR_NOT_SUPPORTED) if card.gib is None else SimpleNamespace(busId=b"00000000:1B:00.0")
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", info)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert bus_ids() == {}
+    nvml += [Card(), Card(gib=None), Card()]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-2,1,0")
+    assert bus_ids() == {"GPU-2": "0000:1b:00.0", "0": "0000:1b:00.0"}, "one has no PCI bus"
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: fail(pynvml.NVML_ERROR_UNKNOWN))
+    with pytest.raises(ConfigError, match="cannot be listed"):
+        bus_ids()
 
 
 def test_gpu_that_is_lost_is_named(nvml: list[Card]) -> None:

@@ -76,6 +76,29 @@ def process_bytes() -> dict[int, int]:
         raise ConfigError(f"the processes of the GPUs cannot be read: NVML gave {error}") from error
 
 
+def bus_ids() -> dict[str, str]:
+    """Return the PCI bus ids of the visible GPUs, by their names in CUDA_VISIBLE_DEVICES.
+
+    A GPU for which NVML has no bus id is left out. Raises ConfigError if NVML fails or hangs.
+    """
+    names = visible_gpus()
+    if not names:
+        return {}
+    try:
+        return call_with_timeout(START_LIMIT_S, lambda: _query_bus_ids(names))
+    except (NVMLError, TimeoutError) as error:
+        raise ConfigError(f"the PCI bus ids of the GPUs cannot be read: NVML gave {error}") from error
+
+
+def _query_bus_ids(names: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    with _visible_devices(names) as (nvml, devices):
+        for name, device in zip(names, devices, strict=True):
+            with suppress(NVMLError):
+                found[name] = nvml.bus_id(device)
+    return found
+
+
 def _query_processes(names: list[str]) -> dict[int, int]:
     found: Counter[int] = Counter()
     try:

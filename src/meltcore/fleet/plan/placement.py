@@ -72,15 +72,21 @@ def cpu_environment(spec: FleetSpec, name: str) -> dict[str, str]:
     """Return the environment variable that limits the threads of a model's engine on the CPU.
 
     The engine shares the cores with the other engines on the CPU. Of models that take turns, only as many engines count
-    as can be awake together. Returns no variable if the server's environment already sets the number.
+    as can be awake together.
     """
-    if _THREADS in os.environ:
-        return {}
     on_cpu = {name: model for name, model in spec.engines.items() if not _may_use_gpus(model)}
     resident = sum(model.replicas for model in on_cpu.values() if not model.is_sleepable)
     in_turns = {name: model for name, model in on_cpu.items() if model.is_sleepable}
     num_engines = max(1, resident + _most_awake(in_turns, name))
-    return {_THREADS: str(max(1, len(os.sched_getaffinity(0)) // num_engines))}
+    return thread_environment(len(os.sched_getaffinity(0)) // num_engines)
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Return the environment variable that limits each thread pool of an engine to `num_threads`, but at least one.
+
+    Returns no variable if the server's environment already sets the number.
+    """
+    return {} if _THREADS in os.environ else {_THREADS: str(max(1, num_threads))}
 
 
 def _most_awake(models: Mapping[str, ModelSection], member: str) -> int:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ class EngineProcess(ABC):
         self._link: EngineLink | None = None
         self._ready: asyncio.Future[EngineReady] | None = None
         self._failure_reason: str | None = None  # as the engine reported it
+        self.cpus: Collection[int] = ()  # to which the process is pinned; empty: it is not
 
     async def prepare(self) -> None:  # noqa: B027 - most engines of this machine need nothing
         """Prepare the start so that API servers can connect to the engine. Raises MeltcoreError if this fails."""
@@ -170,6 +171,7 @@ class LocalEngineProcess(EngineProcess):
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         mps: MpsDaemon | None = None,
+        cpus: Collection[int] = (),
     ) -> None:
         """Prepare an engine process.
 
@@ -182,6 +184,7 @@ class LocalEngineProcess(EngineProcess):
             environment: variables that are added to the environment of this process.
             log: file to which the engine's output is appended. None sends the output to standard error of this process.
             mps: the daemon of which the engine is a client, named by its environment.
+            cpus: numbers of the CPUs on which the engine and its ranks may run. Empty: those of this process.
         """
         super().__init__(on_message)
         self._config = config
@@ -190,6 +193,7 @@ class LocalEngineProcess(EngineProcess):
         self._environment = dict(environment or {})
         self._log = log
         self._mps = mps
+        self.cpus = cpus
         self._process: asyncio.subprocess.Process | None = None
 
     async def prepare(self) -> None:
@@ -208,6 +212,11 @@ class LocalEngineProcess(EngineProcess):
         self._link = EngineLink(self._directory, 0, self._receive, self.fail)
         self._process = await self._start_process()
         assert self._process.stdin is not None
+        if self.cpus:
+            try:  # before the engine has its settings, so before it has threads
+                os.sched_setaffinity(self._process.pid, self.cpus)
+            except OSError:  # it has ended, or the server's own CPUs were changed: it runs where this process does
+                self.cpus = ()
         self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")  # kept open: the engine exits at its end
 
     async def _start_process(self) -> asyncio.subprocess.Process:

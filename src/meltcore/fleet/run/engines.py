@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from meltcore.common.cores import core_share, near_cores
+from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import gpu_environment, visible_gpus
 from meltcore.common.process import start_call
 from meltcore.fleet.plan.first_fit import Place
-from meltcore.fleet.plan.placement import PlacedFleet, engine_config, shared_engine
+from meltcore.fleet.plan.machine import bus_ids
+from meltcore.fleet.plan.placement import (
+    PlacedFleet,
+    cpu_environment,
+    engine_config,
+    gpu_ranks,
+    shared_engine,
+    thread_environment,
+)
 from meltcore.fleet.processes.engine_process import EngineProcess, LocalEngineProcess
 from meltcore.fleet.processes.mps import MpsDaemon
 from meltcore.fleet.processes.remote_engine import RemoteEngineProcess
@@ -38,16 +48,15 @@ class LaunchSettings:
     command: Sequence[str]
     sockets: Path
     client_count: int
-    cpu_environment: Callable[[str], dict[str, str]]  # of a model's engine on the CPU of this machine
+    fleet: Callable[[], PlacedFleet]  # as it is now: a reload changes its models
     cpu_engines: Callable[[str], int]  # that share the cores of a node
-    gpu_ranks: Callable[[str], int]  # of all engines on GPUs of a node
     on_moved: Callable[[], None]  # an engine of a cluster has another place
     held_places: Callable[[], dict[tuple[str, int], Place]]  # that a pending engine must leave free, by model, replica
     sharing: SharingSection  # of engines among each other
 
     def engine(self, replica: Replica) -> EngineConfig:
         """Return the settings of an engine, with the number of ranks that may compile concurrently on its node."""
-        return msgspec.structs.replace(replica.engine, node_ranks=self.gpu_ranks(replica.node))
+        return msgspec.structs.replace(replica.engine, node_ranks=gpu_ranks(self.fleet(), replica.node))
 
 
 def place_replicas(fleet: PlacedFleet, name: str, log_folder: Path | None = None) -> list[Replica]:
@@ -137,14 +146,24 @@ class LocalLauncher(Launcher):
 
     problem = ""
 
-    def __init__(self, settings: LaunchSettings, _report: Callable[[str], None]) -> None:
+    def __init__(self, settings: LaunchSettings, report: Callable[[str], None]) -> None:
         """Create the launcher. Raises ConfigError if `sharing.means` needs a program that is not installed."""
-        self._settings = settings
+        self._settings, self._report = settings, report
+        self._cores: dict[str, list[tuple[int, ...]]] = {}  # near each GPU, by its name
         is_mps = settings.sharing.means == "mps" and visible_gpus()
         self._mps = MpsDaemon(settings.sockets / "mps") if is_mps else None
 
     async def connect(self) -> None:
-        """Start the MPS daemon if engines shall be its clients. Raises ConfigError if it does not start."""
+        """Find the cores near each GPU, and start the MPS daemon if engines shall be its clients.
+
+        Without these cores engines are not pinned. Raises ConfigError if the daemon does not start.
+        """
+        try:
+            found = await asyncio.wrap_future(start_call(bus_ids)) if self._gpu_ranks() else {}
+        except ConfigError as error:
+            self._report(f"engines are not pinned to the cores near their GPUs: {error}")
+        else:
+            self._cores = {name: near_cores(bus_id) for name, bus_id in found.items()}
         if self._mps is not None:
             await asyncio.wrap_future(start_call(self._mps.start))
 
@@ -167,11 +186,9 @@ class LocalLauncher(Launcher):
         """Return an engine process of this machine."""
         settings = self._settings
         engine = settings.engine(replica)
-        mps = self._mps if replica.gpu_names else None
+        mps, environment = self._mps if replica.gpu_names else None, self._threads(replica)
         if mps is not None:
-            environment = mps.client_environment(priority_class, settings.sharing.mps_sm_percent)
-        else:
-            environment = {} if replica.gpu_names else settings.cpu_environment(replica.model)
+            environment |= mps.client_environment(priority_class, settings.sharing.mps_sm_percent)
         return LocalEngineProcess(
             shared_engine(engine, replica.gpu_names, settings.sharing, priority_class, settings.sockets),
             settings.command,
@@ -181,7 +198,38 @@ class LocalLauncher(Launcher):
             environment=replica.environment | environment,
             log=replica.log,
             mps=mps,
+            cpus={cpu for share in self._core_shares(replica) for cpu in core_share(*share)},
         )
+
+    def _threads(self, replica: Replica) -> dict[str, str]:
+        """Return the environment variable that limits the threads of an engine to its part of the cores."""
+        if not replica.gpu_names:
+            return cpu_environment(self._settings.fleet().spec, replica.model)
+        shares = self._core_shares(replica)
+        return thread_environment(sum(sum(map(len, cores)) // count for cores, _, count in shares)) if shares else {}
+
+    def _core_shares(self, replica: Replica) -> list[tuple[list[tuple[int, ...]], int, int]]:
+        """Return for each rank of an engine the cores near its GPU, its index among the ranks there, and their number.
+
+        The result is empty if the cores are not known.
+        """
+        shares = []
+        for gpu in sorted(replica.gpu_names):
+            cores, own = self._cores.get(gpu, []), (replica.model, replica.index, gpu)
+            near = [rank for rank in self._gpu_ranks() if self._cores.get(rank[2]) == cores]
+            if cores and own in near:
+                shares.append((cores, near.index(own), len(near)))
+        return shares
+
+    def _gpu_ranks(self) -> list[tuple[str, int, str]]:
+        """Return model, replica and GPU of each rank of the fleet, also of engines that sleep."""
+        fleet = self._settings.fleet()
+        return [
+            (name, each.index, gpu)
+            for name in fleet.spec.engines
+            for each in place_replicas(fleet, name)
+            for gpu in sorted(each.gpu_names)
+        ]
 
 
 class RayLauncher(ClusterDriver, Launcher):

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meltcore.common.cores import format_cpus
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.common.process import start_call
 from meltcore.common.tasks import DEFAULT, Task
@@ -197,7 +198,8 @@ class ServedModel(SupervisedModel[Replica]):
             self._reopen(limits)
             self.stats.mark_replica_ready(replica.index)
             self.update_status()
-        self._parts.policy.tell(lambda: self.log("engine_ready", replica, load_s=limits.load_s))
+        cpus = format_cpus(replica.process.cpus)
+        self._parts.policy.tell(lambda: self.log("engine_ready", replica, load_s=limits.load_s, cpus=cpus))
 
     def _reopen(self, limits: EngineReady) -> None:
         """Lower the limits in API servers if a new engine has lower limits. Another process may have taken memory."""

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meltcore.common.cores import parse_cpus
 from meltcore.measure.documents.node import Expectation
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.check import MeasuredCheck
@@ -68,12 +69,6 @@ def _pinned_buffer(size: int, _cpus: str) -> "torch.Tensor":
     import torch
 
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-
-def parse_cpus(text: str) -> set[int]:
-    """Parse the kernel's list of CPUs, such as `0-3,8`."""
-    spans = [part.partition("-") for part in text.split(",") if part]
-    return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
 def pin_to(cpus: str) -> None:
