@@ -65,8 +65,8 @@ API_ROUTES: Mapping[tuple[str, ...], tuple[tuple[str, str], str]] = {
     ),
     ("/v1/embeddings",): (
         _BOTH,
-        "BERT, XLM-RoBERTa (all-MiniLM, multilingual-e5, bge-m3 dense), Qwen3-Embedding; `dimensions` keeps the first "
-        "values",
+        "BERT, XLM-RoBERTa (all-MiniLM, multilingual-e5, bge-m3 dense), Qwen3-Embedding; `dimensions` of Matryoshka "
+        "models alone: Qwen3-Embedding, or by `is_matryoshka` or `matryoshka_dimensions` in config.json",
     ),
     ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"): (
         _VLLM,

@@ -122,6 +122,7 @@ def test_all_reasons_of_a_folder_are_in_one_line(tmp_path: Path, capsys: pytest.
     assert "4 reasons: (1) config.json names MambaForCausalLM; we have Gemma3" in line
     for reason in ("quant_method", "holds no *.safetensors files", "has no tokenizer.json; name a folder"):
         assert reason in line
+    assert ", BertForSequenceClassification, BertModel, " in line
     line = refusal([str(tmp_path), "--load-format", "dummy"], capsys)
     assert "2 reasons: (1) config.json names MambaForCausalLM" in line
 

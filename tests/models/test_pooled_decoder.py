@@ -19,10 +19,12 @@ from transformers import Qwen3ForSequenceClassification
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.engine.embedding.engine import EmbeddingTask
 from meltcore.engine.embedding.memory import read_config
+from meltcore.engine.memory.memory_needs import TaskMismatchError, engine_needs
 from meltcore.models.checkpoints.checkpoint import find_task, open_checkpoint
-from meltcore.models.tasks.pooled_decoder_config import GROUP_QUERIES
+from meltcore.models.tasks.pooled_decoder_config import GROUP_QUERIES, PooledDecoderConfig
 from meltcore.protocol.embedding import Embed
 from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TOLERANCE = 1e-5
@@ -136,11 +138,28 @@ def test_files_of_sentence_transformers_decide_the_task(embedder: Pair, reranker
     assert [pair.task.ready().has_pair_prompt for pair in (embedder, reranker)] == [False, True]
     shutil.copy(embedder.folder / "config.json", tmp_path)
     assert find_task(str(tmp_path)).name == "generation"
+    with pytest.raises(TaskMismatchError, match=r"write `task: generation`, or fetch its modules\.json, which shows"):
+        engine_needs(ModelSection(checkpoint=str(tmp_path), task="embedding", device="cpu"), on_cpu=True)
+    with pytest.raises(ConfigError, match=r"embedding runs BertFor.*, Qwen3ForCausalLM with modules\.json"):
+        EmbeddingTask(EngineConfig(model=str(tmp_path), device="cpu"))
     config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["Qwen3Model"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert find_task(str(tmp_path)).name == "embedding"
     with pytest.raises(ConfigError, match="a decoder here has Transformer, Pooling"):
         read_config(open_checkpoint(str(tmp_path), files="config"))
+
+
+def test_published_embeddings_may_be_cut(embedder: Pair, reranker: Pair) -> None:
+    """The published config.json does not say that the model is trained for it. One that is trained on is another."""
+    assert (embedder.task.ready().cut_sizes, reranker.task.model.config.is_reranker) == ((), True)
+    config = json.loads((embedder.folder / "config.json").read_text())
+    for change, sizes in (
+        ({"architectures": ["Qwen3Model"]}, None),
+        ({"architectures": ["Qwen3Model"], "is_matryoshka": True}, ()),
+        ({"is_matryoshka": False}, None),
+        ({"matryoshka_dimensions": [8, 16]}, (8, 16)),
+    ):
+        assert PooledDecoderConfig.read(config | change, embedder.folder).cut_sizes == sizes
 
 
 def test_a_head_of_generation_is_not_read(embedder: Pair, tmp_path: Path) -> None:

@@ -192,6 +192,8 @@ REFUSED = [
     ({"architectures": ["BertForMaskedLM"]}, "encoders are BertModel"),
     ({"architectures": ["BertForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "id2label"),
     ({"type_vocab_size": None}, "type_vocab_size"),
+    ({"matryoshka_dimensions": [8, 33]}, "matryoshka_dimensions must have numbers from 1 to hidden_size, 32"),
+    ({"is_matryoshka": 1}, "is_matryoshka"),
 ]
 
 
@@ -231,6 +233,17 @@ def test_files_of_sentence_transformers_are_checked(
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
         EncoderConfig.read(json.loads((folder / "config.json").read_text()), tmp_path)
+
+
+def test_config_says_to_which_sizes_embeddings_may_be_cut(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    for change, sizes in (
+        ({}, None),
+        ({"is_matryoshka": True}, ()),
+        ({"matryoshka_dimensions": [16, 4]}, (16, 4)),
+        ({"matryoshka_dimensions": [], "is_matryoshka": False}, None),
+    ):
+        assert EncoderConfig.read(values | change, folder).cut_sizes == sizes
 
 
 def test_limits_come_from_the_files(folder: Path, tmp_path: Path) -> None:

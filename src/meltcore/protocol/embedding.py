@@ -33,7 +33,8 @@ class EmbeddingReady(BatchReady, tag="embedding_ready", array_like=True, frozen=
     """Reports that an embedding engine can serve.
 
     An input has at most `max_tokens` tokens, including special tokens. `size` is the number of values of an embedding.
-    With `has_pair_prompt` a reranker reads pairs in the prompt of Qwen3-Reranker.
+    With `has_pair_prompt` a reranker reads pairs in the prompt of Qwen3-Reranker. `cut_sizes` has the numbers of values
+    to which embeddings may be cut; empty allows any, and None allows no cut.
     """
 
     max_tokens: int
@@ -41,6 +42,7 @@ class EmbeddingReady(BatchReady, tag="embedding_ready", array_like=True, frozen=
     vocab_size: int
     is_reranker: bool
     has_pair_prompt: bool = False
+    cut_sizes: tuple[int, ...] | None = None
 
     def describe_limits(self) -> str:
         """Return a text with the limits of requests."""

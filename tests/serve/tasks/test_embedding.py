@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from encoder_tools import write_decoder, write_encoder
 from server_harness import RunningServer, running, serve_command, server_config
 from waiting import WAIT_S
 
+from meltcore.common.errors import RequestError
 from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
-from meltcore.serve.tasks.embedding.backend import _cosine
+from meltcore.protocol.embedding import EmbeddingReady
+from meltcore.serve.tasks.embedding.backend import EmbeddingBackend, _cosine
 from meltcore.settings.fleet_spec import ModelSection
 
 pytestmark = pytest.mark.slow
@@ -30,6 +33,8 @@ MAX_TOKENS = 66
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: tmp_path_factory.mktemp(name) for name in ("embedder", "reranker", "decoder")}
     write_encoder(made["embedder"], "BertModel")
+    config = json.loads((made["embedder"] / "config.json").read_text())
+    (made["embedder"] / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [16, 4]}))
     write_encoder(made["reranker"], "BertForSequenceClassification")
     write_decoder(made["decoder"], is_reranker=True)
     return made
@@ -80,6 +85,17 @@ def test_the_openai_client_reads_embeddings(embedder: RunningServer) -> None:
     assert short.data[0].embedding == pytest.approx([value / norm for value in rows[0][:4]], abs=1e-5)
 
 
+def test_only_models_trained_for_it_cut_embeddings() -> None:
+    backend: Any = EmbeddingBackend.__new__(EmbeddingBackend)
+    backend.names = ("minilm",)
+    limits: dict[str, Any] = {"device": "cpu", "dtype": "float32", "weights": "real", "memory": [], "load_s": 0.0}
+    ready = EmbeddingReady(**limits, max_cost=64, max_tokens=66, size=32, vocab_size=40, is_reranker=False)
+    backend._check_dimensions(32, ready)
+    with pytest.raises(RequestError, match=r"minilm is not known to be trained for shorter embeddings.*must be 32 or"):
+        backend._check_dimensions(16, ready)
+    backend._check_dimensions(5, msgspec.structs.replace(ready, cut_sizes=()))
+
+
 def test_texts_and_token_ids_are_the_same_inputs(embedder: RunningServer) -> None:
     [text] = vectors(embedder, "abc")
     ids = [2, 4, 31, 32, 3]  # [CLS] a ##b ##c [SEP]
@@ -109,6 +125,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/embeddings", {"input": [99_999]}, "input", "outside the vocabulary"),
     ("/v1/embeddings", {"input": "a", "dimensions": 33}, "dimensions", "must be 1 to 32"),
     ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", "must be 1 to 32"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions", "dimensions is 8; it must be one of 4, 16, 32"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
     ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 67}, "truncate_prompt_tokens", "-1 or 2 to 66"),
     ("/v1/embeddings", {"input": "a", "stream": True}, "stream", "not known"),

@@ -193,6 +193,7 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
             vocab_size=sizes.vocab_size,
             is_reranker=sizes.is_reranker,
             has_pair_prompt=isinstance(sizes, PooledDecoderConfig) and sizes.answer_ids is not None,
+            cut_sizes=sizes.cut_sizes,
         )
 
 

@@ -219,8 +219,12 @@ def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
     if model.task != task.name:
         # A server follows the checkpoint, so it would serve another task than the file says.
         default = " (the default)" if model.task == DEFAULT.name else ""
+        wanted = tasks()[model.task]
+        names = () if checkpoint is None else checkpoint.config.get("architectures") or ()
+        is_unmarked = not wanted.marked_architectures.isdisjoint(names)
+        remedy = f", or fetch its {wanted.marker}, which shows models of task {wanted.name}" if is_unmarked else ""
         raise TaskMismatchError(
-            f"got {model.task}{default}; {name} is a model of task {task.name}: write `task: {task.name}`"
+            f"got {model.task}{default}; {name} is a model of task {task.name}: write `task: {task.name}`{remedy}"
         )
     if checkpoint is not None and not checkpoint.config.get("architectures"):  # known without torch
         raise UnknownSizesError(f"{checkpoint.name}: config.json names no architecture; not a model here")

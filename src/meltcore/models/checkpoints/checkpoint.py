@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.common.files import is_gguf
-from meltcore.common.tasks import DEFAULT, Task, recognized_task, task_of_architectures
+from meltcore.common.tasks import DEFAULT, Task, recognized_task, task_of_architectures, tasks
 from meltcore.models.checkpoints.fairseq_config import TOKENIZER_FOLDER
 from meltcore.models.checkpoints.fairseq_config import find_checkpoint as find_fairseq
 from meltcore.models.checkpoints.fairseq_config import read_config as read_fairseq_config
@@ -301,13 +301,16 @@ def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: boo
     names = Fields(checkpoint.config).optional("architectures", [])
     architecture = next((name for name in names if name in DECODER_CONFIGS), None)
     if architecture is None:
-        reasons.append(f"config.json names {', '.join(names) or 'nothing'}; we have {', '.join(DECODER_CONFIGS)}")
+        known = [*DECODER_CONFIGS, *sorted(name for task in tasks().values() for name in task.architectures)]
+        reasons.append(f"config.json names {', '.join(names) or 'nothing'}; we have {', '.join(known)}")
 
     def check_weights() -> None:
         reason = (
             no_hub_weights_reason(checkpoint.name)
             if is_on_hub(checkpoint.name)
-            else _missing_weights_reason(checkpoint)
+            else None
+            if checkpoint.weight_files
+            else checkpoint.no_weights_reason
         )
         if reason is not None:
             raise ConfigError(reason)
@@ -331,10 +334,6 @@ def check_shards(model: str) -> None:
         _ = Checkpoint(model, folder, {}, {}).weight_files
 
 
-def _missing_weights_reason(checkpoint: Checkpoint) -> str | None:
-    return None if checkpoint.weight_files else checkpoint.no_weights_reason
-
-
 def open_task_checkpoint(name: str, task: Task, *, is_dummy: bool) -> Checkpoint:
     """Find a checkpoint of one of the architectures of `task`.
 
@@ -344,7 +343,8 @@ def open_task_checkpoint(name: str, task: Task, *, is_dummy: bool) -> Checkpoint
     checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
     if checkpoint.task is not task:
         names = checkpoint.config.get("architectures") or []
-        supported = ", ".join(task.architectures)
+        marked = (f"{each} with {task.marker}" for each in sorted(task.marked_architectures))
+        supported = ", ".join([*sorted(task.architectures), *marked])
         raise ConfigError(f"{name}: config.json names {', '.join(names) or 'nothing'}; {task.title} runs {supported}")
     return checkpoint
 

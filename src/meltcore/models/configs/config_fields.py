@@ -101,6 +101,8 @@ RULES: dict[str, Rule] = {
     "position_embedding_type": _TEXT,
     "is_decoder": _FLAG,
     "add_cross_attention": _FLAG,
+    "is_matryoshka": _FLAG,
+    "matryoshka_dimensions": _SIZES,
     "id2label": _OBJECT,
     "path": _TEXT,
     "max_seq_length": _integer_rule(2, MAX_POSITIONS),

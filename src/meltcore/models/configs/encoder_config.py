@@ -12,7 +12,14 @@ from typing import Any
 
 from meltcore.common.errors import ConfigError
 from meltcore.models.configs.config_fields import Fields
-from meltcore.models.configs.pooling_config import Pooling, PoolingConfig, read_modules, read_pooling, trained_tokens
+from meltcore.models.configs.pooling_config import (
+    Pooling,
+    PoolingConfig,
+    read_cut_sizes,
+    read_modules,
+    read_pooling,
+    trained_tokens,
+)
 
 EMBEDDING_ARCHITECTURES = ("BertModel", "XLMRobertaModel")
 RERANKING_ARCHITECTURES = ("BertForSequenceClassification", "XLMRobertaForSequenceClassification")
@@ -91,6 +98,7 @@ class EncoderConfig(PoolingConfig):
             pooling=pooling,
             is_normalized=not is_reranker and (not modules or "Normalize" in modules),
             is_reranker=is_reranker,
+            cut_sizes=read_cut_sizes(config, sizes["hidden_size"]),
             has_pooler=name == "BertForSequenceClassification",
         )
 

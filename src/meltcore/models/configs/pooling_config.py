@@ -29,6 +29,7 @@ class PoolingConfig:
         pooling: the hidden state of the first token, the mean over all tokens, or the last token's hidden state.
         is_normalized: whether embeddings have the length 1.
         is_reranker: whether the model computes one score of a pair of texts, instead of an embedding.
+        cut_sizes: the numbers of values to which an embedding may be cut. Empty allows any, and None allows no cut.
     """
 
     hidden_size: int
@@ -38,6 +39,7 @@ class PoolingConfig:
     pooling: Pooling
     is_normalized: bool
     is_reranker: bool
+    cut_sizes: tuple[int, ...] | None
 
     def input_limit(self, max_model_len: int | None) -> int:
         """Return the maximum tokens of an input: `max_model_len` if it is given, else the checkpoint's limit.
@@ -56,6 +58,18 @@ def trained_tokens(folder: Path, most_tokens: int) -> int:
     path = folder / _LIMITS
     tokens: int | None = Fields(read_json(path) if path.exists() else {}, _LIMITS).optional("max_seq_length")
     return min(most_tokens, tokens or most_tokens)
+
+
+def read_cut_sizes(config: Fields, hidden_size: int, *, is_matryoshka: bool = False) -> tuple[int, ...] | None:
+    """Return the numbers of values to which an embedding may be cut, from the fields of config.json that vLLM reads.
+
+    `is_matryoshka` says whether the model is known to be trained for shorter embeddings. Empty allows any number, and
+    None allows no cut. Raises ConfigError for a number that is not from 1 to `hidden_size`.
+    """
+    sizes: list[int] = config.optional("matryoshka_dimensions", [])
+    if not all(1 <= size <= hidden_size for size in sizes):
+        raise config.field_error("matryoshka_dimensions", f"must have numbers from 1 to hidden_size, {hidden_size}")
+    return tuple(sizes) if sizes or config.optional("is_matryoshka", is_matryoshka) else None
 
 
 def read_modules(folder: Path, known: str, *kinds: frozenset[str]) -> dict[str, Path]:

@@ -15,6 +15,7 @@ from meltcore.models.configs.config_fields import Fields
 from meltcore.models.configs.pooling_config import (
     Pooling,
     PoolingConfig,
+    read_cut_sizes,
     read_module,
     read_modules,
     read_pooling,
@@ -57,7 +58,8 @@ class PooledDecoderConfig(PoolingConfig):
         Raises ConfigError for missing fields and unsupported values.
         """
         config = Fields(values)
-        has_score_head = _SCORED in config.optional("architectures", [])
+        names = config.optional("architectures", [])
+        has_score_head = _SCORED in names
         if has_score_head and len(config.optional("id2label", {})) != 1:
             raise config.field_error("id2label", "must name one label: rerankers have one score")
         kinds = frozenset({"Pooling"}), frozenset({"LogitScore"})
@@ -83,6 +85,8 @@ class PooledDecoderConfig(PoolingConfig):
             pooling="lasttoken",
             is_normalized="Normalize" in modules,
             is_reranker=has_score_head or answers is not None,
+            # The published Qwen3-Embedding, whose config.json does not say it. A model trained from it may be another.
+            cut_sizes=read_cut_sizes(config, decoder.hidden_size, is_matryoshka="Qwen3ForCausalLM" in names),
             decoder=decoder,
             values=values,
             answer_ids=answers,

@@ -97,8 +97,8 @@ class EmbeddingBackend(BatchBackend):
         ready: EmbeddingReady = self._loaded()
         if ready.is_reranker:
             raise RequestError(f"{self.names[0]} is a reranker; it answers /v1/rerank and /v1/score", param="model")
-        if dimensions is not None and not 1 <= dimensions <= ready.size:
-            raise RequestError(f"dimensions is {dimensions}; it must be 1 to {ready.size}", param="dimensions")
+        if dimensions is not None:
+            self._check_dimensions(dimensions, ready)
         limit = _truncation(truncate, ready.max_tokens)
         ids = await encode_prompts(
             *(self._text, ready.vocab_size, inputs, "input"),
@@ -107,6 +107,21 @@ class EmbeddingBackend(BatchBackend):
         )
         fields = [(f"input[{index}]",) for index in range(len(ids))]
         return await self._results([_Encoded(each) for each in ids], fields, limit, dimensions or 0)
+
+    def _check_dimensions(self, dimensions: int, ready: EmbeddingReady) -> None:
+        """Raise RequestError (400) if embeddings may not be cut to a number of values."""
+        if not 1 <= dimensions <= ready.size:
+            raise RequestError(f"dimensions is {dimensions}; it must be 1 to {ready.size}", param="dimensions")
+        if dimensions == ready.size or ready.cut_sizes == () or dimensions in (ready.cut_sizes or ()):
+            return
+        if ready.cut_sizes is None:
+            reason = (
+                f"{self.names[0]} is not known to be trained for shorter embeddings (Matryoshka), so it must be "
+                f"{ready.size} or left out. is_matryoshka: true in its config.json allows others"
+            )
+        else:
+            reason = f"it must be one of {', '.join(map(str, sorted({*ready.cut_sizes, ready.size})))}"
+        raise RequestError(f"dimensions is {dimensions}; {reason}", param="dimensions")
 
     async def score(
         self,
