@@ -14,9 +14,12 @@ from task_server import serve_tasks
 
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
+from meltcore.common.files import write_document
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import (
+    CheckResult,
     Distribution,
+    FleetExperiment,
     FleetLevel,
     FleetLoad,
     LevelResult,
@@ -24,6 +27,8 @@ from meltcore.measure.documents.schema import (
     SimulatedStream,
     StreamLoad,
 )
+from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
+from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, Verdict
 from meltcore.measure.load.config import IntRange, Timeouts
 from meltcore.measure.load.fleet.fleet_config import (
     DEFAULT_MIX,
@@ -40,9 +45,9 @@ from meltcore.measure.load.fleet.fleet_gates import (
     fleet_health,
     load_experiment,
 )
-from meltcore.measure.load.fleet.fleet_run import measure_fleet
+from meltcore.measure.load.fleet.fleet_run import judge, measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import NUM_WARMUPS, FleetLevels, Stream
-from meltcore.measure.load.fleet.step_costs import read_step_costs
+from meltcore.measure.load.fleet.step_costs import StepCostsFile, read_step_costs
 from meltcore.measure.load.record import RecordFile
 from meltcore.measure.load.run.streams import LevelStream, StreamRunner
 from meltcore.measure.load.tasks.task import ServedModel, Sizes, tasks
@@ -339,6 +344,31 @@ def test_health_counts_what_is_lost_and_holds_p95_against_limits() -> None:
     assert "p95 of ttft 101 ms" in render_html(fleet_load_page(slow))
 
 
+@pytest.mark.parametrize(
+    ("statuses", "level", "verdict", "reason"),
+    [
+        (["PASS", "PASS"], "OK", "OK", []),
+        (["NOT RUN", "NOT RUN"], "OK", "UNKNOWN", ["gate 0: why 0", "gate 1: why 1"]),
+        (["PASS", "NOT RUN"], "CLIENT_BOUND", "UNKNOWN", ["gate 1: why 1"]),
+        (["FAIL", "NOT RUN"], "OK", "FAILED", ["gate 0: why 0"]),
+        (["NOT RUN", "NOT RUN"], "FAILED", "FAILED", ["gate 0: why 0", "gate 1: why 1"]),
+    ],
+)
+def test_experiment_whose_gates_were_not_run_is_not_ok(
+    statuses: list[CheckVerdict], level: Verdict, verdict: Verdict, reason: list[str]
+) -> None:
+    """It ended with OK and exit code 0, though nothing was judged."""
+    gates = [CheckResult(name=f"gate {at}", status=each, detail=f"why {at}") for at, each in enumerate(statuses)]
+    result = FleetLoad(
+        status="complete", started="2026-01-01T00:00:00+00:00", duration_s=1, fingerprint=take_fingerprint(),
+        settings={}, models=[], levels=[],
+    )  # fmt: skip
+    result.experiment = FleetExperiment(name="x", send_s=1, alone=[], together=[], simulated=[], gates=gates)
+    judge(result, {}, [level])
+    assert (result.verdict, result.reasons) == (verdict, reason)
+    assert MEANINGS[result.verdict].exit_code == {"OK": 0, "UNKNOWN": 3, "FAILED": 1}[verdict]
+
+
 @pytest.mark.slow
 def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
@@ -347,6 +377,9 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
         "- {name: speech, task: transcription, rate: 20, max_p95_ratio: {e2e: 2}}\n"
     )
     costs_path = tmp_path / "costs.json"
+    needs = StepCosts(step_bytes=1e6, unit_flops=0.0)  # as benchmarks/floors.py writes them before any measurement
+    peaks = GpuStepCosts(models={"mt": needs, "ears": needs}, bytes_per_s=1e12, flops_per_s=1e12)
+    write_document(costs_path, StepCostsFile(gpus={"CPU": peaks}))
     with serve_tasks(models=CARDS, delay_s=0.01, metrics=_step_metrics) as server:
         settings: dict[str, Any] = {
             "parts": ("interference",),
@@ -366,6 +399,10 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     statuses = {gate.name: gate.status for gate in result.experiment.gates}
     assert statuses["busy (mt): throughput"] == "PASS"
     assert statuses["speech (ears): p95 of end to end"] == "NOT RUN"
+    assert (result.verdict, result.reasons) == (
+        "UNKNOWN",
+        ["speech (ears): p95 of end to end: 10, 10 samples, p95 needs 130"],
+    )
     html = render_html(fleet_load_page(result))
     assert "Interference: x" in html
     # Each request is one step of 2 ms: the ideal scheduler batches what arrives together.
@@ -375,10 +412,13 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert speech_ideal.e2e_ms.n == 10
     assert speech_ideal.outside_ms > 0, "the server's delay is no step"
     assert "share of its throughput alone" in html
+    assert busy_ideal.overlap_ratio == 1.0, "a thousandth of the bytes that the GPU reads"
+    assert "the same, by bytes and operations alone" in html
     assert result.step_costs["mt"].decode_s == [(1.0, pytest.approx(0.002))]
     assert speech.rows_per_step == pytest.approx(1.0)
     [gpu] = read_step_costs(costs_path).gpus.values()
     assert gpu.models["mt"].decode_s[-1] == (1.0, pytest.approx(0.002)), "the file has what was measured"
+    assert gpu.models["mt"].step_bytes == 1e6
 
 
 def _step_metrics(server: Any) -> str:

@@ -15,16 +15,16 @@ class StepCosts(msgspec.Struct, kw_only=True):
     A unit is a prompt token of generation, a second of audio of speech, and a character of other tasks.
 
     Args:
-        decode_s: pairs of rows and of seconds of a step without new units, by ascending rows.
+        decode_s: pairs of rows and of seconds of a step without new units, by ascending rows. Empty if not measured.
         row_s: seconds of one more row beyond the largest measured step.
         unit_s: seconds that each unit adds to the step in which it begins.
         max_units: the most units of one step.
         row_steps: steps of a sentence, clip or text. None means that a row has one step per output token.
-        step_bytes: bytes that every step reads from the GPU's memory. None if unknown.
-        unit_flops: operations of a unit, and of a row in a step. None if unknown.
+        step_bytes: bytes that every step reads from the GPU's memory at least. None if unknown.
+        unit_flops: operations that a unit, and a row in a step, need at least. None if unknown.
     """
 
-    decode_s: list[tuple[float, float]]
+    decode_s: list[tuple[float, float]] = msgspec.field(default_factory=list)
     row_s: float = 0.0
     unit_s: float = 0.0
     max_units: float = UNLIMITED

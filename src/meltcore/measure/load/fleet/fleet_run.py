@@ -26,7 +26,7 @@ from meltcore.measure.documents.schema import (
 )
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
-from meltcore.measure.documents.verdicts import Verdict, worst_verdict
+from meltcore.measure.documents.verdicts import SCORED, Verdict, worst_verdict
 from meltcore.measure.load.fleet.bound import simulate_experiment
 from meltcore.measure.load.fleet.fleet_config import PAIRS, FleetLoadConfig, shares_of, split_connections
 from meltcore.measure.load.fleet.fleet_gates import (
@@ -110,12 +110,18 @@ def measure_fleet(
 
 
 def judge(result: FleetLoad, p95_limits_ms: dict[str, float], verdicts: Sequence[Verdict]) -> None:
-    """Set the health lines, the verdict and its reasons in the result."""
+    """Set the health lines, the verdict and its reasons in the result.
+
+    An experiment with a gate that was not run is UNKNOWN, since that gate has not passed.
+    """
     result.health = fleet_health(result, p95_limits_ms)
-    gates = [*result.health, *(result.experiment.gates if result.experiment is not None else [])]
-    failed = [gate for gate in gates if gate.status == "FAIL"]
-    result.reasons = [f"{gate.name}: {gate.detail}" for gate in failed]
+    experiment_gates = [] if result.experiment is None else result.experiment.gates
+    failed = [gate for gate in (*result.health, *experiment_gates) if gate.status == "FAIL"]
+    not_run = [gate for gate in experiment_gates if gate.status == "NOT RUN"]
+    result.reasons = [f"{gate.name}: {gate.detail}" for gate in failed or not_run]
     result.verdict = worst_verdict([*verdicts, "FAILED"] if failed else verdicts, "PARTIAL")
+    if not_run and result.verdict in SCORED:
+        result.verdict = "UNKNOWN"
 
 
 class _FleetRun:
@@ -327,7 +333,7 @@ class _FleetRun:
         models = {model.name: model for model in self.plan.models}
         gpus = [self._gpu_costs(models[stream.model]) for stream in self.plan.experiment_streams]
         costs = [gpu.models.get(stream.model) for gpu, stream in zip(gpus, self.plan.experiment_streams, strict=True)]
-        known = [each for each in costs if each is not None]
+        known = [each for each in costs if each is not None and each.decode_s]
         if len(known) < len(costs):
             return []
         if any(gpu is not gpus[0] for gpu in gpus):
