@@ -4,21 +4,41 @@ A decode step reads its weights as they are stored (of experts, those that unifo
 values that its queries see, of sliding windows the newest ones. It reads and writes recurrent states. Prefill takes as
 long as its GEMMs or as reading the weights once.
 Prefill and decode steps are added. With several GPUs each reads its shard; communication is not counted.
+
+As a command it writes what `meltcore load --fleet --step-costs FILE` needs for the bound by bytes and operations:
+
+    python benchmarks/floors.py step_costs.json --fleet fleet.yaml    # the GPU's peaks, and the models of fleet.yaml
 """
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+import torch
 from attention import matmul_flops_per_us, read_bytes_per_us
+from bench_output import need_gpu
 from offline_work import Work
 from torch import nn
 from uniform_routing import expected_experts
 
+from meltcore.common.files import write_document
+from meltcore.engine.transcription.memory import planned_config
+from meltcore.engine.worker.loading import meta_decoder
 from meltcore.layers.feed_forward import SparseMoeBlock
 from meltcore.layers.ggml_weights import PackedRows
+from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
+from meltcore.measure.load.fleet.step_costs import read_step_costs
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.decoders.kv_cache_specs import group_layers
+from meltcore.models.tasks.indicconformer import IndicConformer
+from meltcore.models.tasks.indicf5 import IndicF5, IndicF5Config
+from meltcore.models.tasks.indictrans2 import IndicTrans2
+from meltcore.settings.fleet_file import load_fleet
+from meltcore.settings.fleet_spec import ModelSection
 
 READ = 2**28  # numbers, of four bytes: several times any L2, and little of what an engine leaves free
 
@@ -131,3 +151,61 @@ def _num_weights(module: nn.Module) -> int:
         else sum(weight.numel() for weight in part.parameters(recurse=False))
         for part in module.modules()
     )
+
+
+# --- the bound of an experiment on interference -----------------------------------------------------------------------
+
+
+def step_needs(model: ModelSection) -> tuple[float, float]:
+    """Bytes that each step of a model reads at least, and operations that a unit, and a row of a step, need at least.
+
+    A language model with one row meets the fewest experts. Of other tasks the layers that run in every step count, and
+    no operations: units are characters and seconds there, and only bytes bound them.
+    """
+    if model.shapes is not None and not Path(model.model).expanduser().exists():
+        model = msgspec.structs.replace(model, checkpoint=model.shapes, shapes=None)
+    if model.task == "generation":
+        needs = Needs.of(meta_decoder(model, False)[0])
+        return needs.weight_bytes(1), 2.0 * needs.token_weights
+    # An engine of synthesis replaces the weights of modulations by their values.
+    weights = _layers_of_each_step(model).named_parameters()
+    return float(sum(weight.nbytes for name, weight in weights if "modulation." not in name)), 0.0
+
+
+def _layers_of_each_step(model: ModelSection) -> nn.Module:
+    """The layers that every step runs, in 16 bits as on a GPU, without memory."""
+    with torch.device("meta"):
+        if model.task == "transcription":
+            return IndicConformer(planned_config(model.model, is_dummy=True)).encoder.half()
+        config = open_checkpoint(model.model, files="config").config
+        if model.task == "translation":
+            return IndicTrans2(config).decoder_layers.half()
+        return IndicF5(IndicF5Config.read(config, 2)).layers.half()
+
+
+def write_bound(gpu: GpuStepCosts, models: dict[str, ModelSection], limits: Limits) -> None:
+    """Write the peaks of a GPU and the needs of the models that run on it, beside the costs that are there."""
+    gpu.bytes_per_s, gpu.flops_per_s = 1e6 * limits.bytes_per_us, 1e6 * limits.flops_per_us
+    for name, model in models.items():
+        if model.device != "cpu":
+            step_bytes, unit_flops = step_needs(model)
+            costs = gpu.models.get(name, StepCosts())
+            gpu.models[name] = msgspec.structs.replace(costs, step_bytes=step_bytes, unit_flops=unit_flops)
+            print(f"{name}: {step_bytes / 1e9:.2f} GB each step, {unit_flops / 1e9:.2f} GFLOP each token", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the bytes and operations of steps into a file of step costs.")
+    parser.add_argument("file", type=Path, help="File of step costs, as `load --fleet --step-costs` reads it.")
+    parser.add_argument("--fleet", type=Path, required=True, help="fleet.yaml with the models.")
+    args = parser.parse_args()
+    need_gpu()
+    device, costs = torch.cuda.get_device_name(), read_step_costs(args.file)
+    write_bound(costs.gpus.setdefault(device, GpuStepCosts()), load_fleet(args.fleet).engines, Limits.measure())
+    gpu = costs.gpus[device]
+    print(f"{device}: {gpu.bytes_per_s:.3g} bytes/s, {gpu.flops_per_s:.3g} operations/s")
+    write_document(args.file, costs)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,19 +9,23 @@ from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import peer_llamacpp
 import pytest
 import torch
-from floors import Limits, Needs, floor_s
+from floors import Limits, Needs, floor_s, step_needs, write_bound
 from gguf.constants import GGMLQuantizationType
 from offline import Peer, Peers
 from offline_reach import TARGETS, weighted_throughputs
 from offline_work import Measured, Work, measure, parse_works
+from places import ROOT
 from random_gguf import layout, new_writer, text_config, write_header
 
 from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
 from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.loader import build_model
+from meltcore.settings.fleet_file import load_fleet
 
 LIMITS = Limits(bytes_per_us=4.3e6, flops_per_us=700e6)  # an H200
 
@@ -42,6 +46,28 @@ def test_step_reads_the_experts_that_uniform_routing_uses(hybrid: Needs) -> None
     found = [hybrid.weight_bytes(tokens) / 1e9 for tokens in (1, 8, 64)]
     assert found == pytest.approx([5.89, 18.33, 59.86], abs=0.01)
     assert hybrid.step_bytes + 256 * hybrid.expert_bytes == pytest.approx(69.32e9 - 2 * 248_320 * 2048, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_bound_of_a_fleet_is_written_beside_what_was_measured() -> None:
+    """27 billion weights of Gemma 3 in 4.5 bits and its head; of Qwen3-30B-A3B those of one token in 8.5 bits."""
+    fleet = load_fleet(ROOT / "src/meltcore/fleet/examples/fleet.yaml")
+    names = ("gemma-3-27b", "indictrans2-en-indic", "indicconformer", "indicf5")
+    found = {name: [value / 1e9 for value in step_needs(fleet.engines[name])] for name in names}
+    assert found["gemma-3-27b"] == pytest.approx([17.22, 51.2], abs=0.01)
+    assert found["indictrans2-en-indic"] == pytest.approx([0.91, 0.0], abs=0.01), "18 layers of a decoder"
+    assert found["indicconformer"] == pytest.approx([1.22, 0.0], abs=0.01), "600 million weights in 16 bits"
+    assert found["indicf5"] == pytest.approx([0.37, 0.0], abs=0.01), "22 layers without modulations"
+    gpu = GpuStepCosts(models={"qwen3-30b-a3b": StepCosts(decode_s=[(1.0, 0.005)])})
+    models = {name: fleet.engines[name] for name in ("qwen3-30b-a3b", "indicf5")}
+    on_cpu = msgspec.structs.replace(models["indicf5"], device="cpu")
+    write_bound(gpu, models | {"on-cpu": on_cpu}, Limits(bytes_per_us=4e6, flops_per_us=7e8))
+    assert (gpu.bytes_per_s, gpu.flops_per_s) == (4e12, 7e14)
+    assert set(gpu.models) == set(models)
+    assert gpu.models["qwen3-30b-a3b"].decode_s == [(1.0, 0.005)]
+    assert gpu.models["qwen3-30b-a3b"].step_bytes == pytest.approx(3.24e9, abs=1e7)
+    assert gpu.models["qwen3-30b-a3b"].unit_flops == pytest.approx(5.46e9, abs=1e7)
+    assert gpu.models["indicf5"].decode_s == [], "not measured yet"
 
 
 def test_sequence_has_keys_values_and_states(hybrid: Needs) -> None:

@@ -212,8 +212,8 @@ def _shape(
     )
 
 
-def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, str]:
-    """Return a model's sizes with a cache of the model's type, its context, and a note on converted weights.
+def meta_decoder(model: ModelSection, on_cpu: bool) -> tuple[Model, Checkpoint, torch.dtype]:
+    """Build a model on the meta device as an engine holds its weights. Return it, its checkpoint and its data type.
 
     Raises UnknownSizesError for an unknown architecture. Raises ConfigError if an engine could not serve the model.
     """
@@ -232,6 +232,15 @@ def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, s
     if model.format in ("q4_0", "q8_0") and checkpoint.gguf is None:
         with meta, default_dtype(dtype):
             quantize_as_llama_cpp(decoder, model.format)
+    return decoder, checkpoint, dtype
+
+
+def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, str]:
+    """Return a model's sizes with a cache of the model's type, its context, and a note on converted weights.
+
+    Raises the errors of `meta_decoder`.
+    """
+    decoder, checkpoint, dtype = meta_decoder(model, on_cpu)
     held, note = None, ""
     if on_cpu and model.residency != "sleepable":
         held = host_weights(decoder, matrix_dtypes(checkpoint, reads_files=False))
@@ -241,7 +250,8 @@ def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, s
         tensors = checkpoint.gguf.tensors
         uses = restored_formats(tensors, dtype.itemsize)
         note = describe_on_host(tensors, held.note) if held else "; ".join(use.describe() for use in uses)
-    return _shape(decoder, device, dtype, ranks, held), decoder.config.max_context, note
+    shape = _shape(decoder, planned_device(on_cpu), dtype, model.tensor_parallel_size, held)
+    return shape, decoder.config.max_context, note
 
 
 def _default_host_bytes(
