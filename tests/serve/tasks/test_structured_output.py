@@ -125,12 +125,42 @@ def test_parts_of_tools_that_no_grammar_enforces_are_listed() -> None:
     assert grammar == CheckedGrammar("start: /x/", ("not enforced of tools: minItems, pattern",))
 
 
-def test_whitespace_is_bounded() -> None:
+def fields_with_schema(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each way in which a request can have a schema. What a structural tag begins is "<t>", and its end is empty."""
+    structure = {"begin": "<t>", "schema": schema, "end": ""}
+    tag = {"type": "structural_tag", "structures": [structure], "triggers": ["<t>"]}
+    return [
+        {"response_format": schema_format(schema)},
+        {"response_format": schema_format(schema, strict=True)},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"structural_tag": tag}},
+    ]
+
+
+@pytest.mark.parametrize("fields", [{"response_format": {"type": "json_object"}}, *fields_with_schema({})])
+def test_whitespace_is_bounded(fields: dict[str, Any]) -> None:
     """A model that does not know how to go on would write blanks up to its limit of tokens."""
-    grammar = check(asked(response_format=schema_format({"type": "object"})))
-    assert accepts(grammar, '{\n    "a": 1\n}')
-    assert not accepts(grammar, '{  "a": 1}')
-    assert not accepts(grammar, '{"a":\n\n1}')
+    grammar, begin = check(asked(**fields)), "<t>" if "structural_tag" in str(fields) else ""
+    assert accepts(grammar, begin + '{\n    "a": 1\n}')
+    assert accepts(grammar, begin + '{"a":1,"b":[]}')
+    for text in ('{  "a": 1}', '{"a":\n\n1}', '{"a":\t1}', f'{{\n{" " * 33}"a": 1}}'):
+        assert not accepts(grammar, begin + text)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"item_separator": "; "}, '{"a":1; "b":2}'),
+        ({"key_separator": "=>"}, '{"a"=>1}'),
+        ({"whitespace_pattern": "x"}, '{x"a":1}'),
+    ],
+)
+def test_schema_cannot_ask_for_what_is_no_json(option: dict[str, Any], text: str) -> None:
+    """llguidance reads options from a schema, which the schemas of clients may have."""
+    for fields in fields_with_schema({"type": "object", "x-guidance": option}):
+        grammar, begin = check(asked(**fields)), "<t>" if "structural_tag" in str(fields) else ""
+        assert accepts(grammar, begin + '{"a":1, "b":2}')
+        assert not accepts(grammar, begin + text)
 
 
 def test_slow_grammars_hold_up_no_known_one_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,11 +201,15 @@ def grammar_of_schema(schema: dict[str, Any], param: str, *, is_strict: bool) ->
     """Return the grammars of a JSON Schema, of which one that is strict has only one. Raises RequestError."""
     levels = (_STRICT,) if is_strict else (_STRICT, *_WEAKER)
     try:
-        text = msgspec.json.encode(schema).decode()
-        candidates = (LLMatcher.grammar_from_json_schema(text, overrides=options) for options in levels)  # type: ignore[arg-type]
-        return RequestedGrammar(param, tuple(candidates))
+        texts = (msgspec.json.encode(_with_options(schema, options)).decode() for options in levels)
+        return RequestedGrammar(param, tuple(map(LLMatcher.grammar_from_json_schema, texts)))
     except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"{param} cannot be read: {error}", param=param) from error
+
+
+def _with_options(schema: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with options of llguidance. They replace the client's, which could allow what is no JSON."""
+    return {**schema, "x-guidance": options}
 
 
 class _Structure(msgspec.Struct, forbid_unknown_fields=True):
@@ -231,7 +235,8 @@ def _from_structural_tag(value: dict[str, Any], param: str) -> str:
         trigger = next((each for each in given.triggers if each and structure.begin.startswith(each)), None)
         if trigger is None:
             raise RequestError(f"{param}: no trigger begins {structure.begin[:80]!r}", param=param)
-        tags.append(StructTag(trigger=trigger, begin=structure.begin, grammar=structure.schema, end=structure.end))
+        schema = _with_options(structure.schema, _STRICT)
+        tags.append(StructTag(trigger=trigger, begin=structure.begin, grammar=schema, end=structure.end))
     if not tags:
         raise RequestError(f"{param} has no structures", param=param)
     return StructTag.to_grammar(tags, assume_special=False)
