@@ -20,7 +20,7 @@ GPU_WORKERS ?= 8
 GPU_PYTEST := $(BIN)/python -m pytest $$(grep -rl 'mark\.gpu' tests --include='test_*.py')
 GPU_SHARED := -n $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help install demo test test-fast test-gpu test-gpu-fast test-cluster test-real lint docs tables clean
+.PHONY: help install demo test test-fast test-gpu test-gpu-fast test-cluster test-real lint docs tables repeat clean
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -70,6 +70,9 @@ tables: $(STAMP)  ## Write the tables of the docs from benchmarks/results/.
 	$(BIN)/python scripts/cli_reference.py
 	$(BIN)/python scripts/fleet_reference.py
 	$(BIN)/python scripts/replica_picture.py
+
+repeat: $(STAMP)  ## Run the command behind committed rows again: make repeat ROW=README, or ROW=client_cost/cpu.
+	$(BIN)/python benchmarks/repeat.py $(ROW)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \

@@ -1,18 +1,22 @@
 """Result files of the benchmarks: one table printed last, and the same rows under benchmarks/results/SCRIPT/GPU.json.
 
 A file holds the newest rows of one script on one kind of machine. It is a list of runs; each names its subject (the
-model or server that was measured), machine, versions, command and date. A new row replaces the older row of the same
-subject, work and unit. Earlier values are in git's history.
+model or server that was measured), machine, versions, command, date, commit and a digest of the code that it measured.
+A new row replaces the older row of the same subject, work and unit. Earlier values are in git's history. Runs before
+2026-11-30 name the commit that brought their rows, and have no digest.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +27,41 @@ from rich.table import Table
 
 from meltcore.measure.documents.fingerprint import clean_arguments, take_fingerprint
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS_VARIABLE = "BENCHMARK_RESULTS"  # a folder in place of the committed results
+RESULTS = Path(os.environ.get(RESULTS_VARIABLE) or Path(__file__).parent / "results")
+HEADLINE = ("offline/h200", "Qwen/Qwen3-0.6B")  # file and subject of the README's table
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "meltcore"
+_ENGINE = ("engine", "kernels", "layers", "models", "offline")
+_SERVER = (*_ENGINE, "serve")
+# What each script measures: files and folders of src/meltcore. Scripts that are not here measure the engine.
+CODE_PATHS = {
+    "all_reduce": ("kernels/comm",),
+    "api_server_cost": _SERVER,
+    "attention": ("kernels/attention",),
+    "block_fp8": ("kernels/fp8", "kernels/moe"),
+    "client_agreement": ("measure/load",),
+    "client_cost": ("measure/load",),
+    "cluster_transport": ("engine/host", "protocol", "serve/engines"),
+    "decode_layers": ("kernels/persistent",),
+    "delta_net": ("kernels/gated_delta",),
+    "experts": ("kernels/gemm", "kernels/moe"),
+    "fleet_load": (*_SERVER, "fleet", "measure/load"),
+    "fleet_scale": ("fleet", "protocol", "serve"),
+    "fleet_turns": (*_SERVER, "fleet"),
+    "forwarding_cost": ("serve",),
+    "http_load": _SERVER,
+    "linear": ("kernels/gemm",),
+    "load_checkpoint": ("models",),
+    "many_streams": _SERVER,
+    "placement_groups": ("fleet/ray",),
+    "plan_memory": (*_ENGINE, "fleet/plan"),
+    "prompt_all_reduce": ("kernels/comm",),
+    "prompt_attention": ("kernels/attention",),
+    "quantized_linear": ("kernels/quant",),
+    "remote_engine": ("engine/host", "protocol", "serve"),
+    "router": ("kernels/moe",),
+    "structured_validity": (*_SERVER, "text"),
+}
 SCRIPTED_SERVER = Path(__file__).resolve().parents[1] / "tests" / "doubles" / "scripted_server.py"
 
 
@@ -65,16 +103,15 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target was reached, by the worst of the repeats too.
+        """Whether the target was reached, a target for the value by the worst of the repeats too.
 
         None without a target, or where its ratio was not measured.
         """
-        if self.repeats:
-            each = [row.met for row in self.repeats]
-            return None if None in each else all(each)
         if self.target is None:
             return None
-        measured = self.value if self.target.of == "value" else self.ratio
+        worst = min if self.target.better == "higher" else max
+        values = [row.value for row in self.repeats] or [self.value]
+        measured = worst(values) if self.target.of == "value" else self.ratio
         if measured is None:
             return None
         return measured >= self.target.reach if self.target.better == "higher" else measured <= self.target.reach
@@ -133,7 +170,7 @@ def write_result(
 
     versions: of the packages that matter and of the peers. notes: what a reader must know beside the rows, such as what
     was skipped and why. subject: the model or server that was measured. gpus: how many of the machine's GPUs were used.
-    script: None for the running one. out: None writes benchmarks/results/SCRIPT/GPU.json.
+    script: None for the running one. out: None writes SCRIPT/GPU.json below `RESULTS`.
     """
     fingerprint = take_fingerprint()
     names = [gpu.name for gpu in fingerprint.gpus]
@@ -150,6 +187,8 @@ def write_result(
         "versions": {"python": fingerprint.python, "meltcore": fingerprint.versions["meltcore"], **versions},
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *clean_arguments(sys.argv[1:])]),
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": (fingerprint.git_revision or "unknown")[:8],
+        "code": code_digest(script),
         **({"notes": list(notes)} if notes else {}),
         "rows": [row.as_json() for row in rows],
     }
@@ -157,6 +196,18 @@ def write_result(
     merge_run(path, run)
     print_table(f"{script}: {subject}" if subject else script, rows, notes)
     return path
+
+
+@cache
+def code_digest(script: str) -> str:
+    """A digest of the code that a script measures, which changes with any byte of it."""
+    digest = hashlib.sha256()
+    for name in CODE_PATHS.get(script, _ENGINE):
+        place = SOURCE / name
+        for path in [place] if place.is_file() else sorted(place.rglob("*")):
+            if path.suffix in (".py", ".cu"):
+                digest.update(f"{path.relative_to(SOURCE)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def merge_run(path: Path, run: dict[str, Any]) -> None:
@@ -188,13 +239,14 @@ def print_table(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> N
         table.add_row(
             work,
             row.unit,
-            _number(row.value) + (f" ({_number(row.span[0])} to {_number(row.span[1])})" if row.span else ""),
+            format_number(row.value)
+            + (f" ({format_number(row.span[0])} to {format_number(row.span[1])})" if row.span else ""),
             row.peer or "",
-            _number(row.peer_value),
-            _number(row.ratio),
-            _number(row.target.reach if row.target else None),
+            format_number(row.peer_value),
+            format_number(row.ratio),
+            format_number(row.target.reach if row.target else None),
             met,
-            _number(row.limit_share),
+            format_number(row.limit_share),
         )
     console = Console(width=140)
     console.print(table)
@@ -202,7 +254,8 @@ def print_table(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> N
         console.print(note, markup=False, highlight=False)
 
 
-def _number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
+    """A value with four digits, or without decimals from 1,000 on. Empty for None."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -88,13 +88,15 @@ class Peers:
     def rows(self, measured: Measured) -> list[Row]:
         work, ours = str(measured.work), measured.median
         theirs = [peer.rate(measured.work) for peer in self.peers]
-        row = Row(work=work, unit=RATE, value=ours)
+        repeats = measured.rates if len(measured.rates) > 1 else []
+        row = Row(work=work, unit=RATE, value=ours, repeats=tuple(Row(work=work, unit=RATE, value=v) for v in repeats))
         rows = [self.beside(row, ours, theirs)]
         if measured.work.requests == 1:
-            milliseconds = 1000 / ours
-            row = Row(work=work, unit="ms per token", value=milliseconds)
-            times = [1000 / rate if rate else None for rate in theirs]
-            rows.append(self.beside(row, milliseconds, times, lower_is_better=True))
+            milliseconds, unit = 1000 / ours, "ms per token"
+            times = tuple(Row(work=work, unit=unit, value=1000 / rate) for rate in repeats)
+            row = Row(work=work, unit=unit, value=milliseconds, repeats=times)
+            their_times = [1000 / rate if rate else None for rate in theirs]
+            rows.append(self.beside(row, milliseconds, their_times, lower_is_better=True))
         return rows
 
     def sums(self, rates: dict[Work, float]) -> list[Row]:

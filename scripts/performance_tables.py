@@ -29,6 +29,9 @@ import code_tables
 import gpu_types
 import result_tables
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from bench_output import HEADLINE, code_digest
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _BLOCK = re.compile(
@@ -39,6 +42,8 @@ _BLOCK = re.compile(
 _GENERATED = re.compile(
     r"(?P<head><!-- generated: (?P<name>[^\n]*?) -->\n).*?(?P<end><!-- end of generated -->)", re.DOTALL
 )
+_HEADLINE_WORK = re.compile(r"([\d,]+) requests?, 128 to 1024 in / 128 out")
+_HEADLINE_LEVELS = ("1", "10", "100", "400", "1,000", "2,000")
 _TABLES = {**gpu_types.TABLES, **code_tables.TABLES, **result_tables.TABLES, **backend_tables.TABLES}
 _MAIN_VERSIONS = ("meltcore", "vllm", "torch", "triton")
 
@@ -82,7 +87,51 @@ _COLUMNS = {
 }
 
 
-def run_table(run: dict[str, Any], wanted: re.Pattern[str]) -> list[str]:
+def source(script: str, run: dict[str, Any]) -> str:
+    """Where a run's rows come from: date, commit, machine, versions and command, and what a reader must know of them.
+
+    That is whether the measured code has changed since, and whether no row has the spread of several runs.
+    """
+    gpus = run["machine"]["gpus"]
+    machine = (
+        f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else gpus[0] if gpus else f"CPU, {run['machine']['cores']} cores"
+    )
+    versions = [f"{name} {run['versions'][name]}" for name in _MAIN_VERSIONS if name in run["versions"]]
+    made = ", ".join([run["date"], f"commit {run['commit']}", machine, *versions])
+    changed = "" if run.get("code") == code_digest(script) else "The code has changed since."
+    spread = "" if any("repeats" in row for row in run["rows"]) else "No spread was recorded."
+    sentences = [text for text in (changed, spread) if text]
+    return f"{made}: `{run['command']}`" + "".join([". ", " ".join(sentences)] if sentences else [])
+
+
+def headline() -> list[str]:
+    """Lines of the README's table: output tok/s of Meltcore and of its peer by concurrency."""
+    file, subject = HEADLINE
+    runs = [run for run in json.loads((RESULTS / f"{file}.json").read_text())["runs"] if run["subject"] == subject]
+    found = {
+        match[1]: (row, run)
+        for run in runs
+        for row in run["rows"]
+        if row["unit"] == "output tokens/s" and (match := _HEADLINE_WORK.fullmatch(row["work"]))
+    }
+    rows = [found[level][0] for level in _HEADLINE_LEVELS]
+    [name] = {row["peer"] for row in rows}
+    lines = {
+        "concurrency": list(_HEADLINE_LEVELS),
+        "Meltcore": [value(row) for row in rows],
+        name: [number(row["peer_value"]) for row in rows],
+        "ratio": [f"{row['ratio']:.2f}" for row in rows],
+        "of the physical limit": [f"{row['limit_share']:.0%}".replace("%", " %") for row in rows],
+    }
+    table = [f"| {' | '.join([head, *cells])} |" for head, cells in lines.items()]
+    sources = dict.fromkeys(source(file.partition("/")[0], found[level][1]) for level in _HEADLINE_LEVELS)
+    return [table[0], f"|---{'|--:' * len(rows)}|", *table[1:], "", *sources]
+
+
+_TABLES["headline"] = headline
+
+
+def run_table(script: str, run: dict[str, Any], wanted: re.Pattern[str]) -> list[str]:
     """Lines of one run's table and of its source; none where no row is wanted."""
     rows = [row for row in run["rows"] if wanted.search(f"{row['work']} [{row['unit']}]")]
     if not rows:
@@ -91,19 +140,14 @@ def run_table(run: dict[str, Any], wanted: re.Pattern[str]) -> list[str]:
     align = "|".join("---" if name in ("work", "unit", "peer", "target") else "--:" for name in columns)
     lines = [f"| {' | '.join(columns)} |", f"|{align}|"]
     lines += [f"| {' | '.join(cells)} |" for cells in zip(*columns.values(), strict=True)]
-    gpus = run["machine"]["gpus"] if "machine" in run else []
-    machine = (
-        f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else gpus[0] if gpus else f"CPU, {run['machine']['cores']} cores"
-    )
-    versions = ", ".join(f"{name} {run['versions'][name]}" for name in _MAIN_VERSIONS if name in run["versions"])
-    return [*lines, "", f"{run['date']}, {machine}, {versions}: `{run['command']}`", ""]
+    return [*lines, "", source(script, run), ""]
 
 
 def table(file: str, subject: str, rows: str) -> str:
     """The tables of all runs of a subject, newest first. Raises ValueError where no row is found."""
     runs = [run for run in json.loads((RESULTS / file).read_text())["runs"] if run["subject"] == subject]
     wanted = re.compile(rows)
-    lines = [line for run in reversed(runs) for line in run_table(run, wanted)]
+    lines = [line for run in reversed(runs) for line in run_table(file.partition("/")[0], run, wanted)]
     if not lines:
         raise ValueError(f"{file} has no rows for {subject!r} and {rows!r}")
     return "\n" + "\n".join(lines) + "\n"

@@ -168,7 +168,8 @@ def sharing() -> list[str]:
     for run in runs:
         versions = ", ".join(f"{name} {run['versions'][name]}" for name in _VERSIONS if name in run["versions"])
         machine = ", ".join(run["machine"]["gpus"]) or "CPU"
-        lines += ["", f"{run['date']}, {machine}, {versions}: `{run['command']}`", ""]
+        made = f"{run['date']}, commit {run['commit']}, {machine}, {versions}"
+        lines += ["", f"{made}: `{run['command']}`", ""]
         lines += [f"- {note}" for note in run.get("notes", ())]
     return lines
 
@@ -218,7 +219,8 @@ def real_models() -> list[str]:
             for weights, cells in _parity_cells(run["rows"]).items():
                 lines.append(f"| {run['subject']} | {weights} | {path.stem} | {' | '.join(cells)} |")
             sources.append(
-                f"{run['date']}, {path.stem}, transformers {run['versions']['transformers']}: `{run['command']}`"
+                f"{run['date']}, commit {run['commit']}, {path.stem}, transformers {run['versions']['transformers']}: "
+                f"`{run['command']}`"
             )
     return [*lines, "", *dict.fromkeys(sources)]
 

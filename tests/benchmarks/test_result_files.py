@@ -85,11 +85,44 @@ def test_repeats_give_the_median_and_the_worst_of_them_meets_the_target() -> Non
     assert [median_rows(runs(*values))[0].met for values in ((4.0, 5.0), (6.0, 4.0))] == [True, False]
     assert [median_rows(runs(*values, better="higher"))[0].met for values in ((5.0, 6.0), (6.0, 4.0))] == [True, False]
     assert "repeats" not in median_rows(runs(4.0))[0].as_json()
-    table = performance_tables.run_table(
-        {"rows": [row.as_json()], "versions": {}, "date": "today", "command": "c", "machine": {"gpus": [], "cores": 2}},
-        re.compile("w"),
-    )
-    assert table[2] == "| w | 4 (1 to 5.3) | s | ≤ 5, not met |"
+    assert table_of([row.as_json()])[2] == "| w | 4 (1 to 5.3) | s | ≤ 5, not met |"
+
+
+def table_of(rows: list[dict[str, Any]], code: str = "") -> list[str]:
+    """Lines of the table of one run of the load client's cost."""
+    run = {"rows": rows, "versions": {}, "date": "today", "commit": "c0ffee", "command": "c", "code": code}
+    return performance_tables.run_table("client_cost", run | {"machine": {"gpus": [], "cores": 2}}, re.compile("w"))
+
+
+def test_table_says_which_rows_are_older_than_their_code_or_have_no_spread() -> None:
+    row = {"work": "w", "unit": "s", "value": 1.0}
+    today = bench_output.code_digest("client_cost")
+    made = "today, commit c0ffee, CPU, 2 cores: `c`"
+    assert table_of([row])[-2] == f"{made}. The code has changed since. No spread was recorded."
+    assert table_of([row], today)[-2] == f"{made}. No spread was recorded."
+    assert table_of([row | {"repeats": 3, "lowest": 0.9, "highest": 1.1}], today)[-2] == made
+
+
+def test_digest_of_code_changes_with_the_files_that_a_script_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_output, "SOURCE", tmp_path)
+    digest = bench_output.code_digest.__wrapped__
+    for name in ("serve", "measure/load"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.py").write_text("1")
+    before = digest("client_cost")
+    (tmp_path / "serve" / "a.py").write_text("2")
+    (tmp_path / "measure" / "load" / "notes.txt").write_text("3")
+    assert digest("client_cost") == before
+    (tmp_path / "measure" / "load" / "a.py").write_text("2")
+    assert digest("client_cost") != before
+
+
+def test_code_of_every_script_is_there() -> None:
+    assert SCRIPTS | {"fleet_load"} >= set(bench_output.CODE_PATHS)
+    places = {name for paths in bench_output.CODE_PATHS.values() for name in paths}
+    assert [name for name in sorted(places) if not (bench_output.SOURCE / name).exists()] == []
 
 
 def test_files_are_named_after_the_gpus_that_were_used() -> None:
@@ -108,12 +141,15 @@ def test_writing_a_result_merges_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [run] = json.loads(path.read_text())["runs"]
     assert run["rows"] == [{"work": "w", "unit": "us", "value": 2.0}]
     assert run["command"] == "python benchmarks/router.py"
+    assert (run["code"], len(run["commit"]) >= 7) == (bench_output.code_digest("router"), True)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_committed_results_say_what_each_target_bounds(path: Path) -> None:
     assert path.parent.name in SCRIPTS | {"fleet_load"}, "fleet_load has rows of `meltcore load --fleet`"
     runs = json.loads(path.read_text())["runs"]
+    measured = [run for run in runs if any("value" in row for row in run["rows"])]  # not peers, which have rates
+    assert [run["command"] for run in measured if not re.fullmatch(r"[0-9a-f]{8}", run["commit"])] == []
     keys = [{(run["subject"], row["work"], row.get("unit")) for row in run["rows"]} for run in runs]
     assert len(set().union(*keys)) == sum(map(len, keys)), "an older run holds rows that a newer one replaces"
     for row in (row for run in runs for row in run["rows"]):

@@ -1,0 +1,136 @@
+"""Runs the command of committed rows again on the machine at hand, and prints old values, new ones and their ratio.
+
+    python benchmarks/repeat.py                        list what can be repeated
+    python benchmarks/repeat.py README                 the run behind the table of the README
+    python benchmarks/repeat.py client_cost/cpu        the newest run of a result file
+    python benchmarks/repeat.py offline/h200 --subject Qwen/Qwen3-8B-AWQ
+
+The new rows stay in a temporary folder: nothing under benchmarks/results/ changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from bench_output import HEADLINE, RESULTS, RESULTS_VARIABLE, format_number, machine_name
+from rich.console import Console
+from rich.table import Table
+
+from meltcore.measure.documents.fingerprint import take_fingerprint
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = "benchmarks/"
+
+
+def repeatable_runs() -> dict[str, list[dict[str, Any]]]:
+    """The runs of each result file as SCRIPT/MACHINE, oldest first. Runs of `meltcore` commands are left out."""
+    runs = {}
+    for path in sorted(RESULTS.glob("*/*.json")):
+        found = [run for run in msgspec.json.decode(path.read_bytes()).get("runs", ()) if is_repeatable(run)]
+        if found:
+            runs[f"{path.parent.name}/{path.stem}"] = found
+    return runs
+
+
+def is_repeatable(run: dict[str, Any]) -> bool:
+    """Whether a run was made by a script of this folder, and has rows that no newer run replaced."""
+    return str(run.get("command", "")).startswith(f"python {SCRIPT}") and bool(run.get("rows"))
+
+
+def choose(name: str, subject: str | None) -> tuple[str, dict[str, Any]]:
+    """The machine and the newest run of NAME. Raises ValueError where there is none."""
+    if name == "README":
+        name, subject = HEADLINE
+    runs = repeatable_runs()
+    if name not in runs:
+        raise ValueError(f"no rows {name!r}; one of README, {', '.join(runs)}")
+    subjects = [run["subject"] for run in runs[name]]
+    found = [run for run in runs[name] if subject in (None, run["subject"])]
+    if not found:
+        raise ValueError(f"{name} has no subject {subject!r}; one of {', '.join(dict.fromkeys(subjects))}")
+    return name.partition("/")[2], found[-1]
+
+
+def arguments_of(run: dict[str, Any], files: Sequence[Path]) -> list[str]:
+    """The script and the arguments of a run. A recorded path `.../NAME` becomes the file or folder of that name.
+
+    Raises ValueError for a path that `files` does not have.
+    """
+    places = {path.name: str(path) for path in files}
+    arguments = []
+    for argument in shlex.split(run["command"])[1:]:
+        name = argument.removeprefix(".../")
+        if name != argument and name not in places:
+            raise ValueError(f"the command names a file without its folder, {argument}: add --file PATH/{name}")
+        arguments.append(places.get(name, argument) if name != argument else argument)
+    return arguments
+
+
+def check_machine(machine: str, gpus: Sequence[str]) -> None:
+    """Raise ValueError where rows of `machine` cannot be compared with rows of a machine with these GPUs."""
+    if machine != "cpu" and machine not in {machine_name(gpus, count) for count in range(1, len(gpus) + 1)}:
+        here = ", ".join(gpus) or "no NVIDIA GPU"
+        raise ValueError(f"the rows are of {machine}, and this machine has {here}; --anyway runs the command here")
+
+
+def beside(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
+    """Work, unit, old value, new value and new over old of each old row. What was not measured again stays empty."""
+    values = {(row["work"], row["unit"]): row["value"] for row in new}
+    lines = []
+    for row in old:
+        value = values.get((row["work"], row["unit"]))
+        ratio = f"{value / row['value']:.2f}" if value is not None and row["value"] else ""
+        lines.append((row["work"], row["unit"], format_number(row["value"]), format_number(value), ratio))
+    return lines
+
+
+def print_rows(title: str, lines: Sequence[Sequence[str]]) -> None:
+    """Print lines of `beside` as a table."""
+    table = Table(title=title, title_justify="left")
+    for column in ("work", "unit", "old", "new", "new / old"):
+        table.add_column(column, justify="left" if column in ("work", "unit") else "right")
+    for line in lines:
+        table.add_row(*line)
+    Console(width=140).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="?", metavar="ROWS", help="README, or SCRIPT/MACHINE of a result file.")
+    parser.add_argument("--subject", help="Model or server that was measured (default: that of the newest run).")
+    parser.add_argument("--file", type=Path, action="append", default=[], help="A file that the command names.")
+    parser.add_argument("--anyway", action="store_true", help="Also on another kind of machine.")
+    args = parser.parse_args()
+    if args.rows is None:
+        for name, runs in repeatable_runs().items():
+            for run in runs:
+                print(f"{name}  {run['subject'] or '-'}  {run['date']}  {run['command']}")
+        return 0
+    try:
+        machine, run = choose(args.rows, args.subject)
+        if not args.anyway:
+            check_machine(machine, [gpu.name for gpu in take_fingerprint().gpus])
+        arguments = arguments_of(run, args.file)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{run['date']}, commit {run['commit']}: {shlex.join(['python', *arguments])}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="meltcore-repeat-") as folder:
+        environment = {**os.environ, RESULTS_VARIABLE: folder}
+        status = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, check=False).returncode
+        files = Path(folder).glob("*/*.json")
+        new = [row for path in files for each in msgspec.json.decode(path.read_bytes())["runs"] for row in each["rows"]]
+    print_rows(f"{args.rows}: old is of {run['date']}, commit {run['commit']}", beside(run["rows"], new))
+    return status or (0 if new else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

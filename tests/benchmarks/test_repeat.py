@@ -1,0 +1,95 @@
+"""benchmarks/repeat.py: it chooses a committed run, refuses what it cannot compare, and sets old beside new."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import bench_output
+import pytest
+import repeat
+
+HEADLINE_FILE, HEADLINE_SUBJECT = bench_output.HEADLINE
+
+
+def test_every_row_of_a_script_is_found_with_the_arguments_that_were_recorded() -> None:
+    runs = repeat.repeatable_runs()
+    assert len(runs) > 30
+    for name, run in ((name, run) for name, found in runs.items() for run in found):
+        words = shlex.split(run["command"])
+        files = [Path("/place") / word[4:] for word in words if word.startswith(".../")]
+        script, *arguments = repeat.arguments_of(run, files)
+        assert (repeat.ROOT / script).exists(), name
+        assert [word.replace("/place/", ".../", 1) for word in arguments] == words[2:], name
+
+
+def test_readme_stands_for_the_run_of_its_table() -> None:
+    machine, run = repeat.choose("README", None)
+    assert (machine, run) == repeat.choose(HEADLINE_FILE, HEADLINE_SUBJECT)
+    assert (machine, run["subject"]) == ("h200", HEADLINE_SUBJECT)
+
+
+@pytest.mark.parametrize(
+    ("name", "subject", "message"),
+    [
+        ("offline/tpu", None, "no rows 'offline/tpu'; one of README, "),
+        ("offline/h200", "a", "offline/h200 has no subject 'a'; one of "),
+        ("fleet_load/h200", None, "no rows 'fleet_load/h200'"),  # rows of a command of meltcore
+    ],
+)
+def test_rows_that_are_not_there_are_named(name: str, subject: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        repeat.choose(name, subject)
+
+
+def test_path_without_its_folder_is_asked_for() -> None:
+    run = {"command": "python benchmarks/a.py --model .../b.gguf --count 2"}
+    assert repeat.arguments_of(run, [Path("/c/b.gguf")]) == ["benchmarks/a.py", "--model", "/c/b.gguf", "--count", "2"]
+    with pytest.raises(ValueError, match=r"add --file PATH/b\.gguf"):
+        repeat.arguments_of(run, [Path("/c/d.gguf")])
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "fits"),
+    [
+        ("cpu", [], True),
+        ("cpu", ["NVIDIA H200"], True),
+        ("h200", [], False),
+        ("h200", ["NVIDIA H200"] * 2, True),
+        ("h200-x4", ["NVIDIA H200"] * 2, False),
+        ("h200", ["NVIDIA H100 80GB HBM3"], False),
+    ],
+)
+def test_rows_of_another_kind_of_machine_are_refused(machine: str, gpus: list[str], fits: bool) -> None:
+    if fits:
+        repeat.check_machine(machine, gpus)
+        return
+    with pytest.raises(ValueError, match=f"the rows are of {machine}, .* --anyway"):
+        repeat.check_machine(machine, gpus)
+
+
+@pytest.mark.slow
+def test_command_of_a_run_writes_beside_the_committed_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    path = tmp_path / "benchmarks" / "results" / "twice" / "cpu.json"
+    path.parent.mkdir(parents=True)
+    script = "from bench_output import Row, write_result\nimport sys\n"
+    script += "write_result([Row(work='w', unit='s', value=float(sys.argv[1]))], {}, gpus=0)\n"
+    (tmp_path / "benchmarks" / "twice.py").write_text(script)
+    rows = [{"work": work, "unit": "s", "value": 2.0} for work in ("w", "gone")]
+    run = {"subject": "", "date": "2026-11-21", "commit": "c0ffee", "command": "python benchmarks/twice.py 3"}
+    before = json.dumps({"runs": [run | {"rows": rows}]})
+    path.write_text(before)
+    monkeypatch.setattr(repeat, "ROOT", tmp_path)
+    monkeypatch.setattr(repeat, "RESULTS", tmp_path / "benchmarks" / "results")
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.setattr(sys, "argv", ["repeat.py", "twice/cpu"])
+    assert repeat.main() == 0
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capfd.readouterr().out.splitlines()]
+    assert ["w", "s", "2", "3", "1.50"] in lines
+    assert ["gone", "s", "2", "", ""] in lines
+    assert path.read_text() == before
