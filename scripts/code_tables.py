@@ -55,10 +55,18 @@ UNKNOWN_FIELDS = (
 # Routes of OpenAI, vLLM 0.33 and this server: who else has them, and what ours does. The code says whether ours exists.
 _BOTH, _OPENAI, _VLLM, _NEITHER = ("yes", "yes"), ("yes", "no"), ("no", "yes"), ("no", "no")
 API_ROUTES: Mapping[tuple[str, ...], tuple[tuple[str, str], str]] = {
-    ("/v1/chat/completions",): (_BOTH, "yes, streamed or not; stored chats: no"),
+    ("/v1/chat/completions",): (
+        _BOTH,
+        "yes, streamed or not; `usage` has `cached_tokens` and `reasoning_tokens`; stored chats: no",
+    ),
     ("/v1/completions",): (_BOTH, "yes; `echo` with `logprobs` gives prompt log-probabilities"),
     ("/v1/models", "/v1/models/{name}"): (_BOTH, "yes"),
-    ("/v1/responses",): (_BOTH, "[chats without storage](#responses)"),
+    ("/v1/responses",): (
+        _BOTH,
+        "[chats without storage](#responses); log-probabilities (`top_logprobs`, `include: "
+        "message.output_text.logprobs`) are a 400",
+    ),
+    ("/v1/responses/input_tokens",): (_OPENAI, "the tokens of such a chat's prompt"),
     ("/v1/responses/{id}", "/v1/responses/{id}/cancel"): (_BOTH, ""),
     ("/v1/messages", "/v1/messages/count_tokens"): (
         *(_VLLM, "chats in Anthropic's form: tools, thinking, `output_config`"),

@@ -32,6 +32,7 @@ def test_chat_answer_has_text_usage_and_reason(server: RunningServer) -> None:
         "completion_tokens": 7,
         "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -77,6 +77,7 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     **dict.fromkeys(("/v1/score", "/score"), ({"text_1": "a", "text_2": "b"}, ("embedding", "far-embedding"))),
     **dict.fromkeys(UPSTREAM_PATHS, ({"input": "a"}, ())),
     "/v1/responses": ({"input": "a"}, ("generation",)),
+    "/v1/responses/input_tokens": ({"input": "a"}, ("generation", "far-generation")),
     "/v1/messages": (MESSAGES | {"max_tokens": 1}, ("generation",)),
     "/v1/messages/count_tokens": (MESSAGES, ("generation", "far-generation")),
 }
@@ -164,7 +165,7 @@ def test_model_of_another_task_is_refused_in_words(model: str) -> None:
         return {path: await ask(app, path, fields | {"model": model}) for path, fields in wrong.items()}
 
     found = asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
-    assert len(found) >= len(ROUTES) - 11
+    assert len(found) >= len(ROUTES) - 12
     for path, (status, answer) in found.items():
         error = answer["error"]
         assert set(error) == {"message", "type", "param", "code"}, path

@@ -22,6 +22,7 @@ from meltcore.serve.dialects.response_writer import REASONING, CalledTool, Respo
 from meltcore.serve.requests.protocol import StreamOptions
 from meltcore.serve.tasks.generation.completions import _stream
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
+from meltcore.serve.tasks.generation.responses import ChatResponseWriter
 from meltcore.text.answer_format import answer_format
 from meltcore.text.call_scanners import ToolSet
 from meltcore.text.chat_template import ChatTemplate
@@ -212,6 +213,26 @@ def test_blocks_of_an_answer_have_their_order_and_numbers() -> None:
     }
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert [event["index"] for event in events if "index" in event] == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_usage_of_chats_counts_the_tokens_of_reasoning() -> None:
+    """Two answers of which one reasons: a stream and a whole answer say the same."""
+    ticket = GenerationTicket(arrived_s=0.0, streaming=True)
+    for _ in range(2):
+        Choice(ticket, [1] * 7, SamplingParams(), TOKENIZER, FORM, tools=TOOLS)
+    options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    writer, seen = ChatResponseWriter(ticket, "m", options), []
+    for choice, answer in zip(ticket.choices, (f"{REASONED}So.", "So."), strict=True):
+        for token_id in TOKENIZER.encode(answer, add_special_tokens=False):
+            choice.accept(SequenceOutput("id", [token_id], None))
+            seen.append(json.loads(writer.event(choice)[6:])["usage"]["completion_tokens_details"])
+        choice.accept(SequenceOutput("id", [], "stop"))
+    num_reasoning = len("I am\nthinking.")
+    assert [each["reasoning_tokens"] for each in seen[:18]] == [0, *range(1, num_reasoning + 1), *[num_reasoning] * 3]
+    assert [each["reasoning_tokens"] for each in seen[18:]] == [0] * 3
+    usages = [json.loads(writer.end_events(ticket)[0][6:])["usage"], json.loads(writer.body(ticket))["usage"]]
+    assert [usage["completion_tokens_details"] for usage in usages] == [{"reasoning_tokens": num_reasoning}] * 2
+    assert usages[0]["completion_tokens"] == num_reasoning + 2 + 3 + 3
 
 
 def test_items_of_an_answer() -> None:

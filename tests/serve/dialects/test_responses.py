@@ -63,6 +63,19 @@ def test_a_whole_answer(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.slow
+def test_the_tokens_of_an_input_are_counted(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "input": [{"role": "user", "content": "hello" + END}], "tools": TOOLS}
+    counted = client.responses.input_tokens.count(**asked, instructions="Be kind.")
+    answer = client.responses.create(**asked, instructions="Be kind.")
+    assert answer.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
+    for change, param in (({"input": []}, "input"), ({"previous_response_id": "resp_1"}, "previous_response_id")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.input_tokens.count(**asked | change)
+        assert caught.value.param == param
+
+
+@pytest.mark.slow
 def test_calls_of_an_answer_and_their_results(client: openai.OpenAI) -> None:
     asked = {"model": MODEL, "tools": TOOLS, "include": [REASONING]}
     response = client.responses.create(input=f"Look.{CALL}{CUSTOM}{END}", **asked)

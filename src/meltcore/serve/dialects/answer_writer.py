@@ -166,10 +166,14 @@ class DialectEndpoint(GenerationEndpoint):
         """Return the language model that answers. Raises RequestError (400, 404, 503)."""
         return language_model(self, exchange, name)
 
+    async def answer(self, exchange: Exchange) -> None:
+        """Answer one request, with errors that name the fields of a chat. Raises RequestError."""
+        await super().respond(exchange)
+
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
         try:
-            await super().respond(exchange)
+            await self.answer(exchange)
         except RequestError as error:
             if error.param is not None:
                 names = "|".join(map(re.escape, self.field_names))

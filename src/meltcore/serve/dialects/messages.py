@@ -16,7 +16,6 @@ from meltcore.serve.dialects.answer_writer import (
     AnswerWriter,
     DialectEndpoint,
     Part,
-    language_model,
     server_event,
     to_json,
 )
@@ -35,7 +34,6 @@ from meltcore.serve.requests.protocol import (
     Tool,
     ToolCall,
 )
-from meltcore.serve.tasks.endpoint import Endpoint
 from meltcore.serve.tasks.generation.completions import MakeWriter
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 
@@ -387,19 +385,20 @@ class MessagesEndpoint(DialectEndpoint):
         return chat_of(await self.read(exchange, MessagesRequest)), MessageWriter
 
 
-class CountTokensEndpoint(Endpoint):
+class CountTokensEndpoint(MessagesEndpoint):
     """Serves POST /v1/messages/count_tokens."""
 
+    paths = ("/v1/messages/count_tokens",)
     operations = (
         Operation(
-            *("post", "/v1/messages/count_tokens", "Count the tokens of messages", CountRequest),
+            *("post", *paths, "Count the tokens of messages", CountRequest),
             example={"model": "NAME", "messages": [{"role": "user", "content": "What is 7 * 8?"}]},
             tag="server",
         ),
     )
 
-    async def respond(self, exchange: Exchange) -> None:
+    async def answer(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
         chat = chat_of(await self.read(exchange, CountRequest))
-        backend = language_model(self, exchange, chat.model)
+        backend = self.find_model(exchange, chat.model)
         await exchange.answer_json({"input_tokens": await backend.count_tokens(chat)})

@@ -132,7 +132,7 @@ class ResponsesWriter(AnswerWriter):
             "input_tokens": ticket.prompt_tokens,
             "input_tokens_details": {"cached_tokens": ticket.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": ticket.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": choice.detokenizer.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
             "total_tokens": ticket.prompt_tokens + ticket.output_tokens,
         }
         status = "completed" if details is None else "incomplete"

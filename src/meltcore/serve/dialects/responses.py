@@ -277,3 +277,23 @@ class ResponsesEndpoint(DialectEndpoint):
         is_long = len(request.input) > INLINE_ITEMS and not isinstance(request.input, str)
         chat, tools = await asyncio.to_thread(chat_of, request) if is_long else chat_of(request)
         return chat, partial(ResponsesWriter, request, tools)
+
+
+class InputTokensEndpoint(ResponsesEndpoint):
+    """Serves POST /v1/responses/input_tokens."""
+
+    paths = ("/v1/responses/input_tokens",)
+    operations = (
+        Operation(
+            *("post", *paths, "Count the tokens of a conversation", ResponsesRequest),
+            example={"model": "NAME", "input": "What is 7 * 8?"},
+            tag="server",
+        ),
+    )
+
+    async def answer(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        chat, _ = await self.read_request(exchange)
+        backend = self.find_model(exchange, chat.model)
+        counted = {"object": "response.input_tokens", "input_tokens": await backend.count_tokens(chat)}
+        await exchange.answer_json(counted)

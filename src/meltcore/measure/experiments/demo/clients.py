@@ -376,7 +376,7 @@ def _tokenize(fleet: _Fleet) -> str:
     return f"{len(tokens)} tokens"
 
 
-@_opens("openai: responses, streamed", "/v1/responses")
+@_opens("openai: responses, streamed, and their input tokens", "/v1/responses", "/v1/responses/input_tokens")
 def _responses(fleet: _Fleet) -> str:
     asked: Any = {"model": fleet.models[_CHAT], "input": _QUESTION, "max_output_tokens": 64, "temperature": 0}
     whole = fleet.openai.responses.create(**asked)
@@ -384,6 +384,8 @@ def _responses(fleet: _Fleet) -> str:
     streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     _expect(_ANSWER in whole.output_text, repr(whole.output_text))
     _expect(streamed == whole.output_text, f"{streamed!r} streamed, {whole.output_text!r} whole")
+    counted = fleet.openai.responses.input_tokens.count(model=asked["model"], input=_QUESTION).input_tokens
+    _expect(whole.usage.input_tokens == counted, f"{whole.usage.input_tokens} tokens, {counted} counted")
     return f"{whole.status}, {len(events)} events"
 
 

@@ -321,6 +321,11 @@ class Choice(Child):
         parser = self.detokenizer.parser
         return "tool_calls" if self.finish_reason == "stop" and parser and parser.has_calls else self.finish_reason
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of generated tokens that are reasoning, without the marks around it."""
+        return self.detokenizer.reasoning_tokens
+
     def mean_logprob(self) -> float:
         """Return the mean log-probability of the answer's tokens."""
         return self.logprob_sum / max(1, self.output_tokens)
@@ -386,6 +391,11 @@ class GenerationTicket(Ticket[Choice]):
     def output_tokens(self) -> int:
         """The number of generated tokens of all choices."""
         return sum(choice.output_tokens for choice in self.choices)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of generated tokens of all choices that are reasoning."""
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
     @property
     def cached_tokens(self) -> int:

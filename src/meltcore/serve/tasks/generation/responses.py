@@ -65,7 +65,7 @@ class ResponseWriter(ABC):
         """Return one server-sent event with the unsent output of `choice`."""
         event_start, body, end = self._event_start, self._event_choice(choice), self._event_end
         if self._usage_in_events:
-            end = b'],"usage":%s' % _usage(choice.prompt_tokens, choice.output_tokens, choice.cached_tokens)
+            end = b'],"usage":%s' % _usage(choice)
         if self._is_obfuscated:
             length = OBFUSCATED_BYTES - (len(event_start) + len(body) + len(end)) % OBFUSCATED_BYTES
             end += b',"obfuscation":"%s"' % secrets.token_urlsafe(length)[:length].encode()
@@ -77,7 +77,7 @@ class ResponseWriter(ABC):
 
     def end_events(self, ticket: GenerationTicket) -> list[bytes]:
         """Return the last events of a stream: the usage of the whole request if it was asked for, and [DONE]."""
-        usage = b'%s],"usage":%s}\n\n' % (self._event_start, usage_json(ticket))
+        usage = b'%s],"usage":%s}\n\n' % (self._event_start, _usage(ticket))
         return [usage, DONE] if self._has_usage_event else [DONE]
 
     def error_event(self, error: RequestError, form: ErrorForm) -> bytes:
@@ -94,7 +94,7 @@ class ResponseWriter(ABC):
                 "model": self._model,
                 **self._notes,
                 "choices": [self._full_choice(choice) for choice in ticket.answers()],
-                "usage": msgspec.Raw(usage_json(ticket)),
+                "usage": msgspec.Raw(_usage(ticket)),
             }
         )
 
@@ -247,15 +247,13 @@ def _whole_calls(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]
     return [{name: value for name, value in call.items() if name != "index"} for call in calls]
 
 
-def usage_json(ticket: GenerationTicket) -> bytes:
-    """Return OpenAI's usage object, in tokens of the engine, summed over all choices."""
-    return _usage(ticket.prompt_tokens, ticket.output_tokens, ticket.cached_tokens)
-
-
-def _usage(prompt: int, output: int, cached: int) -> bytes:
+def _usage(counted: Choice | GenerationTicket) -> bytes:
+    """Return OpenAI's usage object, in tokens of the engine. That of a whole request sums over all choices."""
+    prompt, output = counted.prompt_tokens, counted.output_tokens
     return (
-        b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
-        % (prompt, output, prompt + output, cached)
+        b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d},'
+        b'"completion_tokens_details":{"reasoning_tokens":%d}}'
+        % (prompt, output, prompt + output, counted.cached_tokens, counted.reasoning_tokens)
     )
 
 
