@@ -115,7 +115,7 @@ class FakeNode(Node):
 
     `program` replaces all programs other than probes. A probe advances the clock by `probe_s`. `hung`: probes that run
     into their limit; `crashed`: probes that end with status 1, with their standard error. Those of `crashed_late` have
-    written all results before.
+    written all results before. The folders of `denied` cannot be read.
     """
 
     fakes: list[FakeGpu]
@@ -126,6 +126,7 @@ class FakeNode(Node):
     crashed_late: set[str] = field(default_factory=set)
     probe_s: float = 2.0
     files: dict[str, str] = field(default_factory=dict)
+    denied: tuple[str, ...] = ()
     on_host: bool = True
     clock_error: float | None = 0.01
     log: str | None = "6,1,0,-;Linux version 6.8\n"
@@ -151,7 +152,7 @@ class FakeNode(Node):
 
     def names(self, folder: Path) -> list[str] | None:
         paths = [Path(path).relative_to(folder) for path in self._files() if Path(path).is_relative_to(folder)]
-        return sorted({path.parts[0] for path in paths}) if paths else None
+        return None if str(folder) in self.denied else sorted({path.parts[0] for path in paths})
 
     def _files(self) -> dict[str, str]:
         return {**HEALTHY_HOST, **self.files}

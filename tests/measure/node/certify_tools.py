@@ -1,11 +1,11 @@
 """A scripted eight-GPU H200 node with healthy metrics, and ways to modify one of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from fake_gpu import FakeGpu
-from fake_node import FakeNode, healthy_result
+from fake_node import FakeNode, Program, healthy_result
 
 from meltcore.common.process import CompletedRun
 from meltcore.measure.documents.fingerprint import take_fingerprint
@@ -30,13 +30,13 @@ def node_of(gpus: Sequence[FakeGpu], modify: ModifyResult = unmodified, **others
     def measure(request: ProbeRequest, target: tuple[int, ...]) -> ProbeResult | None:
         return modify(request, target, healthy_result(request, target))
 
-    others.setdefault("program", correct_answers)
+    others.setdefault("program", correct_answers(gpus[0].name))
     return FakeNode(fakes=list(gpus), measure=measure, **others)
 
 
-def correct_answers(command: Sequence[str], environment: Mapping[str, str]) -> CompletedRun:
-    """Writes what `meltcore demo` writes after a run that passed."""
-    return demo_run(command, code=0, share=0.99)
+def correct_answers(device: str) -> Program:
+    """Return a program that writes what `meltcore demo` writes after a run on `device` that passed."""
+    return lambda command, _environment: demo_run(command, code=0, share=0.99, device=device)
 
 
 def demo_run(

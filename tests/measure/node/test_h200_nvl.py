@@ -21,7 +21,7 @@ def node(gpus: list[FakeGpu], **factors: float) -> FakeNode:
         result.samples = [sample * factor for sample in result.samples if sample is not None]
         return result
 
-    return FakeNode(fakes=gpus, measure=measure, program=correct_answers)
+    return FakeNode(fakes=gpus, measure=measure, program=correct_answers(gpus[0].name))
 
 
 def rows(certificate: Certificate) -> dict[tuple[str, tuple[int, ...]], CertificateRow]:

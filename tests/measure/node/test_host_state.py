@@ -12,7 +12,7 @@ from fake_node import FakeNode
 
 from meltcore.common.process import CompletedRun, ProcessError
 from meltcore.measure.documents.node import Certificate, Finding
-from meltcore.measure.node.certify.checks.state import StateCheck
+from meltcore.measure.node.certify.checks.state import _RULES, StateCheck
 from meltcore.measure.node.certify.checks.system import SystemCheck
 from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.node import Node
@@ -44,6 +44,14 @@ def verdict_of(certificate: Certificate, name: str) -> str:
             {},
             ("WARN", "NETWORK_LINK_DOWN", "node"),
         ),
+        ({"files": {"/sys/class/nvme/nvme0/state": ""}}, {}, ("UNKNOWN", "STATE_UNREADABLE", "node")),
+        ({"files": {f"{IB}/phys_state": ""}}, {}, ("UNKNOWN", "STATE_UNREADABLE", "node")),
+        ({"denied": ("/sys/class/nvme",)}, {}, ("UNKNOWN", "STATE_UNREADABLE", "node")),
+        ({"denied": ("/sys/class/infiniband",)}, {}, ("UNKNOWN", "STATE_UNREADABLE", "node")),
+        ({"denied": ("/dev/nvidia-caps-imex-channels",)}, {}, ("UNKNOWN", "STATE_UNREADABLE", "node")),
+        ({"denied": ("/proc",)}, {}, ("UNKNOWN", "STATE_UNREADABLE", "node")),
+        ({"on_host": False}, {}, ("UNKNOWN", "STATE_UNREADABLE", "node")),
+        ({"clock_error": None}, {}, ("UNKNOWN", "STATE_UNREADABLE", "node")),
         ({"log": XID}, {}, ("WARN", "KERNEL_LOG_XID", "GPU 1")),
         ({"log": CORRECTED}, {}, ("WARN", "KERNEL_LOG_PCIE", "node")),
         ({"log": CORRECTED + FATAL}, {}, ("FAIL", "KERNEL_LOG_PCIE", "node")),
@@ -70,6 +78,24 @@ def test_each_fault_alone_is_found(
         if each.code not in others
     ]
     assert set(found) == {finding}
+
+
+def test_each_fact_of_a_gpu_that_may_not_be_read_is_unknown(tmp_path: Path) -> None:
+    keys = {*_RULES, "vbios", "inforom", "nvlinks", "fabric_state", "fabric_status", "fabric_health"}
+    for key in keys - {"slow_call_s"}:  # measured here, and not read
+        gpus = h200s(2)
+        gpus[1].refused = {key: pynvml.NVML_ERROR_NO_PERMISSION}
+        found = states(tmp_path, node_of(gpus))
+        assert {(each.verdict, each.code, each.subject) for each in found} == {
+            ("UNKNOWN", "STATE_UNREADABLE", "GPU 1")
+        }, key
+
+
+def test_processes_of_the_host_that_a_container_cannot_see_are_unknown(tmp_path: Path) -> None:
+    gpus = h200s(2)
+    gpus[1].processes = [98]
+    found = {(each.code, each.subject): each.verdict for each in states(tmp_path, node_of(gpus, on_host=False))}
+    assert found["STATE_UNREADABLE", "GPU 1"] == found["STATE_UNREADABLE", "node"] == "UNKNOWN"
 
 
 def states(folder: Path, node: FakeNode) -> list[Finding]:
@@ -151,7 +177,8 @@ def test_this_machine_is_read_without_rights(tmp_path: Path) -> None:
     assert isinstance(node.kernel_log(), str | None)
     assert node.sees_host_processes() in (True, False)
     (tmp_path / "one").touch()
-    assert (node.names(tmp_path), node.names(tmp_path / "none")) == (["one"], None)
+    assert (node.names(tmp_path), node.names(tmp_path / "none")) == (["one"], [])
+    assert node.names(tmp_path / "one") is None, "as a folder that this user may not read"
 
 
 def test_fabric_and_inforom_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,11 @@ class Node:
             return None
 
     def names(self, folder: Path) -> list[str] | None:
-        """Return the names of the entries of a folder, or None if it cannot be read."""
+        """Return the names of the entries of a folder: none if it does not exist, None if it cannot be read."""
         try:
             return [path.name for path in folder.iterdir()]
+        except FileNotFoundError:
+            return []
         except OSError:
             return None
 

@@ -90,7 +90,9 @@ _RULES: dict[str, Callable[[GpuSnapshot, float], Fault | None]] = {
     "pcie_width": _pcie_width,
     "pcie_width_max": lambda _gpu, _width: None,
     "pcie_generation_max": _pcie_generation,
+    "gpu_pcie_generation_max": lambda _gpu, _generation: None,
     "power_limit_w": _power_limit,
+    "power_limit_default_w": lambda _gpu, _watts: None,
     "mig_on": lambda gpu, is_on: _fault_if(
         is_on > 0 and not gpu.mig, "WARN", "MIG_ON", "MIG is on, and the whole GPU was requested"
     ),

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pynvml import NVMLError
@@ -155,42 +155,46 @@ def _clock(error_s: float | None) -> Outcome:
 
 def _nvme(node: Node) -> Outcome:
     names = node.names(_NVME)
-    if not names:
-        return "NOT_APPLICABLE", None, "there is no NVMe controller here"
-    states = {name: (node.read(_NVME / name / "state") or "").strip() for name in sorted(names)}
-    if missing := [name for name, state in states.items() if not state]:
-        return _unreadable(f"the state of {_names(missing)}")
-    if faulty := [f"{name} is {state}" for name, state in states.items() if state != "live"]:
-        return "FAIL", "STORAGE_NOT_LIVE", f"NVMe controllers are not live: {_names(faulty)}"
-    return "PASS", None, f"{len(states)} live"
+    if names is None:
+        return _unreadable(str(_NVME))
+    states = {name: (node.read(_NVME / name / "state") or "").strip() for name in names}
+    fault: Outcome = "FAIL", "STORAGE_NOT_LIVE", "NVMe controllers are not live"
+    return _device_states("NVMe controller", states, ("live",), fault)
 
 
 def _network(node: Node) -> Outcome:
     """Judge the ports of InfiniBand and RoCE. A port that is disabled, or that has no cable, is not in use."""
-    adapters = node.names(_INFINIBAND)
-    if not adapters:
-        return "NOT_APPLICABLE", None, "there is no InfiniBand or RoCE adapter here"
-    unreadable, faulty, num_active = [], [], 0
-    for adapter in sorted(adapters):
-        for port in sorted(node.names(_INFINIBAND / adapter / "ports") or ["?"]):
-            folder, name = _INFINIBAND / adapter / "ports" / port, f"{adapter} port {port}"
-            state, physical = ((node.read(folder / file) or "").strip() for file in ("state", "phys_state"))
-            if not state or not physical:
-                unreadable.append(name)
-            elif state.endswith("ACTIVE"):
-                num_active += 1
-            elif not physical.endswith("Disabled"):
-                faulty.append(f"{name} is {state.partition(': ')[2]}, {physical.partition(': ')[2]}")
-    if faulty:
-        return "WARN", "NETWORK_LINK_DOWN", f"links are not active: {_names(faulty)}"
-    if unreadable:
+    adapters, states = node.names(_INFINIBAND), {}
+    if adapters is None:
+        return _unreadable(str(_INFINIBAND))
+    for adapter in adapters:
+        for port in node.names(_INFINIBAND / adapter / "ports") or ["?"]:
+            folder = _INFINIBAND / adapter / "ports" / port
+            words = [(node.read(folder / file) or "").strip() for file in ("state", "phys_state")]
+            state, physical = (word.partition(": ")[2] for word in words)
+            known = state if state == "ACTIVE" else physical if physical == "Disabled" else f"{state}, {physical}"
+            states[f"{adapter} port {port}"] = known if state and physical else ""
+    fault: Outcome = "WARN", "NETWORK_LINK_DOWN", "links are not active"
+    return _device_states("InfiniBand or RoCE adapter", states, ("ACTIVE", "Disabled"), fault)
+
+
+def _device_states(kind: str, states: Mapping[str, str], healthy: Sequence[str], fault: Outcome) -> Outcome:
+    """Judge devices by their states, of which "" is one that cannot be read. The first of `healthy` is counted."""
+    if not states:
+        return "NOT_APPLICABLE", None, f"there is no {kind} here"
+    if faulty := [f"{name} is {state}" for name, state in sorted(states.items()) if state and state not in healthy]:
+        return *fault[:2], f"{fault[2]}: {_names(faulty)}"
+    if unreadable := sorted(name for name, state in states.items() if not state):
         return _unreadable(f"the state of {_names(unreadable)}")
-    return "PASS", None, f"{num_active} active"
+    return "PASS", None, f"{list(states.values()).count(healthy[0])} {healthy[0].lower()}"
 
 
 def _imex(node: Node) -> Outcome:
     """Judge the daemon of NVLink between nodes. One that is idle is no fault: the registration of each GPU decides."""
-    if node.names(_IMEX_CHANNELS) is None:
+    channels = node.names(_IMEX_CHANNELS)
+    if channels is None:
+        return _unreadable(str(_IMEX_CHANNELS))
+    if not channels:
         return "NOT_APPLICABLE", None, "there is no IMEX channel here"
     try:
         completed = node.run(_IMEX_QUERY, b"", {}, _IMEX_LIMIT_S)
