@@ -21,6 +21,7 @@ from waiting import WAIT_S
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.runfolder import RunFolder, read_result
 from meltcore.measure.documents.score import ScoredRun
+from meltcore.measure.load.run.surroundings import Surroundings
 from meltcore.measure.node.monitor import sampler
 from meltcore.measure.node.monitor.recording import read_recording
 from meltcore.measure.score import engine_process
@@ -361,10 +362,13 @@ def test_gpu_of_another_bench_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_in_use_by_others_is_noted(tmp_path: Path) -> None:
+def test_memory_and_cores_in_use_by_others_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Surroundings(cores=2, is_server_local=False, other_share=0.5, steal_share=0.0)
+    monkeypatch.setattr(bench_run.SurroundingsMonitor, "finish", lambda self: busy)
     _, result, _ = run(tmp_path, gpus(readings={"memory_used_bytes": 12 * GIB}), duration_s=2.0)
     assert result.score.devices[0].memory_in_use_bytes == 12 * GIB
     assert any("12 GiB of its memory were in use before the run" in note for note in result.notes)
+    assert result.notes[-1] == "Other processes used 1.0 of 2 cores; limit 0.2: the score may be too low."
 
 
 def test_invalid_settings_are_refused() -> None:

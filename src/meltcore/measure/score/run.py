@@ -21,6 +21,7 @@ from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.score import ScoredRun, ScoreLevel
 from meltcore.measure.documents.values.scores import find_reference, ratios
+from meltcore.measure.load.run.surroundings import SurroundingsMonitor, machine_cautions
 from meltcore.measure.node.monitor.recording import read_recording
 from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
 from meltcore.measure.report.render import save_document
@@ -71,8 +72,11 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
                 raise KeyboardInterrupt
             if all(run.failure for run in runs):
                 raise EngineError(f"{runs[0].device.label}: {runs[0].failure}")
+            surroundings_monitor = SurroundingsMonitor()
+            surroundings_monitor.start()
             began_s = time.monotonic()
             _run_concurrently(runs, lambda run: run.run(began_s))
+            cautions = machine_cautions(surroundings_monitor.finish())
             is_interrupted = stop_event.is_set()
             recording = _stop_monitor(monitor, began_s)
             stack.close()  # engines and sampler end before the result is written
@@ -88,6 +92,7 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
                 fingerprint=fingerprint,
                 interrupted=is_interrupted,
             )
+            result.notes += [f"{text.capitalize()}: the score may be too low." for text in cautions.values()]
             result.score.references = ratios(result.score, reference)
             save_document(folder.result_path, result)
     return folder, result
