@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_openai import FakeServer
@@ -15,7 +17,7 @@ from places import program
 from rich.console import Console
 from waiting import WAIT_S
 
-from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import ProcessError
 from meltcore.measure import problems
 from meltcore.measure.documents.runfolder import read_result
@@ -56,22 +58,28 @@ def demo_config(out: Path, answers: Path, fault: str = "none") -> DemoConfig:
     return DemoConfig(levels=(LEVEL,), level_s=0.5, out=str(out), tasks=("generation",), clients=False)
 
 
-def run(config: DemoConfig) -> tuple[int, dict[str, object]]:
+def run(config: DemoConfig) -> tuple[int, dict[str, Any]]:
     """The exit code and what result.json holds."""
     output = io.StringIO()
     folder, result = run_demo(config, Console(quiet=True))
     assert read_result(folder.path) == result
     assert folder.report_path.read_text().startswith("<!doctype html>")
     code = print_outcome(Console(file=output, width=100), folder, result)
+    assert "note: No client opened the routes: " in output.getvalue()
     for level in result.mixed:
         assert output.getvalue().index(f"{level.label}:") < output.getvalue().index(" conn.")
     return code, json.loads(folder.result_path.read_text())
 
 
 @pytest.mark.slow
-def test_demo_passes_with_whole_and_right_answers(tmp_path: Path, answers_file: Path) -> None:
-    code, result = run(demo_config(tmp_path, answers_file))
+def test_demo_passes_with_whole_and_right_answers_and_names_missing_clients(
+    tmp_path: Path, answers_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "PACKAGES", ("no_such_package",))
+    code, result = run(replace(demo_config(tmp_path, answers_file), clients=True))
     assert code == 0
+    missing = "no_such_package is not installed (pip install 'meltcore[clients]')"
+    assert result["notes"][-1] == f"No client opened the routes: {missing}."
     assert result["accuracy"] == 1.0
     [level] = result["mixed"]
     assert (level["connections"], level["peak_in_flight"]) == (LEVEL, LEVEL)
@@ -230,10 +238,19 @@ def test_routes_need_the_right_answer(tmp_path: Path, fault: str, is_right: bool
         assert (checks[name].status == "PASS") is is_right, checks[name]
     for name in ("dwani: chat.direct", "HTTP: /v1/chat", "every route of /openapi.json was opened"):
         assert checks[name].status == "FAIL"
-    assert not any("speech" in name or "transcri" in name for name in checks), "there is no model for these"
+    lacking = [check for name, check in checks.items() if "speech" in name or "transcri" in name]
+    assert {check.status for check in lacking} == {"NOT_APPLICABLE"}
+    assert checks["dwani: audio.speech"].detail == "no model was served at /v1/audio/speech"
 
 
-def test_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "PACKAGES", ("openai", "no_such_package"))
-    with pytest.raises(ConfigError, match=r"no_such_package is not installed: .*--no-clients"):
-        run_demo(DemoConfig(), Console(quiet=True))
+@pytest.mark.parametrize(
+    ("packages", "missing"),
+    [
+        (("openai", "no_such_package"), "no_such_package is not installed (pip install 'meltcore[clients]')"),
+        (("no_such", "nor_this"), "no_such and nor_this are not installed (pip install 'meltcore[clients]')"),
+        (("openai",), ""),
+    ],
+)
+def test_missing_clients_are_named(packages: tuple[str, ...], missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "PACKAGES", packages)
+    assert clients.missing_clients() == missing

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.schema import CheckResult
 from meltcore.measure.load.tasks.task import Problem, default_task, tasks
 from meltcore.measure.load.tasks.transcription import DEMO_LANGUAGE, clips
@@ -96,14 +96,11 @@ def _opens(name: str, *paths: str, needs: Collection[str] = ()) -> Callable[[_Ru
     return register
 
 
-def check_installed() -> None:
-    """Raise ConfigError if a client is not installed."""
+def missing_clients() -> str:
+    """Return which clients are not installed, and how to install them. Returns "" if all are."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} is not installed: pip install 'meltcore[clients]', or leave the clients out "
-            "with --no-clients"
-        )
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{' and '.join(missing)} {verb} not installed (pip install 'meltcore[clients]')" if missing else ""
 
 
 def check_routes(
@@ -111,7 +108,8 @@ def check_routes(
 ) -> list[CheckResult]:
     """Request the routes of the tasks in `models`, which maps task to model name. Returns one check per route.
 
-    `folder` is for the files that clients upload. `on_check` receives each check as it ends.
+    A check of a task that is not in `models` is NOT_APPLICABLE. `folder` is for the files that clients upload.
+    `on_check` receives each check as it ends.
     """
     import dwani
     import openai
@@ -130,9 +128,11 @@ def check_routes(
         fleet = _Fleet(url, by_path, client, dwani.DwaniClient("none", url), session, clip, clip_path, phrase)
         checks = []
         for check in _CHECKS:
-            if set(check.needs) <= by_path.keys():
-                checks.append(_run_check(check, fleet))
-                on_check(checks[-1])
+            lacking = [path for path in check.needs if path not in by_path]
+            reason = f"no model was served at {', '.join(lacking)}"
+            result = CheckResult(name=check.name, status="NOT_APPLICABLE", detail=reason)
+            checks.append(result if lacking else _run_check(check, fleet))
+            on_check(checks[-1])
         return checks
 
 

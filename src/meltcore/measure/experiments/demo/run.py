@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ from meltcore.measure.documents.schema import CheckResult, DemoSample, FleetLeve
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.values.formatting import evaluation_line, format_duration, format_percent
 from meltcore.measure.documents.values.progress import answer_progress, print_check, warning_printer
-from meltcore.measure.experiments.demo.clients import check_installed, check_routes
+from meltcore.measure.experiments.demo.clients import check_routes, missing_clients
 from meltcore.measure.experiments.demo.config import CHAT, MIX, TASKS, DemoConfig
 from meltcore.measure.experiments.demo.verdict import judge, passed
 from meltcore.measure.experiments.evals.conformance import run_checks
@@ -304,8 +304,9 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     An interruption or a failing server leaves a partial result that says so. Raises ProcessError if the server never
     became ready; its log stays in the run folder.
     """
-    if config.clients:
-        check_installed()
+    missing = missing_clients() if config.clients else "--no-clients"
+    if missing:
+        config = replace(config, clients=False)
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     folder = RunFolder.create(config.out, "demo")
     fingerprint = take_fingerprint(config.arguments, config.seed)
@@ -333,6 +334,8 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
             server.stop()
     result.duration_s = time.monotonic() - start_s
     _describe(result, config, demo.models)
+    if missing:
+        result.notes.append(f"No client opened the routes: {missing}.")
     save_document(folder.result_path, result)
     return folder, result
 
@@ -368,6 +371,8 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
             highlight=False,
             soft_wrap=True,
         )
+    for note in result.notes:
+        console.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
     if result.verdict == "CLIENT_BOUND":
         console.print("[yellow]CLIENT_BOUND[/]: the load generator was at its limit and distorts the latencies")
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
@@ -375,12 +380,12 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
 
 
 def _print_checks(console: Console, checks: Sequence[CheckResult], subject: str) -> None:
-    """Print how many checks passed, and each failed check."""
+    """Print how many checks passed, and each check that failed or did not apply."""
     num_passed = sum(check.status == "PASS" for check in checks)
     num_applicable = sum(check.status != "NOT_APPLICABLE" for check in checks)
     console.print(f"{num_passed} of {num_applicable} {subject}", highlight=False)
     for check in checks:
-        if check.status == "FAIL":
+        if check.status != "PASS":
             print_check(console, check)
 
 
