@@ -16,16 +16,19 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from meltcore.text.answer_format import AnswerFormat, CallFormat
 from meltcore.text.call_scanners import (
     SCALAR,
+    CallDelta,
     CharacterReader,
     JsonScanner,
+    Piece,
     PythonScanner,
     Steps,
     ToolSet,
+    divide_pieces,
     find_marks,
     is_encodable,
     python_to_json,
@@ -45,20 +48,6 @@ _FIRST_KEY = re.compile(r'\s*\{\s*"(?:name|type|function|arguments|parameters|id
 _CALL, _BROKEN, _TEXT = "call", "broken", "text"
 
 
-class CallDelta(NamedTuple):
-    """A part of one call: its name, which comes first, or more of its arguments, or how it ended."""
-
-    call_index: int
-    name: str | None = None
-    arguments: str = ""
-    end: Literal["complete", "broken", "cut"] | None = None
-
-    @property
-    def size(self) -> int:
-        """The number of characters that wait for the client."""
-        return len(self.name or "") + len(self.arguments)
-
-
 @lru_cache(maxsize=16)
 def _between(separators: str) -> re.Pattern[str]:
     return re.compile(f"[ \\t\\r\\n{re.escape(separators)}]+")
@@ -74,8 +63,7 @@ class AnswerParser(CharacterReader):
     def __init__(self, form: AnswerFormat, tools: ToolSet | None = None, prompt: Sequence[int] = ()) -> None:
         """Begin an answer to a prompt. Without `tools` all calls are text."""
         super().__init__()
-        self._reasoning: list[str] = []
-        self._calls: list[CallDelta] = []
+        self._pieces: list[Piece] = []
         self.mark_ids: Mapping[int, str] = {}
         self._reasoning_ids: tuple[int, ...] = form.reasoning_ids or ()
         self._tools = tools or ToolSet({})
@@ -86,6 +74,7 @@ class AnswerParser(CharacterReader):
         self._in_reasoning = form.starts_in_reasoning(prompt)
         self._skips_space = False
         self._answer: list[str] = []  # new text
+        self._num_chars = 0  # of the text so far
         self._space: list[str] = []  # whitespace that is dropped if only a call follows
         self._has_text = False
         self._raw_head = 0  # characters of it that have led to the call
@@ -115,9 +104,12 @@ class AnswerParser(CharacterReader):
 
     def take(self) -> tuple[list[str], list[CallDelta]]:
         """Return the reasoning and the parts of calls that have come since it was called last."""
-        taken = self._reasoning, self._calls
-        self._reasoning, self._calls = [], []
-        return taken
+        return divide_pieces(self.take_pieces())
+
+    def take_pieces(self) -> list[Piece]:
+        """Return both in their order, each with the number of characters of the text before it."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def feed(self, text: str) -> str:
         """Read the text of ordinary tokens. Return the new text of the answer."""
@@ -143,7 +135,7 @@ class AnswerParser(CharacterReader):
         self._is_over = True
         self._settle()
         if self._space and not self._num_calls:
-            self._answer += self._space
+            self._pass_on(*self._space)
         self._space = []
         return self._new_text()
 
@@ -165,19 +157,23 @@ class AnswerParser(CharacterReader):
         """Pass on text as reasoning or as a part of the answer."""
         if self._in_reasoning:
             if text:
-                self._reasoning.append(text)
+                self._pieces.append((self._num_chars, text))
             return
         if self._skips_space:
             text = text.lstrip()
             self._skips_space = not text
         if self._steps is None or not text:
-            self._answer.append(text)
+            self._pass_on(text)
             return
         body = text.rstrip()
         if body:
-            self._answer += [*self._space, body]
+            self._pass_on(*self._space, body)
             self._space, self._has_text = [], True
         self._space.append(text[len(body) :])
+
+    def _pass_on(self, *texts: str) -> None:
+        self._answer += texts
+        self._num_chars += sum(map(len, texts))
 
     # --- text and blocks of calls
 
@@ -260,7 +256,7 @@ class AnswerParser(CharacterReader):
 
     def _add(self, delta: CallDelta) -> bool:
         is_wanted = self._tools.max_calls is None or self._num_calls < self._tools.max_calls
-        self._calls += [delta] * is_wanted
+        self._pieces += [(self._num_chars, delta)] * is_wanted
         return is_wanted
 
     def _open_call(self, form: CallFormat, name: str) -> bool:

@@ -10,9 +10,9 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 MAX_DEPTH = 64  # of nested objects and lists; templates and clients read what is parsed here by recursion
 
@@ -395,6 +395,30 @@ def whole_call(text: str) -> tuple[str | None, str]:
     except (ValueError, RecursionError):
         pass
     return None, ""
+
+
+class CallDelta(NamedTuple):
+    """A part of one call: its name, which comes first, or more of its arguments, or how it ended."""
+
+    call_index: int
+    name: str | None = None
+    arguments: str = ""
+    end: Literal["complete", "broken", "cut"] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of characters that wait for the client."""
+        return len(self.name or "") + len(self.arguments)
+
+
+# Reasoning or a part of a call, and the number of characters of the answer's text before it.
+Piece = tuple[int, str | CallDelta]
+
+
+def divide_pieces(pieces: Iterable[Piece]) -> tuple[list[str], list[CallDelta]]:
+    """Return the reasoning and the parts of calls."""
+    found = [piece for _, piece in pieces]
+    return [each for each in found if isinstance(each, str)], [each for each in found if isinstance(each, CallDelta)]
 
 
 class ToolSet(NamedTuple):

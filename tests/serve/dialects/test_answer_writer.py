@@ -51,11 +51,13 @@ ANSWERS = [
 ]
 
 
-def write(kind: str, answer: str, cuts: list[int], end: Any = "stop", *, is_whole: bool = False) -> bytes:
+def write(
+    kind: str, answer: str, cuts: list[int], end: Any = "stop", *, is_whole: bool = False, stop: tuple[str, ...] = ()
+) -> bytes:
     """The stream of an answer whose tokens arrive in pieces, or the whole answer."""
     ticket = GenerationTicket(arrived_s=0.0, streaming=not is_whole, streams_calls=kind == "responses")
     tools = TOOLS._replace(is_streamed=ticket.streams_calls)
-    Choice(ticket, [1] * 7, SamplingParams(max_tokens=10_000), TOKENIZER, FORM, tools=tools)
+    Choice(ticket, [1] * 7, SamplingParams(max_tokens=10_000, stop=stop), TOKENIZER, FORM, tools=tools)
     request = ResponsesRequest(input="x", include=[REASONING], reasoning=None)
     options = StreamOptions()
     writer = (
@@ -149,6 +151,41 @@ def test_a_stream_joins_to_the_whole_answer(kind: str, answer: str) -> None:
             assert BROKEN not in found["text"]
 
 
+def order(content: list[dict[str, Any]]) -> list[str]:
+    """What an answer's blocks or items are, in their order: texts, and the names of calls."""
+    texts = ([block, *block.get("content", ())] for block in content)
+    found = [next((part[name] for part in parts for name in ("text", "thinking", "name") if name in part), "")
+             for parts in texts]  # fmt: skip
+    return [each.strip() for each in found if each.strip()]
+
+
+ORDERS = [
+    (f"a{PATCH}{GET} b {GET}c", ["a", "patch", "get", "b", "get", "c"]),
+    (f"Look. {REASONED}{GET}{REASONED}So: {PATCH} 5.",
+     ["Look.", "I am\nthinking.", "get", "I am\nthinking.", "So:", "patch", "5."]),
+    (f"{GET}{REASONED}", ["get", "I am\nthinking."]),
+    (f"x{BROKEN}</tool_call> y{GET}z", None),
+    (f"ab{GET}{PATCH}c", ["ab", "get", "patch", "c"]),  # "b" may begin the stop string
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["messages", "responses"])
+@pytest.mark.parametrize(("answer", "expected"), ORDERS)
+def test_parts_have_the_order_in_which_they_were_written(kind: str, answer: str, expected: list[str] | None) -> None:
+    """Also if text before and after a call arrives with it, as several tokens of one step."""
+    whole = json.loads(write(kind, answer, [], is_whole=True, stop=("b!",)))
+    names = [CALLED[name].name if kind == "responses" and name in CALLED else name for name in expected or ()]
+    if expected is not None:
+        assert order(whole["content" if kind == "messages" else "output"]) == names
+    for seed in range(12):
+        events = events_of(write(kind, answer, cuts_of(answer, seed), stop=("b!",)))
+        found = blocks_of(events) if kind == "messages" else events[-1]["response"]["output"]
+        if expected is not None:
+            assert order(found) == names
+        else:
+            assert (order(found)[0][0], order(found)[-2:]) == ("x", ["get", "z"])
+
+
 @pytest.mark.parametrize("name", ["get", "patch"])
 def test_a_broken_call_of_a_stream_of_responses_ends_as_it_stands(name: str) -> None:
     """Its characters come once, as an incomplete item, however the tokens arrive."""
@@ -228,8 +265,8 @@ def test_usage_of_chats_counts_the_tokens_of_reasoning() -> None:
             seen.append(json.loads(writer.event(choice)[6:])["usage"]["completion_tokens_details"])
         choice.accept(SequenceOutput("id", [], "stop"))
     num_reasoning = len("I am\nthinking.")
-    assert [each["reasoning_tokens"] for each in seen[:18]] == [0, *range(1, num_reasoning + 1), *[num_reasoning] * 3]
-    assert [each["reasoning_tokens"] for each in seen[18:]] == [0] * 3
+    assert [each["reasoning_tokens"] for each in seen[:19]] == [0, *range(1, num_reasoning + 1), *[num_reasoning] * 4]
+    assert [each["reasoning_tokens"] for each in seen[19:]] == [0] * 3
     usages = [json.loads(writer.end_events(ticket)[0][6:])["usage"], json.loads(writer.body(ticket))["usage"]]
     assert [usage["completion_tokens_details"] for usage in usages] == [{"reasoning_tokens": num_reasoning}] * 2
     assert usages[0]["completion_tokens"] == num_reasoning + 2 + 3 + 3

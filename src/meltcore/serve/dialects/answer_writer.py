@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -22,7 +23,7 @@ from meltcore.serve.tasks.generation.completions import GenerationEndpoint
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.generation.responses import ChatResponseWriter
-from meltcore.text.answer_parser import CallDelta
+from meltcore.text.call_scanners import CallDelta, divide_pieces
 
 to_json = msgspec.json.Encoder().encode
 
@@ -89,12 +90,20 @@ class AnswerWriter(ChatResponseWriter):
         """Return the events of the unsent output of a choice. The last ones end the answer."""
         events = [] if choice.role_sent else self._answer_started()
         choice.role_sent = True
-        calls, open_call = choice.take_calls(), None if self._open is None else self._open.call_index
-        continued = [call for call in calls if open_call is not None and call.call_index == open_call]
-        events += self._add_calls(choice, continued)
-        events += self._add("reasoning", choice.take_reasoning())
-        events += self._add("text", choice.take_text())
-        events += self._add_calls(choice, calls[len(continued) :])
+        begin, text = choice.sent_chars, choice.take_text()
+        pieces = choice.take_pieces(begin + len(text) if choice.finish_reason is None else None)
+        _, calls = divide_pieces(pieces)
+        broken = {call.call_index for call in calls if call.end == "broken" and not self._ticket.streams_calls}
+        at = 0
+        for (position, _), group in groupby(pieces, lambda piece: (piece[0], isinstance(piece[1], str))):
+            end = max(at, position - begin)
+            events += self._add("text", text[at:end])
+            at = end
+            reasoning, calls = divide_pieces(group)
+            events += self._add("reasoning", "".join(reasoning))
+            for call in calls:
+                events += self._add_call(choice, call, broken)
+        events += self._add("text", text[at:])
         if choice.finish_reason is not None:
             events += self._end(is_complete=choice.finish_reason == "stop")
             if all(part.kind == "reasoning" for part in self._parts):
@@ -118,19 +127,17 @@ class AnswerWriter(ChatResponseWriter):
         begin = [] if self._open is not None and self._open.kind == kind else self._begin(kind)
         return begin + self._continue(text)
 
-    def _add_calls(self, choice: Choice, calls: Sequence[CallDelta]) -> list[bytes]:
+    def _add_call(self, choice: Choice, call: CallDelta, broken: Collection[int]) -> list[bytes]:
         events: list[bytes] = []
-        broken = {call.call_index for call in calls if call.end == "broken" and not self._ticket.streams_calls}
-        for call in calls:
-            if call.name is not None and call.call_index not in broken:
-                events += self._begin("call", call.name, choice.new_call_id(), call.call_index)
-            if self._open is None or self._open.call_index != call.call_index:
-                continue  # it broke before it was sent
-            if call.arguments:
-                events += self._continue(call.arguments)
-            if call.end is not None:
-                self._open.is_broken = call.end == "broken"
-                events += self._end(is_complete=call.end == "complete")
+        if call.name is not None and call.call_index not in broken:
+            events += self._begin("call", call.name, choice.new_call_id(), call.call_index)
+        if self._open is None or self._open.call_index != call.call_index:
+            return events  # it broke before it was sent
+        if call.arguments:
+            events += self._continue(call.arguments)
+        if call.end is not None:
+            self._open.is_broken = call.end == "broken"
+            events += self._end(is_complete=call.end == "complete")
         return events
 
     def _begin(self, kind: Literal["reasoning", "text", "call"], *fields: Any) -> list[bytes]:

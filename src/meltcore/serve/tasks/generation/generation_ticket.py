@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -13,8 +15,7 @@ from meltcore.protocol.generation import AddRequest, SequenceOutput, TokenLogpro
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.text.answer_format import AnswerFormat
-from meltcore.text.answer_parser import CallDelta
-from meltcore.text.call_scanners import ToolSet
+from meltcore.text.call_scanners import Piece, ToolSet
 from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer, incremental_decoder
 from meltcore.text.tokenizer import Tokenizer
 
@@ -47,7 +48,6 @@ class Choice(Child):
         "_text_is_ahead",
         "answer_format",
         "cached_tokens",
-        "calls",
         "continues_prompt",
         "detokenizer",
         "echo",
@@ -63,11 +63,12 @@ class Choice(Child):
         "offset_decoder",
         "output_tokens",
         "params",
+        "pieces",
         "prompt_token_ids",
         "prompt_tokens",
-        "reasoning",
         "requested_echo",
         "role_sent",
+        "sent_chars",
         "text",
         "tokenizer",
         "tokens_sent",
@@ -127,8 +128,8 @@ class Choice(Child):
             *(tokenizer, params, self.answer_format, prompt), tools=self.tools, continues_prompt=continues_prompt
         )
         self.text: list[str] = []  # not sent yet
-        self.reasoning: list[str] = []  # likewise
-        self.calls: list[CallDelta] = []  # likewise
+        self.pieces: list[Piece] = []  # likewise: reasoning, and parts of calls
+        self.sent_chars = 0  # of the text
         # Token id and its log-probabilities, not sent yet; a prompt's first token has none.
         self.logprobs: list[tuple[int, TokenLogprobs | None]] = []
         self.logprob_sum = 0.0  # of the tokens so far
@@ -180,9 +181,8 @@ class Choice(Child):
 
     def restart(self) -> None:
         """Discard the answer so far, of which the client has received nothing. The time of the first token is kept."""
-        self.take_calls()
-        unsent_chars = sum(map(len, self.text)) + sum(map(len, self.reasoning))
-        self.ticket.unsent_chars -= unsent_chars + self.num_unsent_logprobs * LOGPROB_CHARS
+        self.take_pieces()
+        self.ticket.unsent_chars -= sum(map(len, self.text)) + self.num_unsent_logprobs * LOGPROB_CHARS
         self._begin(unpack_token_ids(self.prompt_token_ids))
 
     def accept(self, output: SequenceOutput) -> int:
@@ -221,10 +221,9 @@ class Choice(Child):
             self.text.append(text)
             self.ticket.unsent_chars += len(text)
         if detokenizer.parser is not None:
-            reasoning, calls = detokenizer.parser.take()
-            self.reasoning += reasoning
-            self.calls += calls
-            self.ticket.unsent_chars += sum(map(len, reasoning)) + sum(call.size for call in calls)
+            pieces = detokenizer.parser.take_pieces()
+            self.pieces += pieces
+            self.ticket.unsent_chars += _num_chars(pieces)
         return num_counted
 
     def _emit_echo(self, echo: Echo, output: SequenceOutput) -> SequenceOutput:
@@ -285,7 +284,7 @@ class Choice(Child):
     @property
     def has_unsent_output(self) -> bool:
         """Whether text, reasoning or a part of a call waits to be sent."""
-        return bool(self.text or self.reasoning or self.calls)
+        return bool(self.text or self.pieces)
 
     def take_text(self) -> str:
         """Return the text that was not sent yet, and count it as sent.
@@ -293,17 +292,22 @@ class Choice(Child):
         Every event to the client has a text, possibly "".
         """
         self.ticket.note_sent()
-        return self._take(self.text)
+        text = self.text[0] if len(self.text) == 1 else "".join(self.text)
+        self.text.clear()
+        self.sent_chars += len(text)
+        self.ticket.unsent_chars -= len(text)
+        return text
 
-    def take_reasoning(self) -> str:
-        """Return the reasoning that was not sent yet, and count it as sent."""
-        return self._take(self.reasoning)
+    def take_pieces(self, end: int | None = None) -> list[Piece]:
+        """Return the reasoning and the parts of calls that were not sent yet, and count them as sent.
 
-    def take_calls(self) -> list[CallDelta]:
-        """Return the parts of tool calls that were not sent yet, and count them as sent."""
-        calls, self.calls = self.calls, []
-        self.ticket.unsent_chars -= sum(call.size for call in calls)
-        return calls
+        With `end`, those after more than this many characters of the text stay: the text before them is held back,
+        since it may begin a stop string.
+        """
+        count = len(self.pieces) if end is None else bisect_right(self.pieces, end, key=itemgetter(0))
+        pieces, self.pieces = self.pieces[:count], self.pieces[count:]
+        self.ticket.unsent_chars -= _num_chars(pieces)
+        return pieces
 
     def new_call_id(self) -> str:
         """Return an id for a tool call, in the form that the chat template accepts.
@@ -345,11 +349,9 @@ class Choice(Child):
     def _logprobs_per_token(self) -> int:
         return 1 + (self.params.logprobs or 0)  # that of the chosen token, and the highest ones
 
-    def _take(self, unsent: list[str]) -> str:
-        text = unsent[0] if len(unsent) == 1 else "".join(unsent)
-        unsent.clear()
-        self.ticket.unsent_chars -= len(text)
-        return text
+
+def _num_chars(pieces: Sequence[Piece]) -> int:
+    return sum(len(piece) if isinstance(piece, str) else piece.size for _, piece in pieces)
 
 
 class GenerationTicket(Ticket[Choice]):

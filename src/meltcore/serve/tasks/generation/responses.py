@@ -19,7 +19,7 @@ from meltcore.protocol.generation import TokenLogprobs
 from meltcore.serve.requests.asgi import ErrorForm, error_json
 from meltcore.serve.requests.protocol import StreamOptions
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
-from meltcore.text.answer_parser import CallDelta
+from meltcore.text.call_scanners import CallDelta, divide_pieces
 
 OBFUSCATED_BYTES = 64  # the lengths of padded events differ by multiples of it
 DONE = b"data: [DONE]\n\n"
@@ -127,12 +127,14 @@ class ChatResponseWriter(ResponseWriter):
         # The role comes with the first text: an event of its own would look like a first token.
         role = b"" if choice.role_sent else b'"role":"assistant",'
         choice.role_sent = True
-        parts = _call_deltas(choice, choice.take_calls()) if choice.calls else []
-        calls = b',"tool_calls":' + _json(parts) if parts else b""
-        reasoning = b""
-        if choice.reasoning:
-            text = _json(choice.take_reasoning())
-            reasoning = b'"reasoning_content":%s,"reasoning":%s,' % (text, text)
+        calls = reasoning = b""
+        if choice.pieces:
+            reasoning_texts, deltas = divide_pieces(choice.take_pieces())
+            if reasoning_texts:
+                text = _json("".join(reasoning_texts))
+                reasoning = b'"reasoning_content":%s,"reasoning":%s,' % (text, text)
+            if parts := _call_deltas(choice, deltas):
+                calls = b',"tool_calls":' + _json(parts)
         return b'{"index":%d,"delta":{%s%s"content":%s%s},"logprobs":%s,"finish_reason":%s}' % (
             choice.index,
             role,
@@ -144,13 +146,14 @@ class ChatResponseWriter(ResponseWriter):
         )
 
     def _full_choice(self, choice: Choice) -> dict[str, Any]:
-        calls = _whole_calls(choice, choice.take_calls())
+        reasoning_texts, deltas = divide_pieces(choice.take_pieces())
+        calls = _whole_calls(choice, deltas)
         text = choice.take_text() or (None if calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message["tool_calls"] = calls
-        if choice.reasoning:
-            message["reasoning_content"] = message["reasoning"] = choice.take_reasoning()
+        if reasoning_texts:
+            message["reasoning_content"] = message["reasoning"] = "".join(reasoning_texts)
         return {
             "index": choice.index,
             "message": message,
