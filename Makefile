@@ -65,11 +65,13 @@ docs: $(DOCS_STAMP)  ## Build the documentation into site/, strict; offline afte
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 	$(BIN)/python scripts/check_site.py site
 
-tables: $(STAMP)  ## Write the tables of the docs from benchmarks/results/.
+tables: $(STAMP)  ## Write the tables of the docs from benchmarks/results/, and draw its pictures.
 	$(BIN)/python scripts/performance_tables.py
 	$(BIN)/python scripts/cli_reference.py
 	$(BIN)/python scripts/fleet_reference.py
+	$(BIN)/python scripts/plan_picture.py
 	$(BIN)/python scripts/replica_picture.py
+	$(BIN)/python scripts/report_picture.py
 
 repeat: $(STAMP)  ## Run the command behind committed rows again: make repeat ROW=README, or ROW=client_cost/cpu.
 	$(BIN)/python benchmarks/repeat.py $(ROW)

@@ -16,6 +16,7 @@ from typing import Any
 import check_site
 import performance_tables
 import pytest
+import report_picture
 from code_tables import API_ROUTES, UNKNOWN_FIELDS, api_routes
 
 from meltcore.cli.main import COMMANDS, Command, command_parser
@@ -281,6 +282,14 @@ def test_performance_page_begins_with_the_table_of_the_readme() -> None:
     of_readme, of_page = (_TABLE.findall(text) for text in documents)
     assert of_page[0].startswith("| concurrency |")
     assert of_page[0] in of_readme
+
+
+def test_picture_of_the_report_is_of_the_page_that_is_rendered_now() -> None:
+    picture = report_picture.PICTURE.read_bytes()
+    assert report_picture.shown(picture) == report_picture.digest(report_picture.page()), "run `make tables`"
+    other = report_picture.named(picture, "other")
+    assert report_picture.shown(other) == "other", "the first digest counts"
+    assert report_picture.shown(picture[:33]) is None
 
 
 def words_by_page() -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 from sample_results import sample_level, sample_run
@@ -12,7 +13,7 @@ from meltcore.measure.documents.comparison import StartSet
 from meltcore.measure.documents.schema import Distribution, LevelResult, TaskLoad
 from meltcore.measure.report.comparisons.compare_runs import compare_runs
 from meltcore.measure.report.comparisons.compare_starts import compare_starts
-from meltcore.measure.report.load.levels import levels_tables
+from meltcore.measure.report.load.levels import levels_tables, load_charts
 from meltcore.measure.report.load.run import run_tiles
 from meltcore.measure.report.page.console import print_table
 from meltcore.measure.report.render import render
@@ -54,9 +55,26 @@ def test_table_of_a_task_has_its_metrics_and_fits_80_columns(task: str) -> None:
 def test_tasks_have_tables_and_tiles_of_their_own() -> None:
     levels = [sample_level(10), task_level("transcription", 4000.0), task_level("transcription", 2000.0, 20)]
     assert len(levels_tables(levels)) == 2
-    best = [(value, text) for label, value, text in run_tiles(sample_run(levels)) if label == "Best throughput"]
-    assert [text for _, text in best] == ["output tok/s, concurrency 10", "RTFx, transcription, concurrency 10"]
-    assert best[1][0] == "4,000"
+    best = [tile for tile in run_tiles(sample_run(levels)) if tile[0].startswith("Best")]
+    assert [(label, text) for label, _, text in best] == [
+        ("Best throughput", "output tok/s, concurrency 10"),
+        ("Best throughput, transcription", "RTFx, concurrency 10"),
+    ]
+    assert best[1][1] == "4,000"
+    by_load = levels_tables([task_level("transcription", 1.0, concurrency) for concurrency in (16, 8)])[0]
+    assert [str(row.cells[0].text) for row in by_load.rows] == [
+        "transcription, concurrency 8",
+        "transcription, concurrency 16",
+    ]
+
+
+def test_chart_of_one_dot_is_left_to_the_table() -> None:
+    levels = [task_level("transcription", 1.0, concurrency) for concurrency in (8, 16)]
+    both = [figure.title for figure in load_charts(levels)]
+    lone = [
+        figure.title for figure in load_charts([levels[0], msgspec.structs.replace(levels[1], requests=0, steady=None)])
+    ]
+    assert set(both) - set(lone) == {"RTFx: audio seconds transcribed per second"}
 
 
 @pytest.mark.parametrize(("task", "unit"), UNITS.items())

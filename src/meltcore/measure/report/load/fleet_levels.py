@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from meltcore.measure.documents.schema import Distribution, FleetLevel, LevelResult, Part, StreamLoad
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_number
 from meltcore.measure.load.tasks.task import MeasuredTask, first_latency, percentile, task_of
-from meltcore.measure.report.page.charts import NUM_COLORS, Line, Mark, line_figure
+from meltcore.measure.report.page.charts import NUM_COLORS, Line, Mark, has_curve, line_figure
 from meltcore.measure.report.page.page import (
     Block,
     Cell,
@@ -184,6 +184,8 @@ def _gpu_figure(levels: Sequence[FleetLevel]) -> Figure | None:
 
 
 def _chart(title: str, lines: Sequence[Line], unit: str, *, log_y: bool) -> Figure | None:
+    if not has_curve(lines):
+        return None
     return line_figure(
         title, lines, label=f"{title} against connections", x_title="Connections", unit=unit, log_y=log_y
     )

@@ -18,7 +18,16 @@ from meltcore.measure.load.tasks.task import (
     task_of,
     tasks,
 )
-from meltcore.measure.report.page.charts import NARROW, NUM_COLORS, Line, Mark, Strip, line_chart, time_strips
+from meltcore.measure.report.page.charts import (
+    NARROW,
+    NUM_COLORS,
+    Line,
+    Mark,
+    Strip,
+    has_curve,
+    line_chart,
+    time_strips,
+)
 from meltcore.measure.report.page.page import (
     Cell,
     Column,
@@ -42,8 +51,8 @@ _GPU_STRIPS = (
 
 
 def levels_tables(levels: Sequence[LevelResult]) -> list[Table]:
-    """Build one table per task, with one row per level."""
-    return [_levels_table(task, group) for task, group in by_task(levels).items()]
+    """Build one table per task, with one row per level, by its load."""
+    return [_levels_table(task, sorted(group, key=_offered_load)) for task, group in by_task(levels).items()]
 
 
 def _levels_table(task: MeasuredTask, levels: Sequence[LevelResult]) -> Table:
@@ -220,7 +229,7 @@ def _charts(levels: Sequence[LevelResult]) -> list[Figure]:
     for title, unit, note_text, lines in panels:
         label = f"{title} against load"
         chart = line_chart(lines, label=label, x_title=x_title, unit=unit, log_y=unit == "ms")
-        if chart is not None:
+        if chart is not None and has_curve(lines):
             legend = [
                 (line.name, line.color, line.dashed) for line in lines if any(mark.y is not None for mark in line.marks)
             ]

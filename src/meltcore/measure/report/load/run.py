@@ -28,7 +28,7 @@ from meltcore.measure.documents.values.formatting import (
 from meltcore.measure.documents.values.percentiles import QUANTILES, SAMPLES_NEEDED
 from meltcore.measure.documents.verdicts import Style, Verdict, style_of
 from meltcore.measure.documents.weights import WEIGHTS
-from meltcore.measure.load.tasks.task import by_task, task_of
+from meltcore.measure.load.tasks.task import by_task, default_task, task_of
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, part_section
 from meltcore.measure.report.load.levels import (
     levels_tables,
@@ -119,8 +119,9 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
         num_requests, num_failed = (sum(getattr(level, name) for level in levels) for name in ("requests", "failed"))
         for task, group in by_task(levels).items():
             best_level = max(group, key=lambda level: level.throughput)
-            small_print = f"{task.unit.unit}, {format_load(best_level)}"
-            tiles.append(("Best throughput", format_number(best_level.throughput), small_print))
+            label = "Best throughput" if task is default_task() else f"Best throughput, {task.name}"
+            load = format_load(best_level).removeprefix(f"{task.name}, ")
+            tiles.append((label, format_number(best_level.throughput), f"{task.unit.unit}, {load}"))
         tiles.append(_peak_tile(result))
         if result.weighted_throughput is not None:
             total, output = (

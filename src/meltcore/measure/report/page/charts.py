@@ -109,6 +109,11 @@ class Scale:
         return self.start + ((coordinate - low) / (high - low) if high > low else 0.5) * (self.end - self.start)
 
 
+def has_curve(lines: Sequence[Line]) -> bool:
+    """Return whether lines have values at two loads or more. Of one dot a table says more."""
+    return len({mark.x for line in lines for mark in line.marks if mark.y is not None}) > 1
+
+
 def line_chart(
     lines: Sequence[Line],
     *,

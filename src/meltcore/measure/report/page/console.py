@@ -14,7 +14,7 @@ from rich.text import Text as RichText
 
 from meltcore.measure.documents.verdicts import STYLE_COLORS
 from meltcore.measure.report.page.page import (
-    TOO_FEW_MARK,
+    TOO_FEW_TEXT,
     Block,
     Box,
     Cell,
@@ -100,8 +100,8 @@ def print_table(table: Table, console: Console) -> None:
         _print_records(heads, lines, console)
     else:
         _print_columns(table, column_indices, heads, lines, widths, gap, console)
-    if any(isinstance(cell, Cell) and cell.console_text == TOO_FEW_MARK for row in table.rows for cell in row.cells):
-        console.print(f"{TOO_FEW_MARK}: too few requests for that percentile", style="dim")
+    if table.has_too_few:
+        console.print(TOO_FEW_TEXT, style="dim")
     if table.note:
         console.print(table.note, style="dim", markup=False, highlight=False)
 

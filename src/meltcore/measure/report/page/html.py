@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from meltcore.common.files import write_atomic
-from meltcore.measure.report.page.page import Cell, Column, Page
+from meltcore.measure.report.page.page import TOO_FEW_TEXT, Cell, Column, Page
 
 
 def render_html(page: Page) -> str:
@@ -41,6 +41,7 @@ def _environment() -> Environment:
     )
     environment.filters["cell"] = lambda cell: Cell(cell) if isinstance(cell, str) else cell
     environment.filters["spans"] = _group_spans
+    environment.globals["too_few_text"] = TOO_FEW_TEXT
     environment.tests["of_type"] = lambda block, name: type(block).__name__ == name
     return environment
 

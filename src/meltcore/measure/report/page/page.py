@@ -17,6 +17,7 @@ from meltcore.measure.documents.values.formatting import format_number, format_p
 from meltcore.measure.documents.values.percentiles import TOO_SMALL
 from meltcore.measure.documents.verdicts import Style, style_of
 
+TOO_FEW_TEXT = "n<: too few requests for that percentile"
 TOO_FEW_MARK = "n<"  # a percentile that its sample is too small for, where a table is narrow
 
 
@@ -82,6 +83,12 @@ class Table(Block):
     note: str = ""
     is_compact: bool = False
     is_stacked: bool = False
+
+    @property
+    def has_too_few(self) -> bool:
+        """Whether a cell is a percentile of too few requests."""
+        cells = (cell for row in self.rows for cell in row.cells)
+        return any(isinstance(cell, Cell) and cell.console_text == TOO_FEW_MARK for cell in cells)
 
 
 @dataclass(frozen=True)
@@ -201,6 +208,11 @@ class Section(Block):
     tag: str = ""
     style: Style = ""
     column_sections: Sequence[Section] = ()
+
+    @property
+    def has_too_few(self) -> bool:
+        """Whether a compact table of the section has percentiles of too few requests."""
+        return any(isinstance(block, Table) and block.is_compact and block.has_too_few for block in self.blocks)
 
 
 @dataclass(frozen=True)
