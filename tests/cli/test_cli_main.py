@@ -35,6 +35,9 @@ def test_help_loads_few_modules_and_names_every_command() -> None:
 def test_every_command_has_help_and_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(Command.module(name))
     assert module.HELP
+    description = command_parser(name, module).description
+    assert description is not None
+    assert max(map(len, description.splitlines())) <= 80
     assert module.EXAMPLES
     with pytest.raises(SystemExit) as left:
         main([name, "--help"])

@@ -9,6 +9,7 @@ import errno
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -129,6 +130,7 @@ COMMANDS: dict[str, Command] = {
     "submit": Command(_RESULTS, "Collect a submission: start script, write-up, result files, report.", "score"),
 }
 
+_HELP_COLUMNS = 80
 _EXAMPLES = """\
 examples:
   meltcore demo
@@ -215,7 +217,7 @@ def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
         epilog += f"\n\nmetrics:\n{definitions_text(*metrics)}"
     parser = CommandParser(
         prog=f"meltcore {name}",
-        description=module.HELP,
+        description=textwrap.fill(module.HELP, _HELP_COLUMNS),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

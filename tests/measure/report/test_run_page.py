@@ -174,3 +174,8 @@ def test_no_line_joins_levels_of_different_workloads() -> None:
     assert [len(line.attrib["points"].split()) for line in throughput.iter("polyline")] == [2, 2, 2, 2]
     assert "Lines break where the workload changes" in html
     assert "Lines break" not in render(sample_run())
+
+
+def test_settings_that_were_not_given_are_left_out() -> None:
+    html = render(sample_run([], settings={"model": "m", "quantization": "none", "slo_ms": {}, "num_prompts": []}))
+    assert "<dt>model</dt><dd>m</dd><dt>quantization</dt><dd>none</dd></dl>" in html

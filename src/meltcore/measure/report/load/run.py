@@ -302,7 +302,8 @@ def _answers_section(result: RunResult) -> Section:
 
 
 def _settings_section(result: RunResult) -> Section:
-    facts = [(name, format_setting(value)) for name, value in result.settings.items()]
+    given = {name: value for name, value in result.settings.items() if value not in (None, {}, [], ())}
+    facts = [(name, format_setting(value)) for name, value in given.items()]
     return Section("Settings", [Facts(facts)] if facts else [])
 
 
