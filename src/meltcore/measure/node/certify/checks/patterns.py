@@ -57,7 +57,7 @@ class PatternsCheck(MeasuredCheck):
                 continue
             total_bytes = context.snapshot.gpus[row.gpus[0]].number("memory_bytes")
             share = f" ({100 * tested_bytes / total_bytes:.0f} % of its memory)" if total_bytes else ""
-            tested = f"{size_text(tested_bytes)}{share}, {passes} passes in {int(detail.get('ms', 0)) / 1e3:.0f} s"
+            tested = f"{size_text(tested_bytes)}{share} in {int(detail.get('ms', 0)) / 1e3:.0f} s, passes: {passes}"
             if num_wrong:
                 judgment.set_verdict("FAIL", "WRONG_RESULT", f"{num_wrong:,} words of memory are wrong: {tested}")
             elif row.verdict == "RECORDED":
