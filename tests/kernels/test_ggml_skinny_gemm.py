@@ -54,6 +54,26 @@ def test_configurations_fit_into_shared_memory(architecture: int) -> None:
                 assert 8 * config.token_tiles >= tokens
 
 
+@pytest.mark.parametrize(
+    ("block_type", "rows", "columns", "expected"),
+    [
+        (GgmlType.Q4_0, 5376, 4096, (8, 3)),  # 336 tiles of rows: 2.5 for an SM
+        (GgmlType.Q4_0, 5376, 21504, (12, 1)),  # whose token leaves no shared memory for a third block
+        (GgmlType.Q8_0, 5376, 21504, (8, 2)),  # not measured
+        (INT4_TYPES[0], 6144, 4096, (8, 3)),
+        (INT4_TYPES[0], 4096, 12288, (8, 2)),  # 256 tiles
+        (GgmlType.Q8_0, 2048, 4096, (16, 1)),
+    ],
+    ids=str,
+)
+def test_one_token_has_few_waves_of_blocks(
+    block_type: BlockType, rows: int, columns: int, expected: tuple[int, int]
+) -> None:
+    config = select_config(1, rows, columns, block_type, 132, 1024 * shared_kib(90))
+    assert (config.warps, config.blocks_per_sm) == expected
+    assert config.staged_values
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "block_type"),

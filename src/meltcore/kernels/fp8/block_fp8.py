@@ -143,7 +143,7 @@ def quantize_blocks(hidden: torch.Tensor, norm: Norm | None = None) -> BlockFp8T
     if not hidden.is_contiguous():
         raise ValueError(f"hidden states of strides {hidden.stride()}: must be contiguous")
     blocks = triton.next_power_of_2(num_blocks(size)) if norm else min(8, triton.next_power_of_2(num_blocks(size)))
-    rows_per_program = max(1, 8 // blocks)
+    rows_per_program = max(1, (8 if norm else 16) // blocks)
     norm_weight, eps = norm or (hidden, 0.0)
     _quantize_blocks_kernel[(triton.cdiv(rows, rows_per_program), triton.cdiv(num_blocks(size), blocks))](
         hidden,
@@ -159,7 +159,7 @@ def quantize_blocks(hidden: torch.Tensor, norm: Norm | None = None) -> BlockFp8T
         HAS_NORM=norm is not None,
         FP8_MAX=FP8_MAX,
         MIN_AMAX=MIN_AMAX,
-        num_warps=min(16, max(4, blocks * rows_per_program // 2)),
+        num_warps=min(16, max(4, blocks * rows_per_program // 4)),  # 16 columns per thread
         **pdl_options(hidden.device),
     )
     return BlockFp8Tensor(values, scales)

@@ -181,10 +181,10 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
     if tokens <= _MAX_L1_TOKENS:
         column_warps = 4 if -(-rows // 32) >= 1.5 * sms else 8
         config = SkinnyConfig(1, column_warps, 3, 2, shared_tokens=False)
-        faster = _one_token_config(rows, columns, block_type, sms, config)
+        faster = _one_token_configs(rows, columns, block_type, sms, config)
         # Of 151,936 x 2,048 in Q8_0 it costs 8 %: 95 and 103 us. In Q6_K it gains as much.
         is_staged = tokens == 1 and not (column_warps == 4 and block_type == GgmlType.Q8_0)
-        for staging in (each.staging(1, columns, block_type) for each in (faster, config) if is_staged):
+        for staging in (each.staging(1, columns, block_type) for each in (*faster, config) if is_staged):
             sums_bytes = 32 * staging.threads  # of warps that share rows
             if staging.blocks_per_sm * (staging.shared_bytes(block_type) + sums_bytes) <= limit:
                 return staging
@@ -204,19 +204,25 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
     return config
 
 
-def _one_token_config(rows: int, columns: int, block_type: BlockType, sms: int, config: SkinnyConfig) -> SkinnyConfig:
-    """Return the configuration for a single token. It has more warps per SM if there are few rows (H200, Q8_0).
+def _one_token_configs(
+    rows: int, columns: int, block_type: BlockType, sms: int, config: SkinnyConfig
+) -> tuple[SkinnyConfig, ...]:
+    """Return configurations for a single token, the fastest that fits first. SMs have more warps if there are few rows.
 
-    A weight of 2,048 x 4,096 takes 5.3 instead of 5.9 us. A warp loads both of its chunks while the previous kernel
-    runs, so within a step it takes 3.7 instead of 4.6 us. A weight of 5,120 x 2,048 takes 5.7 instead of 6.2 us, since
-    it needs one wave of blocks instead of two.
+    On an H200, a weight of 2,048 x 4,096 in Q8_0 takes 5.3 instead of 5.9 us. A warp loads both of its chunks while the
+    previous kernel runs, so within a step it takes 3.7 instead of 4.6 us. A weight of 5,120 x 2,048 takes 5.7 instead
+    of 6.2 us, since it needs one wave of blocks instead of two. Where the token of a long row leaves no memory for a
+    third block, one of 12 warps keeps an SM as busy with its third tile as with its first: 5,376 x 21,504 in Q4_0 takes
+    27.9 instead of 32.2 us.
     """
     tiles, chunks = -(-rows // _TILE_ROWS), -(-columns // chunk_columns(block_type))
     if tiles <= sms and chunks >= 2 * _WARPS:
-        return config._replace(warps=2 * _WARPS, column_warps=2 * _WARPS, depth=3, blocks_per_sm=1)
-    if config.column_warps == _WARPS and has_small_decoder(block_type) and 2 * sms < tiles <= 3 * sms:
-        return config._replace(depth=2, blocks_per_sm=3)
-    return config
+        return (config._replace(warps=2 * _WARPS, column_warps=2 * _WARPS, depth=3, blocks_per_sm=1),)
+    if config.column_warps != _WARPS or not 2 * sms < tiles <= 3 * sms:
+        return ()
+    has_4_bits = block_type == GgmlType.Q4_0 or isinstance(block_type, Int4Type)
+    three = (config._replace(depth=2, blocks_per_sm=3),) if has_4_bits or has_small_decoder(block_type) else ()
+    return (*three, config._replace(warps=12, column_warps=12, blocks_per_sm=1)) if has_4_bits else three
 
 
 def ggml_skinny_gemm(
