@@ -18,6 +18,7 @@ from waiting import WAIT_S, until, wait_until
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import run, start_ticks
+from meltcore.fleet.plan.placement import PlacedFleet
 from meltcore.fleet.processes import mps
 from meltcore.fleet.processes.engine_process import LocalEngineProcess
 from meltcore.fleet.processes.mps import MpsDaemon
@@ -146,7 +147,7 @@ def test_event_loop_goes_on_while_the_daemon_starts(monkeypatch: pytest.MonkeyPa
 
     async def released(call: Coroutine[Any, Any, None], daemon: SlowDaemon) -> None:
         waiting = asyncio.create_task(call)
-        await until(daemon.begun.is_set, "the start of the daemon")
+        await until(lambda: daemon.begun.is_set() or waiting.done(), "the start of the daemon")
         daemon.may_end.set()
         await waiting
         daemon.begun.clear()
@@ -158,6 +159,7 @@ def test_event_loop_goes_on_while_the_daemon_starts(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         monkeypatch.setattr(engines, "MpsDaemon", lambda _folder: daemon)
         settings = Mock(spec=LaunchSettings, sharing=SharingSection(means="mps"), sockets=Path())
+        settings.fleet = lambda: PlacedFleet(parse_fleet("models: {a: {checkpoint: a, device: cpu}}"))
         launcher = LocalLauncher(settings, print)
         await released(launcher.connect(), daemon)
         await released(launcher.stop(), daemon)
