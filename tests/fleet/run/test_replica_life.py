@@ -44,6 +44,7 @@ class Process:
     """An engine, or a server that a command starts. A test decides what becomes of it."""
 
     loaded = pid = node = None
+    cpus = ()
 
     def __init__(self, on_message: Any) -> None:
         loop = asyncio.get_running_loop()
