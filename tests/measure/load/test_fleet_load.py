@@ -390,6 +390,8 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
         levels: list[FleetLevel] = []
         result = measure_fleet(config(server.url, **settings), [], on_level=levels.append)
     assert [level.send_s for level in levels] == [0.1, 0.5, 0.5], "busy alone, speech alone, both"
+    measured = sum(stream.level.requests for level in levels for stream in level.streams)
+    assert server.num_posts >= measured + 2 * NUM_WARMUPS + 10, "speech had 10 requests in a rehearsal of 0.5 s"
     assert result.experiment is not None
     assert (result.levels, result.interference) == ([], [])
     busy, speech = result.experiment.alone

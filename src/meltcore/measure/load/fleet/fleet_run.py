@@ -56,6 +56,9 @@ from meltcore.measure.load.wire.connection import HttpRequestError, Target, requ
 from meltcore.measure.load.wire.probe import PROBE_TIMEOUT_S
 from meltcore.measure.load.wire.response import BadJsonError, decode_json
 
+# For so long at most an experiment runs all streams together before it measures. A step whose shape an engine meets for
+# the first time took up to 0.6 s (IndicConformer, H200, 2026-11-30), which is no step cost and no latency alone.
+REHEARSAL_S = 10.0
 # Called with each level once it is over: what a killed run leaves behind.
 OnFleetLevel = Callable[[FleetLevel], None]
 
@@ -163,7 +166,8 @@ class _FleetRun:
         experiment_s = None
         if experiment is not None:
             send_s = config.interference_s
-            experiment_s = sum((stream.alone_s or send_s for stream in experiment.streams), start=send_s)
+            alone_s = sum(stream.alone_s or send_s for stream in experiment.streams)
+            experiment_s = min(REHEARSAL_S, send_s) + alone_s + send_s
         self._on_plan(config.plan(len(self.plan.models), experiment_s))
         record_file = RecordFile(self._records_path)
         try:
@@ -278,6 +282,9 @@ class _FleetRun:
         streams, send_s = self.plan.experiment_streams, self._config.interference_s
         alone: list[StreamLoad] = []
         alone_jobs: list[list[Job]] = []
+        rehearsal = f"{spec.name}: rehearsal"  # is in no result
+        if not self._runner.has_ended:
+            await self._runner.run("interference", rehearsal, streams, min(REHEARSAL_S, send_s))
         for stream, each in zip(streams, spec.streams, strict=True):
             label = f"{spec.name}: {stream.name} alone"
             level = await self._level("interference", label, [stream], each.alone_s or send_s)
