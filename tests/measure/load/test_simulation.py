@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from statistics import mean
 
+import msgspec
 import pytest
 
 from meltcore.measure.documents.step_costs import UNLIMITED, StepCosts
@@ -187,6 +188,9 @@ def test_costs_of_a_file_stay_where_none_were_measured() -> None:
     assert merged.decode_s == [(1, 1.0), (6, 3.0), (64, 9.0)]
     assert (merged.unit_s, merged.step_bytes) == (0.5, 1e9)
     assert merge_step_costs(None, measured) == measured
+    needs = StepCosts(step_bytes=1e9, unit_flops=2.0)  # as benchmarks/floors.py writes them before any measurement
+    limited = StepCosts(decode_s=[(6, 3.0)], max_units=512.0)
+    assert merge_step_costs(needs, limited) == msgspec.structs.replace(limited, step_bytes=1e9, unit_flops=2.0)
 
 
 def test_metrics_are_read_by_model() -> None:

@@ -163,6 +163,8 @@ def merge_step_costs(known: StepCosts | None, measured: StepCosts) -> StepCosts:
     """Return the measured costs, with the known ones of batch sizes that were not measured now."""
     if known is None:
         return measured
+    if not known.decode_s:  # its bytes and operations alone
+        return msgspec.structs.replace(measured, step_bytes=known.step_bytes, unit_flops=known.unit_flops)
     sizes = {int(np.log2(max(1.0, rows))) for rows, _ in measured.decode_s}
     others = [point for point in known.decode_s if int(np.log2(max(1.0, point[0]))) not in sizes]
     return msgspec.structs.replace(
