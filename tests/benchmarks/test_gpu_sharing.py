@@ -89,7 +89,8 @@ def test_means_that_fail_are_named_and_the_others_measured(
     monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
     assert result_tables.sharing() == ["Not measured yet on a GPU."]
     machine, rows = {"gpus": ["NVIDIA H200"]}, [row.as_json() for row in bench.rows()]
-    run = {"subject": "", "machine": machine, "versions": {"torch": "2"}, "command": "c", "date": "d", "rows": rows}
+    run = {"subject": "", "machine": machine, "versions": {"torch": "2"}, "command": "c", "date": "d", "commit": "e"}
+    run |= {"rows": rows}
     merge_run(tmp_path / result_tables.SHARING, run | {"notes": bench.notes})
     lines = result_tables.sharing()
     assert "| MPS | decode beside gemm | 20 | 10.00 | 10.00 | 10.00 | 0.50× | 100 % |" in lines
