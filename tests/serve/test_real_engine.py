@@ -30,7 +30,7 @@ QUESTION = [{"role": "user", "content": "What is 7 * 8?"}]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running(SERVE, tmp_path_factory.mktemp("serve") / "stderr") as server:
+    with running([*SERVE, "--enable-auto-tool-choice"], tmp_path_factory.mktemp("serve") / "stderr") as server:
         server.wait_healthy(WAIT_S)
         yield server
         server.check_no_leak()
@@ -50,6 +50,10 @@ def test_answer_is_correct_streamed_and_unstreamed(client: openai.OpenAI) -> Non
     assert chunks[-1].usage is not None
     assert whole.usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_flag_of_vllm_is_noted_as_not_needed(server: RunningServer) -> None:
+    assert "--enable-auto-tool-choice is not needed: tools are always taken" in server.stderr
 
 
 def test_length_stop_strings_and_seeds(client: openai.OpenAI) -> None:

@@ -21,6 +21,7 @@ END = "~"  # ends the scripted answer
 TEMPLATE = (
     "{# tools <tool_call> enable_thinking #}{{ messages[-1].content }}"
     "{% if messages[-1].content == 'tools:' %}{{ tools | map(attribute='function.name') | join(' ') }}{% endif %}"
+    "{% if messages[-1].content == 'begin:' and add_generation_prompt %}A:{% endif %}"
 )
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -76,6 +77,19 @@ def test_tokenize_takes_tools(server: RunningServer) -> None:
     assert server.post("/detokenize", {"tokens": tokens}).json["prompt"] == "tools:get_weather ping"
     answer = server.post("/tokenize", body | {"tools": [PING, PING]})
     assert (answer.status, answer.error["param"]) == (400, "tools")
+
+
+def test_the_answer_may_begin_without_a_message_of_its_own(server: RunningServer) -> None:
+    body = chat_body("begin:", max_tokens=8)
+    for fields, expected in (
+        ({}, "begin:A:"),
+        ({"add_generation_prompt": True}, "begin:A:"),
+        ({"add_generation_prompt": False}, "begin:be"),
+    ):
+        answer = server.post("/v1/chat/completions", body | fields).json
+        assert answer["choices"][0]["message"]["content"] == expected
+        counted = server.post("/tokenize", {"messages": body["messages"]} | fields).json["count"]
+        assert counted == answer["usage"]["prompt_tokens"] == len(expected.removesuffix("be"))
 
 
 @pytest.mark.parametrize("written", [CALL, f"{EMPTY}\n{CALL}", f"Look.\n{CALL}\n{CALL}\n{EMPTY}", "No call."])

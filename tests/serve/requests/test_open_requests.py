@@ -16,7 +16,12 @@ from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.ticket import Child, Ticket
-from meltcore.serve.tasks.generation.generation_ticket import MAX_UNSENT_CHARS, Choice, GenerationTicket
+from meltcore.serve.tasks.generation.generation_ticket import (
+    BURST_TOKENS,
+    MAX_UNSENT_CHARS,
+    Choice,
+    GenerationTicket,
+)
 from meltcore.serve.tasks.generation.open_requests import client_disconnected
 from meltcore.text.tokenizer import Tokenizer
 
@@ -167,6 +172,24 @@ def test_unsent_logprobs_count_against_a_slow_reader() -> None:
     assert ticket.error is not None
     assert ticket.error.code == "slow_reader"
     table.check_idle(aborted=1)
+
+
+@pytest.mark.parametrize("answers", [1, 128, 1024])
+def test_all_answers_of_a_request_share_one_bound(answers: int) -> None:
+    """The first tokens of 1,024 answers with log-probabilities are more than the bound: their client reads well."""
+    table = Table()
+    ticket = table.add(*[[1]] * answers, logprobs=20, max_tokens=100_000)
+    logprobs = [TokenLogprobs(-0.5, list(range(20)), [-1.0] * 20)]
+    for _ in range(BURST_TOKENS):
+        table.step(*(output(ticket, "a", index, logprobs=logprobs) for index in range(answers)))
+    assert ticket.error is None
+    token_chars = ticket.unsent_chars // (answers * BURST_TOKENS)
+    for index in range(MAX_UNSENT_CHARS // token_chars + 2):
+        table.step(output(ticket, "a", index % answers, logprobs=logprobs))
+        assert ticket.unsent_chars <= ticket.max_unsent_chars + token_chars
+    assert ticket.error is not None
+    assert (ticket.error.code, str(ticket.max_unsent_chars) in ticket.error.message) == ("slow_reader", True)
+    table.check_idle(aborted=answers)
 
 
 def test_stop_strings_are_not_sent_to_the_engine() -> None:

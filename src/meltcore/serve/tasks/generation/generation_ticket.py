@@ -19,8 +19,10 @@ from meltcore.text.call_scanners import Piece, ToolSet
 from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer, incremental_decoder
 from meltcore.text.tokenizer import Tokenizer
 
-MAX_UNSENT_CHARS = 256 * 1024  # a streaming client further behind than this is cut off; the sockets buffer more
+# A streaming client further behind than this is cut off, however many answers it gets; the sockets buffer more.
+MAX_UNSENT_CHARS = 256 * 1024
 LOGPROB_CHARS = 32  # that one log-probability counts for: about its number and its token as they are sent
+BURST_TOKENS = 8  # of each answer, which may come together: a client that reads well finds them waiting
 
 
 class Echo(NamedTuple):
@@ -108,6 +110,7 @@ class Choice(Child):
         self.prompt_token_ids: bytes = pack_token_ids(prompt) if leader is None else leader.prompt_token_ids
         self.prompt_tokens = len(prompt)
         self.params = params
+        ticket.max_unsent_chars += BURST_TOKENS * self._logprobs_per_token * LOGPROB_CHARS
         self.tokenizer = tokenizer
         self.answer_format = answer_format
         self.tools = tools

@@ -9,7 +9,7 @@ from meltcore.protocol.generation import SequenceOutput, StepOutputs
 from meltcore.serve.requests.open_tickets import OpenTickets
 from meltcore.serve.requests.request_queue import EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT
 from meltcore.serve.requests.ticket import Ticket
-from meltcore.serve.tasks.generation.generation_ticket import MAX_UNSENT_CHARS, Choice, GenerationTicket
+from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 
 # Beside its own tokens a request counts as these for the choice of a replica. Without, replicas of equal tokens
 # differ by 6 % in requests, and so in the time of steps; with many more, long prompts would meet at one replica.
@@ -24,10 +24,10 @@ def client_disconnected() -> RequestError:
     return RequestError("the client closed the connection", status=499, code="client_closed")
 
 
-def slow_reader() -> RequestError:
+def slow_reader(max_unsent_chars: int) -> RequestError:
     """Return the error of a request whose client leaves too much output unread."""
     return RequestError(
-        f"the client reads too slowly: more than {MAX_UNSENT_CHARS} characters wait for it",
+        f"the client reads too slowly: more than {max_unsent_chars} characters wait for it",
         status=499,
         code="slow_reader",
     )
@@ -118,7 +118,7 @@ class OpenRequests(OpenTickets[Choice]):
             if ticket.every_token or (choice.has_unsent_output and not had_output):
                 ticket.wake()
             if ticket.unsent_chars > ticket.max_unsent_chars:
-                self.end(ticket, slow_reader(), "aborted")
+                self.end(ticket, slow_reader(ticket.max_unsent_chars), "aborted")
 
     def _note_tokens(self, choice: Choice, num_new_tokens: int, now_s: float) -> None:
         if choice.first_token_s is None:
