@@ -17,6 +17,7 @@ from meltcore.serve.dialects.response_forms import ResponsesRequest
 from meltcore.serve.dialects.response_writer import REASONING, CalledTool, write_reasoning
 from meltcore.serve.dialects.responses import INLINE_ITEMS, chat_of
 from meltcore.serve.requests.protocol import NamedTool, decode_request
+from meltcore.serve.tasks.generation.responses import OBFUSCATED_BYTES
 from meltcore.serve.tasks.generation.text_function import TextFunction
 
 END = "~"  # the token that ends the scripted answer
@@ -111,6 +112,23 @@ def test_a_stream_joins_to_the_whole_answer(client: openai.OpenAI, written: str)
 
     assert shown(joined) == shown(whole)
     assert joined.usage == whole.usage
+
+
+@pytest.mark.slow
+def test_obfuscated_deltas_have_lengths_of_whole_blocks(server: RunningServer) -> None:
+    options = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    body = {"model": MODEL, "input": f"hé☃llo {CALL}{END}", "tools": TOOLS}
+    key = {"authorization": "Bearer key"}
+    events = server.post("/v1/responses", body | options, key).body.split(b"\n\n")
+    deltas = [event for event in events if b'.delta"' in event]
+    assert {(len(event) - len(b',"obfuscation":""') + 2) % OBFUSCATED_BYTES for event in deltas} == {0}
+    padded = {msgspec.json.decode(event.partition(b"data: ")[2])["obfuscation"] for event in deltas}
+    assert len(padded) == len(deltas) > 5
+    assert b"obfuscation" not in b"".join(event for event in events if event not in deltas)
+    plain = server.post("/v1/responses", body | {"stream": True}, key).body
+    assert b"obfuscation" not in plain
+    refused = server.post("/v1/responses", body | options | {"stream": False}, key)
+    assert (refused.status, refused.error["param"]) == (400, "stream_options")
 
 
 @pytest.mark.slow

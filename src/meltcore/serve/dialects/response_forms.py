@@ -187,9 +187,9 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ObfuscationOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenAI's stream_options. Events have no padding here."""
+    """OpenAI's stream_options."""
 
-    include_obfuscation: bool | None = None
+    include_obfuscation: bool | None = None  # pad deltas, so that their lengths do not show the lengths of texts
 
 
 class ResponsesRequest(JsonRequest, forbid_unknown_fields=True, kw_only=True):
@@ -207,12 +207,12 @@ class ResponsesRequest(JsonRequest, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     priority: int | None = None  # vLLM's
     include: list[str] | None = None
+    stream_options: ObfuscationOptions | None = None
     # Accepted and not used: they concern tools that OpenAI runs, its storage, its cache and abuse monitoring.
     max_tool_calls: int | None = None
     metadata: dict[str, str] | None = None
     client_metadata: Any = None
     store: bool | None = None
-    stream_options: ObfuscationOptions | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None

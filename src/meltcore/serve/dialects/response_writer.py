@@ -14,6 +14,7 @@ from meltcore.serve.dialects.response_forms import ResponsesRequest
 from meltcore.serve.requests.asgi import ErrorForm
 from meltcore.serve.requests.protocol import StreamOptions
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
+from meltcore.serve.tasks.generation.responses import padding
 from meltcore.serve.tasks.generation.text_function import text_input
 
 REASONING = "reasoning.encrypted_content"  # of the field `include`
@@ -213,7 +214,10 @@ class ResponsesWriter(AnswerWriter):
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._num_events += 1
-        return server_event(kind, sequence_number=self._num_events - 1, **fields)
+        event = server_event(kind, sequence_number=self._num_events - 1, **fields)
+        if not self.is_padded or not kind.endswith(".delta"):
+            return event
+        return server_event(kind, sequence_number=self._num_events - 1, **fields, obfuscation=padding(len(event)))
 
 
 def _content(part: Part) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from meltcore.serve.requests.protocol import (
     JsonSchema,
     JsonSchemaFormat,
     NamedTool,
+    StreamOptions,
     TextPart,
     Tool,
     ToolCall,
@@ -113,6 +114,8 @@ def chat_of(request: ResponsesRequest) -> tuple[ChatRequest, dict[str, CalledToo
         priority=request.priority,
         parallel_tool_calls=request.parallel_tool_calls,
     )
+    if request.stream_options is not None:
+        chat.stream_options = StreamOptions(include_obfuscation=request.stream_options.include_obfuscation)
     if request.reasoning is not None:
         chat.reasoning_effort = request.reasoning.effort
     if request.text is not None:

@@ -49,7 +49,7 @@ class ResponseWriter(ABC):
         self._model = model
         self._has_usage_event = bool(options.include_usage)
         self._usage_in_events = bool(options.continuous_usage_stats)
-        self._is_obfuscated = bool(options.include_obfuscation)
+        self.is_padded = bool(options.include_obfuscation)
         self._event_end = b'],"usage":null' if options.include_usage else b"]"
         self._notes = {"weakened_schema": ticket.weakened} if ticket.weakened else {}
         shared_fields = {
@@ -66,9 +66,8 @@ class ResponseWriter(ABC):
         event_start, body, end = self._event_start, self._event_choice(choice), self._event_end
         if self._usage_in_events:
             end = b'],"usage":%s' % _usage(choice)
-        if self._is_obfuscated:
-            length = OBFUSCATED_BYTES - (len(event_start) + len(body) + len(end)) % OBFUSCATED_BYTES
-            end += b',"obfuscation":"%s"' % secrets.token_urlsafe(length)[:length].encode()
+        if self.is_padded:
+            end += b',"obfuscation":"%s"' % padding(len(event_start) + len(body) + len(end)).encode()
         return b"%s%s%s}\n\n" % (event_start, body, end)
 
     def waiting_events(self, ticket: GenerationTicket) -> list[bytes]:  # noqa: ARG002 - some APIs have such events
@@ -225,6 +224,12 @@ class CompletionResponseWriter(ResponseWriter):
             ],
             "text_offset": [choice.logprob_text_offset(token_id) for token_id, _ in entries],
         }
+
+
+def padding(num_bytes: int) -> str:
+    """Return random text that makes the length of an event of `num_bytes` a multiple of OBFUSCATED_BYTES."""
+    length = OBFUSCATED_BYTES - num_bytes % OBFUSCATED_BYTES
+    return secrets.token_urlsafe(length)[:length]
 
 
 def _call_deltas(choice: Choice, deltas: list[CallDelta]) -> list[dict[str, Any]]:
