@@ -16,7 +16,8 @@ from call_examples import FAMILIES, VALUES, examples, schemas, write
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text import answer_parser, call_scanners
 from meltcore.text.answer_format import CALL_FORMATS, AnswerFormat, answer_format
-from meltcore.text.answer_parser import AnswerParser, CallDelta, ToolSet
+from meltcore.text.answer_parser import AnswerParser
+from meltcore.text.call_scanners import CallDelta, ToolSet, divide_pieces
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.detokenizer import Detokenizer
 from meltcore.text.tokenizer import Tokenizer
@@ -195,8 +196,11 @@ def test_what_a_stream_has_sent_of_a_broken_call_is_no_text(family: str, form: A
         for pieces in ([written], [*written]):
             parser = AnswerParser(form, tools)
             text = "".join(map(parser.feed, pieces)) + parser.end()
-            calls = merged(parser.take()[1])
-            results.append((text, calls, parser.has_calls))
+            pieces_in_order = parser.take_pieces()
+            calls = merged(divide_pieces(pieces_in_order)[1])
+            begins = [place for place, part in pieces_in_order if isinstance(part, CallDelta) and part.name is not None]
+            assert begins == sorted(begins)
+            results.append((text, calls, begins, parser.has_calls))
         assert results[0] == results[1], written
         ends = [end for _, _, end in calls]
         assert parser.has_calls == ("complete" in ends or "broken" in ends)
