@@ -5,7 +5,8 @@
     python benchmarks/repeat.py client_cost/cpu        the newest run of a result file
     python benchmarks/repeat.py offline/h200 --subject Qwen/Qwen3-8B-AWQ
 
-The new rows stay in a temporary folder: nothing under benchmarks/results/ changes.
+The new rows stay in a temporary folder: nothing under benchmarks/results/ changes. A caution says where other processes
+used the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meltcore.measure.documents.fingerprint import take_fingerprint
+from meltcore.measure.load.run.surroundings import SurroundingsMonitor, machine_cautions
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "benchmarks/"
@@ -125,10 +127,15 @@ def main() -> int:
     print(f"{run['date']}, commit {run['commit']}: {shlex.join(['python', *arguments])}", flush=True)
     with tempfile.TemporaryDirectory(prefix="meltcore-repeat-") as folder:
         environment = {**os.environ, RESULTS_VARIABLE: folder}
+        monitor = SurroundingsMonitor()
+        monitor.start()
         status = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, check=False).returncode
+        cautions = machine_cautions(monitor.finish())
         files = Path(folder).glob("*/*.json")
         new = [row for path in files for each in msgspec.json.decode(path.read_bytes())["runs"] for row in each["rows"]]
     print_rows(f"{args.rows}: old is of {run['date']}, commit {run['commit']}", beside(run["rows"], new))
+    for caution in cautions.values():
+        print(f"caution: {caution}")
     return status or (0 if new else 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -88,8 +89,11 @@ def test_command_of_a_run_writes_beside_the_committed_rows(
     monkeypatch.setattr(repeat, "RESULTS", tmp_path / "benchmarks" / "results")
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     monkeypatch.setattr(sys, "argv", ["repeat.py", "twice/cpu"])
+    monkeypatch.setattr(repeat, "machine_cautions", lambda surroundings: {"steal": f"{surroundings.cores} were taken"})
     assert repeat.main() == 0
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capfd.readouterr().out.splitlines()]
+    shown = capfd.readouterr().out
+    assert shown.endswith(f"caution: {len(os.sched_getaffinity(0))} were taken\n")
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
     assert ["w", "s", "2", "3", "1.50"] in lines
     assert ["gone", "s", "2", "", ""] in lines
     assert path.read_text() == before
