@@ -13,7 +13,9 @@ import torch
 from nemo_tools import nemo_config, write_archive
 from parakeet_tools import CONFIG
 
+import meltcore
 from meltcore.common.errors import ConfigError
+from meltcore.engine.transcription.memory import planned_config
 from meltcore.models.checkpoints.checkpoint import find_transcriber
 from meltcore.models.checkpoints.nemo_archive import NemoArchive
 from meltcore.models.configs.nemo_config import read_config
@@ -119,9 +121,40 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
+@pytest.mark.parametrize("damage", [b"not a model", b"\x0a\x09\x0a\x02\xa5\xa5\x15\0\0\0\0"])
+def test_tokens_that_are_no_text_are_named(damage: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    bundled = Path(meltcore.__file__).parent / "bundled/tones"
+    for name in ("model_config.yaml", "en_tokenizer.model", "hi_tokenizer.model"):
+        (tmp_path / name).write_bytes((bundled / name).read_bytes())
+    archive = NemoArchive(tmp_path)
+    assert len(archive.token_texts(archive.model_config)) == 2
+    path = tmp_path / "en_tokenizer.model"
+    path.write_bytes(damage if b"model" in damage else damage + path.read_bytes())
+    with pytest.raises(ConfigError, match=r"en_tokenizer.model is not a SentencePiece model"):
+        archive.token_texts(archive.model_config)
+
+
+@pytest.mark.parametrize("begin", [b"\xfd7zXZ\0\0\4", b"\x1f\x8b\x08\0\0\0\0\0\0\3\xff", b"BZh9\xff", b"]\0\0\0\xf0"])
+def test_compressed_archive_that_is_damaged_is_named(begin: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.nemo").write_bytes(begin + bytes(2000))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        NemoArchive(tmp_path / "a.nemo")
+
+
+def test_plan_names_wrong_yaml(tmp_path: Path) -> None:
+    (tmp_path / "model_config.yaml").write_text("a: [")
+    (tmp_path / "model_weights.ckpt").touch()
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        planned_config(str(tmp_path), is_dummy=False)
+
+
 def test_wrong_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.nemo"
-    for content, message in ((b"a: [", "is not valid YAML"), (b"- 1", "must hold an object")):
+    for content, message in (
+        *((b"a: [", "is not valid YAML"), (b"- 1", "must hold an object"), (b"a: 2026-99-99", "is not valid YAML")),
+        *((b"a: \xff", "is not valid YAML"), (b"a: " + b"9" * 5000, "is not valid YAML"), (b"#" * 2**18, "the limit")),
+    ):
         with tarfile.open(path, "w") as tar:
             member = tarfile.TarInfo("model_config.yaml")
             member.size = len(content)

@@ -56,6 +56,8 @@ def test_raise_exception_is_a_400_with_its_words() -> None:
         "{{ messages[7].content }}",
         "{{ 1 / 0 }}",
         "{{ strftime_now(1) }}",
+        "{{ 1e999 }}",  # which Jinja compiles to the name `inf`
+        "{% for x in messages %}{{ loop(1e999) }}{% endfor %}",
     ],
 )
 def test_what_leaves_the_sandbox_or_fails_is_a_400(source: str) -> None:

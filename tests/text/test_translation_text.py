@@ -337,6 +337,14 @@ def test_broken_file_of_the_tokenizer_is_named(
         SentencePieceTokenizer(damage(folder, tmp_path, name, content), 1000, 1000)
 
 
+def test_piece_that_is_no_text_is_found_before_a_request(folder: Path, tmp_path: Path) -> None:
+    damage(folder, tmp_path, "dict.TGT.json", (folder / "dict.TGT.json").read_text())
+    path = tmp_path / "model.SRC"
+    path.write_bytes(b"\x0a\x09\x0a\x02\xa5\xa5\x15\0\0\0\0" + path.read_bytes())
+    with pytest.raises(ConfigError, match=r"model.SRC is not a SentencePiece model"):
+        SentencePieceTokenizer(tmp_path, 1000, 1000)
+
+
 def test_language_outside_the_vocabulary_is_an_error(folder: Path, tmp_path: Path) -> None:
     ids = json.loads((folder / "dict.SRC.json").read_text())
     del ids["urd_Arab"]

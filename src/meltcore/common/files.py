@@ -222,5 +222,5 @@ def parse_json(path: Path) -> Any:
     except OSError as error:
         hint = "; the run ended before it could write one" if path.with_name(REQUESTS_FILE).exists() else ""
         raise ConfigError(f"cannot read {path}: {error.strerror}{hint}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error

@@ -54,7 +54,7 @@ class ChatTemplate:
             tree = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the code that Jinja makes of it
+        except Exception as error:  # of Jinja's code generator, and of the code that it makes
             raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         self.source = source
         self.constants = _constants(tree)  # in its expressions
@@ -151,10 +151,12 @@ class ChatTemplate:
                     parts.append(part)
         except TemplateLimitError as error:
             raise RequestError(f"the chat template was stopped: {error}", param="messages") from error
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise RequestError(f"the chat template failed: {error}", param="messages") from error
+        except RequestError:
+            raise
         except (RecursionError, MemoryError) as error:
             raise RequestError("the chat template failed: nested too deeply", param="messages") from error
+        except Exception as error:  # the template's code, such as NameError for 1e999, which Jinja writes as `inf`
+            raise RequestError(f"the chat template failed: {error}", param="messages") from error
         return "".join(parts)
 
 

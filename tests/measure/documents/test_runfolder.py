@@ -56,6 +56,7 @@ def test_unknown_schema_version_is_rejected_with_its_number(tmp_path: Path) -> N
     [
         ("", "is not valid JSON"),
         ("{", "is not valid JSON"),
+        ("[" * 3000, "is not valid JSON"),
         ("[]", "is not a meltcore document"),
         ("{}", "is not a meltcore document"),
         ('{"schema_version": "1"}', "is not a meltcore document"),

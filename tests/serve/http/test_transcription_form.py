@@ -124,6 +124,13 @@ def test_wrong_content_type_is_named(content_type: str, message: str) -> None:
         read(FILE + END, content_type)
 
 
+@pytest.mark.parametrize("charset", ["undefined", "no\0codec"])
+def test_charset_that_decodes_nothing_is_a_400(charset: str) -> None:
+    names = FILE + field("language", "en")
+    with pytest.raises(RequestError, match="is not valid multipart/form-data"):
+        read(names + END, f"{MULTIPART}; charset={charset}")
+
+
 def test_reference_of_speech_needs_a_file_name() -> None:
     body = field("input", "a") + field("reference", "RIFF") + END
     with pytest.raises(RequestError, match="the part reference has no file name") as caught:

@@ -121,6 +121,7 @@ def test_a_regular_expression_is_a_grammar(pattern: str, text: str) -> None:
         ('{"patch": "x"}', '{"patch": "x"}'),
         ('{"input": 3}', '{"input": 3}'),
         ("", ""),
+        ('{"input": ' + "[" * 3000, '{"input": ' + "[" * 3000),  # deeper than it can be read
     ],
 )
 def test_the_input_is_the_text_of_the_call(arguments: str, text: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 from server_harness import configure
-from upstream_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
+from upstream_tools import CHAT, DONE, EVENT, Upstream, answer, chunk, sends, served
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
@@ -200,5 +200,10 @@ def test_encoded_answer_that_the_server_reads_itself_is_502_and_named(status: st
             with pytest.raises(RequestError, match=f"m answered with Content-Encoding '{encoding}'") as caught:
                 await ask_upstream(server.backend, {"model": "m"})
             assert (caught.value.status, caught.value.code) == (502, "upstream_failed")
+            for begin in (b'{"choices":' + b"[" * 3000, b'{"a":' * 3000):  # deeper than any JSON is read
+                upstream.behave = sends(answer(begin))
+                with pytest.raises(RequestError, match="something that is no chat completion") as caught:
+                    await ask_upstream(server.backend, {"model": "m"})
+                assert (caught.value.status, caught.value.code) == (502, "upstream_failed")
 
     uvloop.run(check())

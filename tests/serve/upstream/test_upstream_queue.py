@@ -165,6 +165,8 @@ def test_tokens_come_from_usage_or_from_events() -> None:
         (b'{"usage":{"prompt_tokens":"3","completion_tokens":-1}}', (None, None)),
         (b'{"usage":{"prompt_tok', (None, None)),
         (b'data: {"usage":{"prompt_tokens":1}}\n\ndata: {"usage":null}\n\n', (1, None)),
+        (b'{"usage":{"prompt_tokens":' + b"[" * 3000, (None, None)),  # deeper than Python reads
+        (b'{"usage":{"a":' + b'{"a":' * 600, (None, None)),
         (b"", (None, None)),
     ],
 )

@@ -22,7 +22,7 @@ from meltcore.engine.memory.memory_needs import (
 )
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import find_transcriber
-from meltcore.models.configs.nemo_config import CONFIG_FILE, read_config
+from meltcore.models.configs.nemo_config import CONFIG_FILE, parse_yaml, read_config
 from meltcore.models.configs.task_configs import MAX_SUBSAMPLING_ELEMENTS, IndicConformerConfig
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.fleet_spec import ModelSection
@@ -170,11 +170,9 @@ def planned_config(name: str, *, is_dummy: bool) -> IndicConformerConfig:
     except ConfigError as error:
         raise UnknownSizesError(str(error)) from error
     assert path is not None, "the caller has recognized it"
-    import yaml
-
     if not (path / CONFIG_FILE).is_file():
         raise UnknownSizesError(f"{name}: its sizes are inside {path.name}; name `shapes` to plan without it")
-    return read_config(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
+    return read_config(parse_yaml((path / CONFIG_FILE).read_bytes(), path))
 
 
 def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: str, weight_bytes: int) -> PlannedEngine:

@@ -8,18 +8,22 @@ of a checkpoint runs.
 from __future__ import annotations
 
 import io
+import lzma
 import tarfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 from meltcore.common.errors import ConfigError
-from meltcore.models.configs.nemo_config import CONFIG_FILE, read_config
+from meltcore.models.configs.nemo_config import CONFIG_FILE, MAX_FILE_BYTES, parse_yaml, read_config
 from meltcore.models.configs.task_configs import IndicConformerConfig
 
 WEIGHTS_FILE = "model_weights.ckpt"
+# A tar file, and what gzip, bzip2 and xz raise. ValueError: a number in a header of tar.
+_DAMAGED = (OSError, EOFError, ValueError, tarfile.TarError, lzma.LZMAError, zlib.error)
 
 
 class NemoArchive:
@@ -32,9 +36,13 @@ class NemoArchive:
         self.path = path
         try:
             self._tar = None if path.is_dir() else tarfile.open(path)  # noqa: SIM115 - open while it is read from
-        except (OSError, tarfile.TarError) as error:
+        except (*_DAMAGED, MemoryError) as error:
             raise ConfigError(f"{path} cannot be read as a NeMo archive, a tar file: {error}") from error
-        self.config = self._read_config()
+        with self.open(CONFIG_FILE) as file:
+            try:
+                self.config = parse_yaml(file.read(MAX_FILE_BYTES + 1), path)
+            except _DAMAGED as error:
+                raise ConfigError(f"{path}: {CONFIG_FILE} cannot be read: {error}") from error
 
     @property
     def model_config(self) -> IndicConformerConfig:
@@ -49,7 +57,7 @@ class NemoArchive:
             members = {member.name.removeprefix("./"): member for member in self._tar.getmembers() if member.isfile()}
             if name in members and (file := self._tar.extractfile(members[name])) is not None:
                 return file
-        except (OSError, EOFError, tarfile.TarError) as error:
+        except _DAMAGED as error:
             raise ConfigError(f"{self.path}: {name} cannot be read: {error}") from error
         raise ConfigError(f"{self.path} has no {name}")
 
@@ -87,29 +95,21 @@ class NemoArchive:
             if not isinstance(name, str):
                 raise ConfigError(f"{self.path}: {CONFIG_FILE} has no tokenizer.langs.{language}.model_path")
             with self.open(name.removeprefix("nemo:")) as file:
-                processor = SentencePieceProcessor(model_proto=file.read())
-            size = processor.vocab_size()
+                try:
+                    processor = SentencePieceProcessor(model_proto=file.read())
+                    tokens = [processor.IdToPiece(token) for token in range(processor.vocab_size())]
+                except (*_DAMAGED, RuntimeError) as error:  # ValueError: a token that is no UTF-8 text
+                    raise ConfigError(f"{self.path}: {name} is not a SentencePiece model: {error}") from error
+            size = len(tokens)
             if size != config.tokens_per_language:
                 raise ConfigError(
                     f"{self.path}: the tokenizer of {language} has {size} tokens; "
                     f"the model has {config.tokens_per_language} per language"
                 )
-            texts[language] = [processor.IdToPiece(token) for token in range(size)]
+            texts[language] = tokens
         return texts
 
     def close(self) -> None:
         """Close the archive."""
         if self._tar is not None:
             self._tar.close()
-
-    def _read_config(self) -> dict[str, Any]:
-        import yaml
-
-        with self.open(CONFIG_FILE) as file:
-            try:
-                config = yaml.safe_load(file.read())
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{self.path}: {CONFIG_FILE} is not valid YAML: {error}") from error
-        if not isinstance(config, dict):
-            raise ConfigError(f"{self.path}: {CONFIG_FILE} must hold an object")
-        return config

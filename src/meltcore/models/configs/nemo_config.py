@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meltcore.common.errors import ConfigError
 from meltcore.models.configs.config_fields import Fields
 from meltcore.models.configs.task_configs import ConformerConfig, IndicConformerConfig, LogMelConfig
 
 CONFIG_FILE = "model_config.yaml"
+MAX_FILE_BYTES = 2**17  # YAML takes 20 microseconds per byte; published files have up to 40,000
 _FAMILY = "IndicConformer here"
 # What is not computed here, by section: fields that must be absent or have one of these values.
 _REQUIRED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -42,6 +44,21 @@ _REQUIRED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "decoder": {"normalization_mode": (), "blank_as_pad": (True,)},
     "joint": {"multilingual": (True,)},
 }
+
+
+def parse_yaml(content: bytes, source: object) -> dict[str, Any]:
+    """Return the values of a model_config.yaml. Raises ConfigError, which names `source`, unless it holds an object."""
+    import yaml
+
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{source}: {CONFIG_FILE} has more than {MAX_FILE_BYTES:,} bytes, the limit")
+    try:
+        config = yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date, or a number of 5,000 digits
+        raise ConfigError(f"{source}: {CONFIG_FILE} is not valid YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{source}: {CONFIG_FILE} must hold an object")
+    return config
 
 
 def read_config(values: Mapping[str, Any]) -> IndicConformerConfig:

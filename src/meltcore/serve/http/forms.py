@@ -133,7 +133,7 @@ async def read_multipart(body: bytes, content_type: str, max_files: int = 1) -> 
     parser = _InMemoryParser(headers, chunks(), **limits)
     try:
         form = await parser.parse()
-    except (MultiPartException, KeyError, UnicodeDecodeError) as error:
+    except (MultiPartException, KeyError, ValueError) as error:  # ValueError: of the codec that `charset` names
         if parser._current_files > max_files:
             raise RequestError(
                 f"the form has more than {max_files} file{'s' * (max_files > 1)}, the limit", param=parser.part_name

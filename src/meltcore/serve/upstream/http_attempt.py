@@ -64,7 +64,7 @@ def read_usage(data: bytes) -> tuple[int | None, int | None]:
             text = data[found.end() : found.end() + _MAX_USAGE_BYTES].decode(errors="replace")
             try:
                 usage, _ = _decode_first(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None, None
             return _count(usage, "prompt_tokens", "input_tokens"), _count(usage, "completion_tokens", "output_tokens")
         position = data.rfind(_USAGE_MARK, 0, position)

@@ -172,7 +172,7 @@ def _circle_of(answer: UpstreamAnswer) -> str:
     """
     try:
         error = msgspec.json.decode(answer.body, type=_ErrorAnswer).error
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
     return error.message if error.code == CIRCLE_CODE else ""
 

@@ -137,6 +137,8 @@ def _load_model(path: Path) -> Any:
     from sentencepiece import SentencePieceProcessor
 
     try:
-        return SentencePieceProcessor(model_file=str(path))
-    except (OSError, RuntimeError, TypeError) as error:
+        model = SentencePieceProcessor(model_file=str(path))
+        model.IdToPiece(list(range(model.vocab_size())))  # a piece may be no UTF-8 text
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is not a SentencePiece model: {str(error).splitlines()[0]}") from error
+    return model

@@ -97,7 +97,10 @@ def _escape_slash(match: re.Match[str]) -> str:
 
 def text_input(arguments: str) -> str:
     """Return the text with which a model has called a custom tool: all of the arguments if they are of another form."""
-    fields: Any = msgspec.json.decode(arguments or "{}")
+    try:
+        fields: Any = msgspec.json.decode(arguments or "{}")
+    except RecursionError:  # nested more deeply than it can be read
+        return arguments
     is_text = isinstance(fields, dict) and list(fields) == ["input"] and isinstance(fields["input"], str)
     return str(fields["input"]) if is_text else arguments
 

@@ -102,7 +102,7 @@ async def ask_upstream(backend: HttpBackend, fields: dict[str, Any]) -> tuple[st
     try:
         completion = _decode(answer)
         text = completion.choices[0].message.content or ""
-    except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as error:
         message = f"{name} answered with something that is no chat completion: {error}"
         raise RequestError(message, status=502, code="upstream_failed") from error
     usage = completion.usage or _Usage()
