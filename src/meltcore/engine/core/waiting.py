@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
 
 from meltcore.protocol.batch import TaskRequest
 
@@ -29,10 +31,9 @@ def cost_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> li
     return [*(bucket for bucket in buckets if bucket < max_cost), max_cost]
 
 
-class WaitingRequest(NamedTuple, Generic[Request]):
+class WaitingRequest(msgspec.Struct, Generic[Request], frozen=True, gc=False):
     """One waiting request, its cost, and the larger cost to which it is padded."""
 
-    order: tuple[int, float, int]  # priority, deadline, arrival: the smallest is served first
     request: Request
     cost: int
     padded_cost: int
@@ -44,7 +45,8 @@ class WaitingQueue(Generic[Request]):
     def __init__(self, buckets: Sequence[int]) -> None:
         """Create an empty queue. `buckets` increase; the last one is the largest cost of a request."""
         self._buckets = list(buckets)
-        self._heaps: dict[int, list[WaitingRequest[Request]]] = {}
+        # Of each padded cost: priority, deadline, arrival and request; the smallest is served first.
+        self._heaps: dict[int, list[tuple[int, float, int, WaitingRequest[Request]]]] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._waiting: dict[str, WaitingRequest[Request]] = {}  # ended requests remain in the heaps until they surface
         self._num_added = 0
@@ -61,10 +63,11 @@ class WaitingQueue(Generic[Request]):
         self._num_added += 1
         deadline_s = float("inf") if request.deadline_s is None else request.deadline_s
         padded_cost = self._buckets[bisect_left(self._buckets, cost)]
-        waiting = WaitingRequest((request.priority, deadline_s, self._num_added), request, cost, padded_cost)
+        waiting = WaitingRequest(request, cost, padded_cost)
         self._waiting[request.request_id] = waiting
         self.cost += cost
-        heapq.heappush(self._heaps.setdefault(padded_cost, []), waiting)
+        entry = request.priority, deadline_s, self._num_added, waiting
+        heapq.heappush(self._heaps.setdefault(padded_cost, []), entry)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (deadline_s, request.request_id))
 
@@ -94,8 +97,8 @@ class WaitingQueue(Generic[Request]):
             max_cost: the maximum cost of the batch with its padding.
             bound: a smaller limit for batches of several requests. None sets no such limit.
         """
-        first = min((top for each in list(self._heaps) if (top := self._first_waiting(each)) is not None), default=None)
-        if first is None or first.padded_cost > max_cost:
+        tops = [top for each in list(self._heaps) if (top := self._first_waiting(each)) is not None]
+        if not tops or (first := min(tops)[-1]).padded_cost > max_cost:
             return []
         max_rows = max(1, (max_cost if bound is None else min(max_cost, bound)) // first.padded_cost)
         batch: list[WaitingRequest[Request]] = []
@@ -104,15 +107,16 @@ class WaitingQueue(Generic[Request]):
                 continue
             while len(batch) < max_rows and (top := self._first_waiting(padded_cost)) is not None:
                 heapq.heappop(self._heaps[padded_cost])
-                self.remove(top.request.request_id)
-                batch.append(top)
+                self.remove(top[-1].request.request_id)
+                batch.append(top[-1])
         return batch
 
-    def _first_waiting(self, padded_cost: int) -> WaitingRequest[Request] | None:
-        """Return the first waiting request of a padded cost. Ended requests before it are dropped."""
+    def _first_waiting(self, padded_cost: int) -> tuple[int, float, int, WaitingRequest[Request]] | None:
+        """Return the first entry of a padded cost whose request waits. Ended requests before it are dropped."""
         heap = self._heaps[padded_cost]
         while heap:
-            if self._waiting.get(heap[0].request.request_id) is heap[0]:
+            waiting = heap[0][-1]
+            if self._waiting.get(waiting.request.request_id) is waiting:
                 return heap[0]
             heapq.heappop(heap)
         del self._heaps[padded_cost]

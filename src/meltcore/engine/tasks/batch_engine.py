@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -141,7 +141,7 @@ def check_options(config: EngineConfig, task: Task) -> None:
             )
 
 
-class _Running(NamedTuple):
+class _Running(msgspec.Struct, frozen=True, gc=False):
     """A request that has begun, with its padded cost and its times."""
 
     padded_cost: int
