@@ -34,8 +34,26 @@ CONFIG = {
 LENGTHS = {"128 tokens": (128, 128), "16 to 512 tokens": (16, 512)}
 TARGETS = {"128 tokens": 1.2, "16 to 512 tokens": 2.0}
 BATCH = 256  # texts of a batch of the peer
+ARRIVALS = 256  # texts that come between two steps of ours
 TFLOPS = 790.0  # GEMMs of an H200 in 16 bits, as floors.py has them
 PASSES = 3
+
+
+MODULES = [
+    {"type": f"sentence_transformers.models.{name}", "path": path}
+    for name, path in (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+]
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Write the files of a checkpoint without weights, which pools by the mean and normalizes."""
+    (folder / "1_Pooling").mkdir()
+    for name, content in (
+        ("config.json", CONFIG),
+        ("modules.json", MODULES),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}),
+    ):
+        (folder / name).write_text(json.dumps(content))
 
 
 def make_texts(count: int, lengths: tuple[int, int]) -> list[bytes]:
@@ -46,11 +64,16 @@ def make_texts(count: int, lengths: tuple[int, int]) -> list[bytes]:
 
 
 def ours(task: EmbeddingTask, texts: list[bytes]) -> float:
-    """Seconds for all texts through the batch engine, which forms its own batches."""
+    """Seconds for all texts through the batch engine, which forms its own batches.
+
+    Texts arrive between steps, as at a server, ARRIVALS at a time until all are there.
+    """
     engine: BatchEngine[Embed, object] = BatchEngine(task)  # type: ignore[arg-type]
     started = time.perf_counter()
     for index, token_ids in enumerate(texts):
         engine.add(Embed(request_id=str(index), token_ids=token_ids))
+        if index % ARRIVALS == ARRIVALS - 1:
+            engine.step()
     while engine.has_work:
         engine.step()
     return time.perf_counter() - started
@@ -86,7 +109,7 @@ def main() -> None:
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        write_checkpoint(Path(folder))
         task = EmbeddingTask(EngineConfig(model=folder, load_format="dummy", dtype=args.dtype, device="cuda"))
         sizes = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
         peer = (

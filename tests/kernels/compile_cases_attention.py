@@ -9,7 +9,7 @@ import torch
 from kernel_tools import CompileCase, ModelShape
 
 from meltcore.kernels import activation, embedding, grouped_convolution, layer_norm, norm, rotary, step_io
-from meltcore.kernels.attention import beam, decode, kv_cache, prefill, stream_k
+from meltcore.kernels.attention import beam, decode, kv_cache, packed, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams, HeadNorms
 from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
 from meltcore.kernels.fp8.fp8 import FP8, FP8_CAPABILITY
@@ -105,6 +105,16 @@ def beam_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     ]
 
 
+def packed_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    """A text encoder's batch of 64 tokens."""
+    qkv, tiles = meta(64, 3 * model.heads * model.head_dim, dtype=dtype), meta(12, 3, dtype=torch.int32)
+    has_kernel = dtype.itemsize == 2 and model.head_dim <= packed.MAX_HEAD_DIM
+    return [
+        *([partial(packed.packed_attention, qkv, tiles, model.heads)] if has_kernel else []),
+        *[partial(packed.mean_of_rows, qkv, meta(2, 8, dtype=index)) for index in (torch.int32, torch.int64)],
+    ]
+
+
 def norm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     hidden, heads = meta(64, model.hidden_size, dtype=dtype), meta(64, model.heads, model.head_dim, dtype=dtype)
     return [
@@ -120,6 +130,11 @@ def layer_norm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     vectors = (meta(64, 6, model.hidden_size, dtype=dtype)[:, 0],) * 3
     return [
         partial(layer_norm.add_layer_norm, hidden, hidden, hidden[0, 0], hidden[0, 0], 1e-5),
+        partial(layer_norm.add_layer_norm, hidden, hidden, hidden[0, 0], hidden[0, 0], 1e-5, keeps_sum=False),
+        *[
+            partial(layer_norm.embed_layer_norm, [hidden[0]] * 3, index, hidden[0, 0], hidden[0, 0], 1e-5)
+            for index in (indices(3, 64), meta(3, 2048, dtype=torch.int32))
+        ],
         partial(layer_norm.modulated_layer_norm, hidden, *vectors[:2], 1e-6),
         partial(layer_norm.add_modulated_layer_norm, hidden, hidden, *vectors, 1e-6),
     ]
@@ -142,6 +157,7 @@ def activation_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     size, kv_size = model.heads * model.head_dim, model.kv_heads * model.head_dim
     projected = meta(64, 2 * size + 2 * kv_size, dtype=dtype)
     return [
+        partial(activation.gelu, meta(64, model.intermediate_size, dtype=dtype)),
         partial(activation.swiglu, meta(64, 2 * model.intermediate_size, dtype=dtype)),
         partial(activation.geglu, meta(64, 2 * model.intermediate_size, dtype=dtype)),
         partial(activation.apply_sigmoid_gate, meta(64, size, dtype=dtype), projected[:, :size]),
@@ -253,6 +269,7 @@ CASES = {
     kv_cache: store_kv_cases,
     decode: decode_cases,
     stream_k: stream_k_cases,
+    packed: packed_cases,
     prefill: prefill_cases,
     norm: norm_cases,
     layer_norm: layer_norm_cases,

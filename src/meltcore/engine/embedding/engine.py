@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.engine.embedding.memory import MAX_BATCH_TOKENS, plan_embedding, read_config, token_slots
+from meltcore.engine.embedding.encoder_graphs import TextEncoderGraphs
+from meltcore.engine.embedding.memory import graph_bytes, plan_embedding, read_config, token_slots
 from meltcore.engine.host.device import byte_budget, has_budget
 from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
 from meltcore.engine.tasks.device_task import DeviceTask
@@ -64,6 +65,7 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
         if not self._is_dummy:
             _check_answers(sizes, checkpoint)
         self._is_gpu = self._device.type == "cuda"
+        self._begun: deque[Embed] = deque()
         self._launched: deque[_Launched] = deque()
         self._has_waited = False
         seed = config.seed if self._is_dummy else None
@@ -71,31 +73,40 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
         self.model = self._keep_model(load, progress)
         self._max_tokens = sizes.input_limit(config.max_model_len)
         weight_bytes = parameter_bytes(self.model)
+        is_exact = has_budget(config, self._device)
         self._batch_tokens, self.memory = plan_embedding(
             sizes,
             weight_bytes=weight_bytes,
             element_size=self._dtype.itemsize,
             memory_bytes=byte_budget(config, self._device, weight_bytes),
             max_tokens=self._max_tokens,
-            limit=MAX_BATCH_TOKENS[self._device.type],
-            is_exact=has_budget(config, self._device),
+            device=self._device.type,
+            is_exact=is_exact,
         )
         self.memory += self._sleep_rows()
         progress("warming up", 0.0)
-        # On a GPU one forward pass is launched while the one before it runs; their activations share memory.
-        self.max_cost = self._batch_tokens * (2 if self._is_gpu else 1)
+        self._graphs: TextEncoderGraphs | None = None
+        if self._is_gpu and isinstance(self.model, TextEncoder) and self.model.is_packed:
+            self.outside_bytes = graph_bytes(sizes, self._batch_tokens) if is_exact else 0
+            with self._building():
+                self._graphs = TextEncoderGraphs(self.model, self._batch_tokens)
+                self._graphs.capture(progress)
+        # A GPU computes one forward pass while the next ones wait in its queue, and while requests begin for a later
+        # one. Activations of all of them share memory. Graphs are short, so that one more waits.
+        self._max_launched = 1 if not self._is_gpu else 2 if self._graphs is None else 3
+        self.max_cost = self._batch_tokens * (self._max_launched + 1 if self._is_gpu else 1)
         for lengths in self._warm_up_lengths():
             self._launch([Embed(request_id="warm up", token_ids=bytes(_ID_BYTES * length)) for length in lengths])
         self._load_s = time.monotonic() - self._start_s
 
     def cost(self, request: Embed) -> int:
         """Return the number of tokens of an input. Raises RequestError if the input cannot be computed."""
-        sizes, token_ids = self.model.config, np.frombuffer(request.token_ids, np.int32)
+        sizes, token_ids = self.model.config, np.frombuffer(request.token_ids, np.uint32)
         if not 1 <= len(token_ids) <= self._max_tokens:
             raise RequestError(
                 f"an input has {len(token_ids)} tokens; it must have 1 to {self._max_tokens}", param="input"
             )
-        if token_ids.view(np.uint32).max() >= sizes.vocab_size:  # negative ones are large
+        if np.maximum.reduce(token_ids) >= sizes.vocab_size:  # negative ones are large
             raise RequestError(
                 f"an input has token ids outside the model's, 0 to {sizes.vocab_size - 1}", param="input"
             )
@@ -116,21 +127,16 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
         return batches
 
     def start(self, requests: Sequence[Embed], padded_cost: int) -> None:  # noqa: ARG002 - no kernel needs padding
-        """Launch the forward passes of requests, each of at most as many tokens as memory was planned for."""
-        first, tokens = 0, 0
-        for index, request in enumerate(requests):
-            slots = token_slots(self.model.config, len(request.token_ids) // _ID_BYTES)
-            if tokens + slots > self._batch_tokens:
-                self._launched.append(self._launch(requests[first:index]))
-                first, tokens = index, 0
-            tokens += slots
-        self._launched.append(self._launch(requests[first:]))
+        """Take requests into the next forward passes."""
+        self._begun.extend(requests)
 
     def step(self) -> list[EmbeddingResult]:
-        """Return the results of the oldest forward pass.
+        """Launch forward passes ahead, and return the results of the oldest one.
 
-        If it is the only one, return none the first time, so that the engine can launch the next one before it waits.
+        If it is the only one, return none the first time, so that the engine can begin more before it waits.
         """
+        while self._begun and len(self._launched) < self._max_launched:
+            self._launched.append(self._launch(self._next_batch()))
         if len(self._launched) == 1 and self._is_gpu and not self._has_waited:
             self._has_waited = True
             return []
@@ -140,17 +146,32 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
         requests, values, event = self._launched.popleft()
         if event is not None:
             event.synchronize()
-        kept = [(request, row) for request, row in zip(requests, values.numpy(), strict=True) if request is not None]
+        rows, row_bytes = values.numpy().tobytes(), values.shape[1] * values.itemsize
         return [
             EmbeddingResult(
-                request_id=request.request_id, finish_reason="stop", values=self._cut(row, request.dimensions)
+                request_id=request.request_id,
+                finish_reason="stop",
+                values=self._cut(rows[index * row_bytes : (index + 1) * row_bytes], request.dimensions),
             )
-            for request, row in kept
+            for index, request in enumerate(requests)
+            if request is not None
         ]
 
+    def _next_batch(self) -> list[Embed]:
+        """Remove the oldest requests that have begun, of as many tokens as memory was planned for."""
+        batch: list[Embed] = []
+        tokens = 0
+        while self._begun:
+            tokens += token_slots(self.model.config, len(self._begun[0].token_ids) // _ID_BYTES)
+            if tokens > self._batch_tokens:
+                break
+            batch.append(self._begun.popleft())
+        return batch
+
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop the results of requests."""
+        """Drop requests and their results."""
         ids = frozenset(request_ids)
+        self._begun = deque(each for each in self._begun if each.request_id not in ids)
         for requests, _, _ in self._launched:
             requests[:] = [None if each is None or each.request_id in ids else each for each in requests]
         while self._launched and not any(self._launched[-1].requests):
@@ -159,14 +180,19 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
     @torch.inference_mode()
     def _launch(self, requests: Sequence[Embed]) -> _Launched:
         """Launch one forward pass. On a CPU it is complete when this returns."""
-        lengths = [len(request.token_ids) // _ID_BYTES for request in requests]
-        second_starts = [request.second_start or len(request.token_ids) for request in requests]
+        lengths = np.array([len(request.token_ids) // _ID_BYTES for request in requests], np.int32)
+        second_starts = np.array([request.second_start for request in requests], np.int32)
+        has_pairs = bool(second_starts.any())
+        second_starts = np.where(second_starts, second_starts, lengths)
         token_ids = np.frombuffer(b"".join([request.token_ids for request in requests]), np.int32)
-        table = np.array([lengths, second_starts], np.int32).ravel()
-        packed = torch.empty(len(token_ids) + len(table), dtype=torch.int32, pin_memory=self._is_gpu)
-        np.concatenate([token_ids, table], out=packed.numpy())
-        ids, rows = packed.to(self._device, non_blocking=True).long().split([len(token_ids), 2 * len(requests)])
-        values = self.model(ids, *rows.view(2, -1), lengths)
+        if self._graphs is not None:
+            values = self._graphs.launch(token_ids, lengths, second_starts if has_pairs else None)
+        else:
+            size = len(token_ids) + 2 * len(requests)
+            packed = torch.empty(size, dtype=torch.int32, pin_memory=self._is_gpu)
+            np.concatenate([token_ids, lengths, second_starts], out=packed.numpy())
+            ids, rows = packed.to(self._device, non_blocking=True).long().split([len(token_ids), 2 * len(requests)])
+            values = self.model(ids, *rows.view(2, -1), lengths.tolist())
         if not self._is_gpu:
             return _Launched([*requests], values, None)
         on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -175,13 +201,14 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
         event.record()
         return _Launched([*requests], on_host, event)
 
-    def _cut(self, values: np.ndarray, dimensions: int) -> bytes:
+    def _cut(self, values: bytes, dimensions: int) -> bytes:
         """Return the float32 bytes of the first `dimensions` values, which are normalized again if the whole was."""
-        if dimensions:
-            values = values[:dimensions]
-            if self.model.config.is_normalized:
-                values = values / max(float(np.linalg.norm(values)), _TINY)
-        return values.tobytes()
+        if not dimensions:
+            return values
+        cut = np.frombuffer(values, np.float32)[:dimensions]
+        if self.model.config.is_normalized:
+            cut = cut / max(float(np.linalg.norm(cut)), _TINY)
+        return cut.tobytes()
 
     def ready(self) -> EmbeddingReady:
         """Return the limits of requests."""

@@ -10,7 +10,7 @@ from meltcore.common.errors import BudgetError
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
-from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES
+from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.encoder_config import EncoderConfig
 from meltcore.models.configs.pooling_config import PoolingConfig
@@ -25,7 +25,13 @@ from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.fleet_spec import ModelSection
 
 # Tokens of a batch, padding included. More do not make a device faster, and delay what arrives meanwhile.
-MAX_BATCH_TOKENS = {"cuda": 65_536, "cpu": 8_192}
+_MAX_BATCH_TOKENS = {"cuda": 65_536, "cpu": 8_192}
+# Of an encoder whose batches are CUDA graphs. The activations of more tokens leave a GPU's L2 cache.
+_MAX_GRAPH_TOKENS = 16_384
+# Tokens of the smallest graph, and between neighboring graphs of large batches.
+_FIRST_GRAPH_TOKENS, _GRAPH_STEP = 64, 1024
+# The tokens of a graph for each of its rows. A shorter row takes this many.
+MIN_ROW_TOKENS = 8
 # Hidden states that live together: input, sum and norm (float32 beside bfloat16), queries, keys, values, attended
 # values, their copy, output.
 _HIDDEN_TENSORS = 12
@@ -42,13 +48,42 @@ def read_config(checkpoint: Checkpoint) -> EncoderConfig | PooledDecoderConfig:
 
 def token_slots(config: PoolingConfig, num_tokens: int) -> int:
     """Return the number of tokens for which an input takes memory. A decoder's inputs take whole pages."""
-    return -(-num_tokens // PAGE_SIZE) * PAGE_SIZE if isinstance(config, PooledDecoderConfig) else num_tokens
+    if isinstance(config, PooledDecoderConfig):
+        return -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
+    return max(num_tokens, MIN_ROW_TOKENS)
+
+
+def graph_sizes(batch_tokens: int) -> list[int]:
+    """Return the numbers of tokens to which batches of at most `batch_tokens` are padded, in increasing order.
+
+    All of them are multiples of the smallest, for aligned tables. The last may be a little larger than a batch.
+    """
+    most = -(-batch_tokens // _FIRST_GRAPH_TOKENS) * _FIRST_GRAPH_TOKENS
+    doubled = [_FIRST_GRAPH_TOKENS << power for power in range((_GRAPH_STEP // _FIRST_GRAPH_TOKENS).bit_length())]
+    step = -(-most // _MAX_GRAPH_TOKENS) * _GRAPH_STEP
+    return [size for size in (*doubled, *range(2 * _GRAPH_STEP, most, step)) if size < most] + [most]
+
+
+def has_graphs(config: PoolingConfig, element_size: int, device: str) -> bool:
+    """Return whether batches on a device of a type are CUDA graphs: of encoders in 16 bits on a GPU."""
+    return isinstance(config, EncoderConfig) and element_size == 2 and device == "cuda"
+
+
+def graph_bytes(config: PoolingConfig, batch_tokens: int) -> int:
+    """Return the bytes of the graphs of an encoder that torch does not allocate."""
+    assert isinstance(config, EncoderConfig)
+    return graph_node_bytes(len(graph_sizes(batch_tokens)), config.num_layers)
 
 
 def padded_limit(config: PoolingConfig, max_tokens: int) -> int:
     """Return the number of tokens to which the longest input is padded."""
     slots = token_slots(config, max_tokens)
     return next(bucket for bucket in cost_buckets(2 * slots) if bucket >= slots)
+
+
+def batch_limit(config: PoolingConfig, element_size: int, device: str) -> int:
+    """Return the number of tokens that a batch on a device of a type has at most, unless it is one longer input."""
+    return _MAX_GRAPH_TOKENS if has_graphs(config, element_size, device) else _MAX_BATCH_TOKENS[device]
 
 
 def _step_bytes(config: EncoderConfig | PooledDecoderConfig, element_size: int, longest: int) -> tuple[int, int]:
@@ -74,23 +109,25 @@ def plan_embedding(
     element_size: int,
     memory_bytes: int,
     max_tokens: int,
-    limit: int,
+    device: str,
     is_exact: bool,
 ) -> tuple[int, list[MemoryRow]]:
     """Return the maximum number of tokens of a batch with its padding, and the memory table.
 
-    A batch has at most `limit` tokens, or is one longer input.
+    A batch on a `device`, "cuda" or "cpu", has at most `batch_limit` tokens, or is one longer input.
 
     With `is_exact` the engine has a budget on a GPU, and its workspace is computed instead of a fraction. Raises
     ConfigError if `memory_bytes` are not enough for one input of `max_tokens`.
     """
     longest = padded_limit(config, max_tokens)
     token_bytes, workspace = _step_bytes(config, element_size, longest)
-    factor = 1 - _RESERVE
+    factor, limit = 1 - _RESERVE, max(longest, batch_limit(config, element_size, device))
+    if has_graphs(config, element_size, device):
+        workspace += graph_bytes(config, limit)
     if is_exact:
         workspace, factor = workspace + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES, 1.0
         token_bytes = int(token_bytes * (1 + BATCH_GAPS))
-    batch_tokens = min(max(limit, longest), (int(memory_bytes * factor) - weight_bytes - workspace) // token_bytes)
+    batch_tokens = min(limit, (int(memory_bytes * factor) - weight_bytes - workspace) // token_bytes)
     if batch_tokens < longest:
         needed_bytes = (weight_bytes + workspace + longest * token_bytes) / factor
         raise BudgetError(
@@ -100,7 +137,7 @@ def plan_embedding(
     rows = [
         MemoryRow("weights", weight_bytes),
         MemoryRow("activations", batch_tokens * token_bytes, f"of {batch_tokens:,} tokens per batch"),
-        *([MemoryRow("workspace", workspace, "of libraries and masks")] if workspace else []),
+        *([MemoryRow("workspace", workspace, "of libraries, graphs and masks")] if workspace else []),
     ]
     return batch_tokens, rows
 
@@ -110,18 +147,19 @@ def embedding_needs(
 ) -> PlannedEngine:
     """Return the memory that an engine of a model needs. `source` says where the sizes were read."""
     config = read_config(checkpoint)
-    max_tokens, limit = config.input_limit(model.max_model_len), MAX_BATCH_TOKENS["cpu" if on_cpu else "cuda"]
+    max_tokens, device = config.input_limit(model.max_model_len), "cpu" if on_cpu else "cuda"
+    element_size = weight_element_size(model, on_cpu)
     longest = padded_limit(config, max_tokens)
-    inputs = min(concurrency(model), max(1, limit // longest))
+    inputs = min(concurrency(model), max(1, batch_limit(config, element_size, device) // longest))
 
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
         batch_tokens, rows = plan_embedding(
             config,
             weight_bytes=weight_bytes,
-            element_size=weight_element_size(model, on_cpu),
+            element_size=element_size,
             memory_bytes=memory_bytes,
             max_tokens=max_tokens,
-            limit=limit,
+            device=device,
             is_exact=not on_cpu,
         )
         return batch_tokens >= inputs * longest, [*rows, unused(memory_bytes, rows)]

@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
-from meltcore.kernels.layer_norm import add_layer_norm
+from meltcore.kernels.activation import gelu
+from meltcore.kernels.attention.packed import MAX_HEAD_DIM, make_row_tiles, mean_of_rows, packed_attention
+from meltcore.kernels.launch import use_triton
+from meltcore.kernels.layer_norm import add_layer_norm, embed_layer_norm
 from meltcore.layers.embedding import make_embedding
 from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.configs.encoder_config import EncoderConfig
 from meltcore.models.tasks.indictrans2 import linear_tensors, norm_tensors
 from meltcore.models.tasks.pooling_model import PoolingModel
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": gelu, "relu": functional.relu}
 # Without cuDNN, which compiles a kernel for each shape: 4 ms of CPU time for each of a batch's layers (H200).
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _PREFIXES = ("bert.", "roberta.")
@@ -30,20 +33,22 @@ _OLD_NAMES = {"gamma": "weight", "beta": "bias"}  # of LayerNorms in checkpoints
 _HEADS_OF_TRAINING = ("cls.", "lm_head.", "pooler.")
 
 
-class _Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """The rows of a batch. Tokens lie one after another without padding.
 
     Args:
-        max_row_len: the number of tokens of the longest row.
-        boundaries: [num_rows + 1] int32, where rows begin and end. None means that attention needs padded rows.
-        slots: [tokens] int64, each token's index in [num_rows * max_row_len]. None means that all rows are
-            equally long.
-        mask: [num_rows, 1, 1, max_row_len] bool, True for a token and False for padding. None means no padding.
+        indices: [3, tokens]: each token's id, its row in the table of positions, and its type.
+        rows: [2, rows]: the first token and the number of tokens of each row.
+        tiles: the tiles of queries from `make_row_tiles`. None means that attention needs padded rows.
+        max_row_len: the number of tokens of the longest row, unless there are tiles.
+        slots: [tokens] int64, each token's index in [rows * max_row_len]. None means that all rows are equally long.
+        mask: [rows, 1, 1, max_row_len] bool, True for a token and False for padding. None means no padding.
     """
 
-    num_rows: int
-    max_row_len: int
-    boundaries: torch.Tensor | None = None
+    indices: torch.Tensor
+    rows: torch.Tensor
+    tiles: torch.Tensor | None = None
+    max_row_len: int = 0
     slots: torch.Tensor | None = None
     mask: torch.Tensor | None = None
 
@@ -62,7 +67,7 @@ class TextEncoderLayer(nn.Module):
         self.output_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self._activation = _ACTIVATIONS[config.activation]
 
-    def forward(self, hidden: torch.Tensor, batch: _Batch) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: RowBatch) -> torch.Tensor:
         """Return the hidden states after the layer, in the norms' type: [tokens, size] -> [tokens, size].
 
         `hidden` is overwritten.
@@ -72,17 +77,14 @@ class TextEncoderLayer(nn.Module):
         hidden = _add_norm(hidden, self.out_proj(attended), self.attention_norm)
         return _add_norm(hidden, self.fc2(self._activation(self.fc1(hidden.to(dtype)))), self.output_norm)
 
-    def _attention(self, qkv: torch.Tensor, batch: _Batch) -> torch.Tensor:
+    def _attention(self, qkv: torch.Tensor, batch: RowBatch) -> torch.Tensor:
         """Return attended values [tokens, size] of queries, keys and values [tokens, 3 * size].
 
         Only attention computes padding. Linear layers compute tokens alone.
         """
-        num_rows, max_row_len, ends = batch.num_rows, batch.max_row_len, batch.boundaries
-        if ends is not None:
-            query, key, value = qkv.view(len(qkv), 3, self.num_heads, -1).unbind(1)
-            of_rows = varlen_attn(query, key, value, ends, ends, max_row_len, max_row_len)
-            assert isinstance(of_rows, torch.Tensor)
-            return of_rows.flatten(1)
+        if batch.tiles is not None:
+            return packed_attention(qkv, batch.tiles, self.num_heads)
+        num_rows, max_row_len = batch.rows.shape[1], batch.max_row_len
         if batch.slots is not None:
             qkv = qkv.new_zeros(num_rows * max_row_len, qkv.shape[1]).index_copy_(0, batch.slots, qkv)
         split = qkv.view(num_rows, max_row_len, 3, self.num_heads, -1)
@@ -105,8 +107,8 @@ class TextEncoderLayer(nn.Module):
 
 
 def _add_norm(hidden: torch.Tensor, added: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
-    """Add `added` to `hidden` in place, and return the norm of the sum in the type of `hidden`."""
-    return add_layer_norm(hidden, added.to(hidden.dtype), norm.weight, norm.bias, norm.eps)
+    """Return the norm of the sum in the type of `hidden`, which is overwritten."""
+    return add_layer_norm(hidden, added, norm.weight, norm.bias, norm.eps, keeps_sum=False)
 
 
 class TextEncoder(PoolingModel):
@@ -138,10 +140,10 @@ class TextEncoder(PoolingModel):
         return self.norm.weight.device
 
     @property
-    def _has_varlen_attention(self) -> bool:
-        """Whether FlashAttention computes rows of different lengths without padding."""
+    def is_packed(self) -> bool:
+        """Whether kernels compute rows of different lengths without padding, in shapes that depend on no length."""
         head_dim = self.config.hidden_size // self.config.num_heads
-        return self.device.type == "cuda" and self.dtype.itemsize == 2 and head_dim % 8 == 0
+        return use_triton(self.norm.weight) and self.dtype.itemsize == 2 and head_dim <= MAX_HEAD_DIM
 
     def set_dtype(self, dtype: torch.dtype) -> TextEncoder:
         """Convert the weights to `dtype` and return the model.
@@ -160,29 +162,32 @@ class TextEncoder(PoolingModel):
         self, token_ids: torch.Tensor, lengths: torch.Tensor, second_starts: torch.Tensor, row_lens: Sequence[int]
     ) -> torch.Tensor:
         """See `PoolingModel.forward`."""
-        config, num_tokens, num_rows, max_row_len = self.config, len(token_ids), len(lengths), max(row_lens)
+        config, num_tokens, max_row_len = self.config, len(token_ids), max(row_lens)
         starts = lengths.cumsum(0) - lengths
         rows = torch.repeat_interleave(lengths, output_size=num_tokens)
         positions = torch.arange(num_tokens, device=self.device) - starts[rows]
-        batch = _Batch(num_rows, max_row_len)
-        if self._has_varlen_attention:
-            batch = batch._replace(boundaries=functional.pad(lengths.cumsum(0), (1, 0)).int())
-        elif num_tokens < num_rows * max_row_len:
+        types = (positions >= second_starts[rows]).long().clamp(max=config.num_types - 1)
+        indices = torch.stack([token_ids, positions + config.first_position, types])
+        batch = RowBatch(indices, torch.stack([starts, lengths]), max_row_len=max_row_len)
+        if self.is_packed:
+            tiles = torch.from_numpy(make_row_tiles(np.array(row_lens, np.int32)))
+            batch = batch._replace(tiles=tiles.to(self.device))
+        elif num_tokens < len(lengths) * max_row_len:
             mask = torch.arange(max_row_len, device=self.device) < lengths[:, None]
             batch = batch._replace(slots=rows * max_row_len + positions, mask=mask[:, None, None])
-        types = (positions >= second_starts[rows]).long().clamp(max=config.num_types - 1)
-        hidden = self.tokens(token_ids) + self.positions(positions + config.first_position) + self.types(types)
-        hidden = self.norm(hidden.to(self.norm.weight.dtype))
+        return self.compute(batch)
+
+    def compute(self, batch: RowBatch) -> torch.Tensor:
+        """Return what `forward` returns. A row without tokens gets any value."""
+        tables = self.tokens.weight, self.positions.weight, self.types.weight
+        hidden = embed_layer_norm(tables, batch.indices, self.norm.weight, self.norm.bias, self.norm.eps)
         for layer in self.layers:
             hidden = layer(hidden, batch)
         if self.dense is not None and self.head is not None:
-            scores: torch.Tensor = self.head(torch.tanh(self.dense(hidden[starts].to(self.dtype))))
+            scores: torch.Tensor = self.head(torch.tanh(self.dense(hidden[batch.rows[0]].to(self.dtype))))
             return scores.float()
-        if config.pooling == "cls":
-            pooled = hidden[starts].float()
-        else:
-            pooled = torch.segment_reduce(hidden.float(), "mean", lengths=lengths, unsafe=True)
-        return functional.normalize(pooled, dim=-1) if config.is_normalized else pooled
+        pooled = hidden[batch.rows[0]].float() if self.config.pooling == "cls" else mean_of_rows(hidden, batch.rows)
+        return functional.normalize(pooled, dim=-1) if self.config.is_normalized else pooled
 
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
         """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""
