@@ -77,7 +77,7 @@ def main() -> None:
             f"--user-data-dir={folder}/profile",
         )
         command = [chromium, *flags, f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={target}", source.as_uri()]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
         PICTURE.write_bytes(named(target.read_bytes(), digest(html)))
     print(f"written: {PICTURE.name}")
 
