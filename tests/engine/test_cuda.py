@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from triton import knobs
 
 from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.worker.model_runner import PrepareSampling
 
 pytestmark = pytest.mark.gpu
 
@@ -205,10 +206,10 @@ def test_launch_does_not_wait_for_the_device(checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint, device="cuda", overlap=True)
     launch = seen.engine.runner.launch
 
-    def strict_launch(plan: list[Chunk]) -> object:
+    def strict_launch(plan: list[Chunk], prepare: PrepareSampling | None) -> object:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch(plan)
+            return launch(plan, prepare)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -218,7 +219,7 @@ def test_launch_does_not_wait_for_the_device(checkpoint: Path) -> None:
     seen.engine.runner.launch = strict_launch  # type: ignore[assignment,method-assign]
     for index, sampling in enumerate(EVERY_PATH):
         seen.add(f"strict {index}", tools.random_prompt(70, 10 + index), **sampling)
-    assert len(seen.run()) == 4
+    assert len(seen.run()) == len(EVERY_PATH)
 
 
 @pytest.mark.parametrize("captured_decodes", [0, 64])
