@@ -62,6 +62,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
+    def is_filtered(self) -> bool:
+        """Return whether top-k, top-p or min-p may exclude tokens. They never exclude the token of a greedy request."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def needs_logits(self) -> bool:
         """Return whether sampling reads or changes rows of logits, beside a temperature and filters."""
         changes = self.has_penalties or bool(self.logit_bias) or self.grammar is not None

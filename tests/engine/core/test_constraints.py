@@ -33,9 +33,17 @@ def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tools.with_tokenizer(checkpoint, tmp_path_factory.mktemp("constrained"))
 
 
-@pytest.fixture(params=[False, True], ids=["in step", "one ahead"])
-def seen(request: pytest.FixtureRequest, folder: Path) -> tools.SeenEngine:
-    return tools.open_engine(folder, overlap=request.param)
+@pytest.fixture(params=["in step", "one ahead", "device waits", pytest.param("gpu", marks=pytest.mark.gpu)])
+def seen(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tools.SeenEngine:
+    """An engine. Where the device waits, a CPU samples before a mask can be filled, unless the token was refused."""
+    if request.param == "gpu":
+        return tools.open_engine(folder, overlap=True, device="cuda", max_model_len=300, max_num_batched_tokens=160)
+    opened = tools.open_engine(folder, overlap=request.param != "in step")
+    if request.param == "device waits":
+        opened.engine._constraints.does_device_wait = True
+        for limit in ("_ALONE_S", "_GRACE_S"):
+            monkeypatch.setattr(f"meltcore.engine.core.constraints.{limit}", 0.0)
+    return opened
 
 
 def run(seen: tools.SeenEngine) -> dict[str, list[SequenceOutput]]:
@@ -256,7 +264,7 @@ def test_failing_and_refused_grammars_end_their_requests_only(
     assert len(ids(outputs["free"])) == 4
 
     # A sampled token that the grammar does not allow, as if the mask were wrong.
-    monkeypatch.setattr(seen.engine.runner.sampler, "_mask_tokens", lambda _logits, _requests: None)
+    monkeypatch.setattr("meltcore.engine.worker.sampler.mask_logits", lambda *_arguments: None)
     seen.add("wrong", PROMPT, grammar=DIGITS)
     seen.add("free", PROMPT, max_tokens=4)
     outputs = run(seen)
@@ -296,9 +304,9 @@ def test_request_is_aborted_while_its_grammar_is_compiled(
 ) -> None:
     release, compile_grammar = Event(), Constraints._compile
 
-    def compile_late(constraints: Constraints, grammar: Grammar) -> object:
+    def compile_late(constraints: Constraints, grammar: Grammar, arrival: int) -> object:
         assert release.wait(60)
-        return compile_grammar(constraints, grammar)
+        return compile_grammar(constraints, grammar, arrival)
 
     monkeypatch.setattr(Constraints, "_compile", compile_late)
     seen.add("gone", PROMPT, grammar=DIGITS)

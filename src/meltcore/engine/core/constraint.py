@@ -1,23 +1,49 @@
-"""Represents the grammar that the answer of one request follows."""
+"""Represents the grammar that the answer of one request follows, and the table of masks of an engine."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import NamedTuple
 
+import numpy as np
 from llguidance import LLMatcher
 
 from meltcore.protocol.sampling_params import Grammar
+
+_TICKET_SHIFT = 32
+
+
+class MaskTable(NamedTuple):
+    """The masks of the next tokens of running requests, one per row of the model runner, in memory that a GPU reads.
+
+    A ticket names one token of one request. It is never 0.
+
+    Args:
+        masks: [rows, words] int32, a bit for each token id.
+        filled: [rows] int64, which the host writes: the ticket of the token whose mask is in the row. A negative ticket
+            means that the token needs no mask.
+        outcomes: [2, rows] int64, which the device writes for each sampled token, at the parity of its number: its
+            ticket if its mask was filled or not needed. The ticket is negative if the device did not wait longer.
+    """
+
+    masks: np.ndarray
+    filled: np.ndarray
+    outcomes: np.ndarray
 
 
 class Constraint:
     """The grammar of one request and its state.
 
-    `mask_row` is the row of the mask of the next token, or 0 while every token is allowed. `is_over` is True when the
-    grammar allows no further token, or has failed.
+    `mask_row` is the row of the mask of the next token, or 0 while every token is allowed. `num_taken` counts the
+    sampled tokens that the host has taken. `is_over` is True when the grammar allows no further token, or has failed.
     """
 
-    def __init__(self, matcher: LLMatcher, grammar: Grammar) -> None:
+    def __init__(self, matcher: LLMatcher, grammar: Grammar, arrival: int = 0) -> None:
+        """Create the state of an answer without tokens. No other request of the engine has the same `arrival`."""
         self.matcher = matcher
+        self._first_ticket = arrival << _TICKET_SHIFT
+        self.num_taken = 0
+        self.rows = [0, 0]  # of the runner, in which the tokens of even and odd numbers were last sampled
         self.mask_row = 0
         self.filling: Future[None] | None = None  # of the mask in `mask_row`
         self.is_over = False
@@ -37,8 +63,13 @@ class Constraint:
         """Return whether the next token of a sequence in this row can be sampled."""
         return not self.needs_mask or (self.mask_row == row and self.filling is not None and self.filling.done())
 
+    def ticket(self, number: int) -> int:
+        """Return the ticket of the request's generated token of this number, counted from 1."""
+        return self._first_ticket + number
+
     def takes(self, token_id: int) -> bool:
         """Handle a sampled token. Returns whether it belongs to the grammar and not to the reasoning before it."""
+        self.num_taken += 1
         self.mask_row, self.filling = 0, None
         if self._is_reasoning:
             self._is_reasoning = token_id != self._end_id

@@ -3,6 +3,11 @@
 Native threads do this work while the device computes the next forward pass. The mask of a sequence is a row of packed
 bits in pinned memory, which the sampling kernel reads there. It is the row that the sequence has in the model runner.
 So the engine reads the tokens of a step, and with them waits for its kernels, before masks of the next step are filled.
+
+Either the host waits for the masks of a step (`wait`) before it launches the sampling, or the device waits for them
+(`launched`), so that the host can go on. A device that has waited long enough samples without the mask. When the host
+reads the token, the mask says whether it is allowed (`commit`): the noise of sampling depends on seed and position, so
+an allowed token is the one that the mask would have given.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any, NamedTuple
@@ -19,15 +24,19 @@ import numpy as np
 from llguidance import LLExecutor
 
 from meltcore.common.errors import MeltcoreError
-from meltcore.engine.core.constraint import Constraint
+from meltcore.engine.core.constraint import Constraint, MaskTable
 from meltcore.engine.core.request import Request, RequestStatus
 from meltcore.protocol.sampling_params import Grammar
 from meltcore.text.grammar import GrammarCompiler
 
-_COMPILE_THREADS, _MAX_MASK_THREADS = 2, 8
+_COMPILE_THREADS, _MAX_MASK_THREADS = 2, 16
+_GROUPS = 4  # of masks that are filled together; a slow mask makes its group late
 # After its forward pass a step waits this long for masks. Most take 5 to 200 us, masks of hard schemas up to 34 ms.
 _GRACE_S, _POLL_S = 0.001, 0.0002
 _CPU_GRACE_S = 0.01  # a forward pass takes longer there, and uses the cores of the threads
+# The engine's thread, which goes on while the device waits, lets the threads of masks begin first. They need the GIL to
+# begin and to end, and Python would take it from a busy thread after 5 ms only.
+_GIVE_WAY_S, _SWITCH_S = 0.00002, 0.0001
 # A step waits longer if it would sample nothing else, or if the model cannot compute a token again.
 _ALONE_S, _LIMIT_S = 0.1, 30.0
 _IDLE_S = 0.01  # while no step can run
@@ -41,6 +50,9 @@ _ADVICE = {
 }
 
 
+_Sampled = tuple[Request, Constraint, int]  # with the token id
+
+
 class Dropped(NamedTuple):
     """The requests of a step whose tokens are not used: their masks are late, or their grammars have failed."""
 
@@ -51,17 +63,18 @@ class Dropped(NamedTuple):
 class Constraints:
     """Compiles the grammars of an engine's requests, and fills their masks in native threads."""
 
-    def __init__(self, make_compiler: Callable[[], GrammarCompiler], allocate: Callable[[int], np.ndarray]) -> None:
+    def __init__(self, make_compiler: Callable[[], GrammarCompiler], allocate: Callable[[int], MaskTable]) -> None:
         """Create the object without a thread, since the engine forks before `start`.
 
         If `make_compiler` raises an error, each request with a grammar gets this error. Once a grammar is compiled,
-        `allocate` returns masks for a number of token ids, [rows, words] int32.
+        `allocate` returns masks for a number of token ids.
         """
         self._num_threads = max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) - 1))
         self._compile_pool = ThreadPoolExecutor(_COMPILE_THREADS, "grammar")
-        self._mask_pool = ThreadPoolExecutor(self._num_threads, "mask")
+        self._mask_pool = ThreadPoolExecutor(_GROUPS, "mask")
         self._make_compiler, self._allocate = make_compiler, allocate
-        self._masks: np.ndarray | None = None
+        self.does_device_wait = False  # for masks, instead of the host
+        self._table: MaskTable | None = None
         self._compiling: dict[Request, Future[Constraint]] = {}
         self._held: list[Request] = []  # until their masks are filled
         self._written: dict[int, Future[None]] = {}  # by row: the newest task that writes to it
@@ -86,7 +99,7 @@ class Constraints:
         """Begin to compile the grammar of a request."""
         self.num_open += 1
         request.status = RequestStatus.COMPILING
-        self._compiling[request] = self._compile_pool.submit(self._compile, grammar)
+        self._compiling[request] = self._compile_pool.submit(self._compile, grammar, request.arrival)
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -105,12 +118,16 @@ class Constraints:
             except MeltcoreError as error:
                 request.error = str(error)
                 continue
-            if self._masks is None:
-                self._masks = self._allocate(self._compiler.result().num_ids)
+            if self._table is None:
+                self._table = self._allocate(self._compiler.result().num_ids)
+                sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         running = [request for request in self._held if request.status is RequestStatus.RUNNING]
         self.fill(running)  # if their rows were not free before
         for request in self._held:
             request.is_held = request in running and not _constraint(request).is_ready(request.row)
+        for request in running:
+            if self.does_device_wait and not request.is_held:
+                self._release(request, _constraint(request).num_taken + 1)
         self._held = [request for request in running if request.is_held]
         return taken
 
@@ -127,17 +144,52 @@ class Constraints:
         ]
         wait_for(tasks, _IDLE_S, FIRST_COMPLETED)
 
-    def commit(self, tokens: Sequence[tuple[Request, int]]) -> None:
-        """Advance grammars by the tokens that were sampled for their requests."""
-        taken = [
+    def commit(self, tokens: Sequence[tuple[Request, int]]) -> frozenset[Request]:
+        """Advance grammars by the tokens that were sampled for their requests.
+
+        Return the requests whose tokens cannot be used. The device has sampled them without masks, and they are not
+        allowed, or their masks are not filled yet.
+        """
+        sampled = [
             (request, constraint, token_id)
             for request, token_id in tokens
-            if (constraint := request.constraint) is not None
-            and request.status is not RequestStatus.FINISHED
-            and constraint.takes(token_id)
+            if (constraint := request.constraint) is not None and request.status is not RequestStatus.FINISHED
         ]
-        if not taken:
-            return
+        refused = self._refused(sampled) if self.does_device_wait else frozenset()
+        self.num_late += len(refused)
+        taken = [each for each in sampled if each[0] not in refused and not each[1].is_over and each[1].takes(each[2])]
+        if taken:
+            self._consume(taken)
+        return refused
+
+    def _refused(self, sampled: list[_Sampled]) -> frozenset[Request]:
+        """Return the requests whose tokens the device has sampled without their masks, and which cannot be used."""
+        masked = [each for each in sampled if each[1].needs_mask]
+        if not masked:
+            return frozenset()
+        assert self._table is not None
+        numbers = [constraint.num_taken + 1 for _, constraint, _ in masked]
+        of_numbers = list(zip(masked, numbers, strict=True))
+        rows = [constraint.rows[number % 2] for (_, constraint, _), number in of_numbers]
+        tickets = [constraint.ticket(number) for (_, constraint, _), number in of_numbers]
+        outcomes = self._table.outcomes[np.array(numbers) % 2, rows]
+        return frozenset(
+            masked[index][0] for index in np.flatnonzero(outcomes != tickets) if not self._is_allowed(*masked[index])
+        )
+
+    def _is_allowed(self, request: Request, constraint: Constraint, token_id: int) -> bool:
+        """Return whether a token that was sampled without its mask may be used. The mask may be filled by now."""
+        if constraint.filling is None or not constraint.filling.done():
+            return False
+        if constraint.matcher.is_error():
+            _fail(request, constraint)
+            return True  # the request ends with the error
+        assert self._table is not None
+        masks, (word, bit) = self._table.masks, divmod(token_id, 32)
+        is_in_mask = word < masks.shape[1] and bool(masks[constraint.mask_row, word] >> bit & 1)
+        return is_in_mask and not request.sampling.is_filtered  # a filter depends on the mask
+
+    def _consume(self, taken: list[_Sampled]) -> None:
         accepted = self._executor.consume_token_par([(constraint.matcher, token) for _, constraint, token in taken])
         for (request, constraint, _), is_accepted in zip(taken, accepted, strict=True):
             constraint.is_over = constraint.matcher.is_stopped()
@@ -157,14 +209,15 @@ class Constraints:
         ]
         if not missing:
             return
-        if len(missing) == len(requests) == 1:  # nothing else waits for it, and another thread costs more than a mask
+        if len(missing) == len(requests) == 1 and not self.does_device_wait:
+            # Nothing else waits for it, and another thread costs more than a mask.
             [(constraint, row)] = missing
             constraint.mask_row, constraint.filling = row, Future()
             self._fill_group(missing)
             constraint.filling.set_result(None)
             self.num_masks += 1
             return
-        size = -(-len(missing) // self._num_threads)
+        size = -(-len(missing) // min(_GROUPS, self._num_threads))
         for first in range(0, len(missing), size):
             group = missing[first : first + size]
             task = self._mask_pool.submit(self._fill_group, group)
@@ -172,6 +225,43 @@ class Constraints:
                 constraint.mask_row, constraint.filling = row, task
                 self._written[row] = task
         self.num_masks += len(missing)
+        if self.does_device_wait:
+            time.sleep(_GIVE_WAY_S)
+
+    def device_wait_s(self, requests: Iterable[Request]) -> float | None:
+        """Return how long the device waits for the masks of the sampled requests of a step.
+
+        Returns None if the host waits, or if no request has a grammar.
+        """
+        if not self.does_device_wait or self.num_open == 0:
+            return None
+        return _ALONE_S if all(request.constraint is not None for request in requests) else _GRACE_S
+
+    def launched(self, requests: Sequence[Request]) -> None:
+        """Begin to fill the masks for which the device waits in the step that was launched for these requests.
+
+        The tokens of the step before must have been read.
+        """
+        waiting = []
+        for request in requests:
+            constraint = request.constraint
+            if constraint is None:
+                continue
+            number = request.num_generated
+            constraint.rows[number % 2] = request.row
+            # The token is not used if the one before it was refused.
+            if number == constraint.num_taken + 1 and not constraint.is_ready(request.row):
+                waiting.append(request)
+            else:
+                self._release(request, number)
+        self.fill(waiting)
+
+    def _release(self, request: Request, number: int) -> None:
+        """Let the device sample a token, with the mask that is filled or with none."""
+        constraint = _constraint(request)
+        assert self._table is not None
+        has_mask = number == constraint.num_taken + 1 and constraint.needs_mask
+        self._table.filled[request.row] = constraint.ticket(number) if has_mask else -constraint.ticket(number)
 
     def wait(
         self, requests: Sequence[Request], is_device_done: Callable[[], bool] | None, *, may_be_late: bool
@@ -208,22 +298,27 @@ class Constraints:
         self._compile_pool.shutdown(wait=False, cancel_futures=True)
         self._mask_pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, grammar: Grammar) -> Constraint:
-        return Constraint(self._compiler.result().matcher(grammar.text), grammar)
+    def _compile(self, grammar: Grammar, arrival: int) -> Constraint:
+        return Constraint(self._compiler.result().matcher(grammar.text), grammar, arrival)
 
     def _fill_group(self, group: list[tuple[Constraint, int]]) -> None:
         """Fill masks in the library's threads, without the GIL."""
         start_s = time.monotonic()
-        masks = self._masks
-        assert masks is not None
+        assert self._table is not None
+        masks, filled = self._table.masks, self._table.filled
         num_rows, num_words = masks.shape
-        self._executor.unsafe_compute_mask_ptr(
-            [(constraint.matcher, row) for constraint, row in group], masks.ctypes.data, 4 * num_words, num_rows
-        )
+        if len(group) == 1:
+            [(constraint, row)] = group
+            constraint.matcher.unsafe_compute_mask_ptr(masks.ctypes.data + 4 * num_words * row, 4 * num_words)
+        else:
+            self._executor.unsafe_compute_mask_ptr(
+                [(constraint.matcher, row) for constraint, row in group], masks.ctypes.data, 4 * num_words, num_rows
+            )
         for constraint, row in group:
             if constraint.optional_id is not None:
                 word, bit = divmod(constraint.optional_id, 32)
                 masks[row].view(np.uint32)[word] |= np.uint32(1 << bit)
+            filled[row] = constraint.ticket(constraint.num_taken + 1)
         self.mask_s += time.monotonic() - start_s
 
 

@@ -158,16 +158,17 @@ class Scheduler:
                 assert self.snapshots is not None
                 self.snapshots.abandon(chunk.request, chunk.end, chunk.snapshot)
 
-    def postpone(self, chunk: Chunk) -> None:
-        """Let a request compute the last token of its chunk again, as no token was sampled after it.
+    def postpone(self, chunk: Chunk, num_dropped: int = 1) -> None:
+        """Let a request compute the last token of its chunk again, as the token that was sampled after it is not used.
 
         Its keys and values are written again. Recurrent states would be updated twice, so requests of models that have
-        them are never postponed.
+        them are never postponed. `num_dropped` is the number of tokens in flight that are not used.
         """
         request = chunk.request
         assert self.states is None, "a recurrent state is updated once per token"
-        request.in_flight -= 1
-        request.num_computed_tokens = chunk.end - 1
+        request.in_flight -= num_dropped
+        if request.status is RequestStatus.RUNNING:  # else it was preempted, and computes all tokens again
+            request.num_computed_tokens = chunk.end - 1
         request.last_token_on_device = request.is_counted = False
 
     def update(self, scheduled: list[Chunk], token_ids: Sequence[int]) -> None:

@@ -74,12 +74,6 @@ class GroupRunner(ModelRunner):
             raise failure
         return launched
 
-    def drop_graphs(self) -> None:
-        """Drop all graphs before the group is destroyed: since 2.26, NCCL waits for the last graph that uses it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self._decode_graphs = self._prefill_graphs = self._decoded = None
-
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
         """Return a context in which this rank launches without the other ranks, for warm-up."""

@@ -28,8 +28,6 @@ from meltcore.engine.host.device import (
     describe_device,
     describe_precision,
     dtype_name,
-    has_budget,
-    has_mps,
 )
 from meltcore.engine.host.sleep import SleepResult
 from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_memory
@@ -37,7 +35,14 @@ from meltcore.engine.host.step_pacing import StepCounts, StepTurn
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
 from meltcore.engine.worker.model_runner import Event, LaunchedStep, ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
-from meltcore.engine.worker.warm_up import KernelCompiler, StepLimits, make_compiler, warm_up
+from meltcore.engine.worker.warm_up import (
+    KernelCompiler,
+    StepLimits,
+    capture_graphs,
+    make_compiler,
+    may_stay_on_all_sms,
+    warm_up,
+)
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.uniform_routing import set_uniform_routing
 from meltcore.models.checkpoints.checkpoint import CheckpointFiles, Progress, open_checkpoint
@@ -53,7 +58,6 @@ from meltcore.protocol.generation import (
     StepOutputs,
     TokenLogprobs,
 )
-from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.config import EngineConfig
 from meltcore.text.grammar import GrammarCompiler
 
@@ -125,6 +129,7 @@ class GenerationEngine:
         self._requests: dict[str, Request] = {}
         self._dropped = Dropped([], [])  # from the step that is being launched
         self._tokens: tuple[list[int], dict[int, TokenLogprobs]] | None = None  # of the step that is read next
+        self._refused: frozenset[Request] = frozenset()  # those of its requests whose tokens are not used
         self._read_s = 0.0  # when they were read
         self._ended_outputs: list[SequenceOutput] = []
         # Some checkpoints name end tokens of a larger vocabulary, which this model can neither sample nor mask.
@@ -170,6 +175,9 @@ class GenerationEngine:
             max_num_batched_tokens=batched_tokens(config, device),
             max_model_len=self.max_model_len,
         )
+        # What is computed again must find its state and the pages of its window, and its token on all ranks.
+        is_repeatable = not has_states and not layout.sliding_groups and ranks is None
+        self._constraints.does_device_wait = device.type == "cuda" and is_repeatable
         self.vocab_size = loaded.model.config.vocab_size
         tokens = self.scheduler.max_num_batched_tokens
         runner_config = ModelRunnerConfig(
@@ -183,7 +191,7 @@ class GenerationEngine:
             self.runner = GroupRunner(loaded.model, sampler, runner_config, loaded.cache_dtype, group, ranks)
             ranks.wait_allocated()
         assert self.runner.cache_bytes == plan.cache_bytes, "the caches are allocated as planned"
-        self._select_kernels_and_capture(device, progress)
+        self._select_kernels_and_capture(progress)
         if ranks is not None:
             ranks.serve()
 
@@ -256,7 +264,9 @@ class GenerationEngine:
                 chunk.request.scheduled_s = start_s
                 self._prompt_tokens += chunk.request.prompt_length
         self._dropped = Dropped([], [])
-        prepare = self._prepare_sampling if self._constraints.num_open else None
+        wait_s = self._constraints.device_wait_s(chunk.request for chunk in scheduled if chunk.samples)
+        prepare = self._prepare_sampling if self._constraints.num_open and wait_s is None else None
+        self.runner.sampler.mask_wait_s = wait_s
         try:
             launched = self.runner.launch(scheduled, prepare) if scheduled else None
         except BaseException:  # in a caller's token mask, or by Ctrl-C: the offline API continues with other requests
@@ -264,6 +274,10 @@ class GenerationEngine:
             raise
         if launched is not None and any(self._dropped):
             launched = self._without_dropped(launched, self._dropped)
+        elif launched is not None and wait_s is not None:
+            if self._launched is not None:
+                self._read_tokens(self._launched)
+            self._constraints.launched(launched.requests)
         step_to_read, launched_s = (self._launched, self._launched_s) if self._overlap else (launched, start_s)
         self._launched, self._launched_s = (launched, start_s) if self._overlap else (None, 0.0)
         outputs, self._ended_outputs = self._ended_outputs, []
@@ -345,11 +359,7 @@ class GenerationEngine:
         if self._compiler is not None:
             self._compiler.close()
         if self._ranks is not None:
-            self._ranks.close(self._drop_graphs)
-
-    def _drop_graphs(self) -> None:
-        assert isinstance(self.runner, GroupRunner)
-        self.runner.drop_graphs()
+            self._ranks.close(lambda: self.runner.drop_graphs())
 
     def sleep(self, keep: Keep) -> SleepResult:
         """Release weights and caches while there is no work. Cached prefixes are lost.
@@ -398,14 +408,14 @@ class GenerationEngine:
         assert self._constraints.num_open == 0, f"{self._constraints.num_open} grammars are still in use"
         self.scheduler.check_idle()
 
-    def _select_kernels_and_capture(self, device: torch.device, progress: Progress) -> None:
+    def _select_kernels_and_capture(self, progress: Progress) -> None:
         """Select the implementations of the kernels. On a GPU, compile all kernels and capture steps as CUDA graphs."""
         reference = "reference-kernels" in self.config.debug
         force_implementation("reference" if reference else None)
         set_uniform_routing("uniform-routing" in self.config.debug, self.config.seed)
         if self._compiler is None:
             return  # torch bodies need no compiling, and the host tells them how to pad, which a graph cannot
-        if self._may_stay_on_all_sms():
+        if may_stay_on_all_sms(self.config, self.runner.device):
             self.runner.model.prepare_decode(self.runner.caches)
         limits = StepLimits(self.max_num_seqs, self.max_model_len, self.scheduler.max_num_batched_tokens)
         progress("compiling kernels", 0.0)
@@ -415,26 +425,7 @@ class GenerationEngine:
         self._compiler.close()
         warm_up(self.runner, limits)
         if not self.config.enforce_eager:
-            has_prefill_graphs = "no-prefill-graphs" not in self.config.debug
-            if has_budget(self.config, device):
-                torch.cuda.empty_cache()  # gaps of the warm-up belong to the graphs
-                self.runner.capture_graphs(progress, prefill=has_prefill_graphs, capture_all=True)
-                return
-            free_bytes = torch.cuda.mem_get_info(device)[0]
-            self.runner.capture_graphs(progress, prefill=has_prefill_graphs)
-            graph_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
-            self.memory.append(MemoryRow("CUDA graphs", graph_bytes, "out of the reserve"))
-
-    def _may_stay_on_all_sms(self) -> bool:
-        """Return whether a kernel may wait for its blocks on other SMs.
-
-        Under MPS two such kernels could wait for each other forever.
-        """
-        sharing = self.config.sharing
-        is_mps = sharing is not None and sharing.sm_percent is not None
-        if self._ranks is not None or is_mps or "no-persistent-decode" in self.config.debug:
-            return False
-        return not has_mps(self.runner.device)
+            self.memory += capture_graphs(self.runner, self.config, progress)
 
     def _read_tokens(self, step: LaunchedStep) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """Wait for a step and advance the grammars of its requests. A second call returns the same tokens."""
@@ -442,12 +433,25 @@ class GenerationEngine:
             self._tokens, self._read_s = step.read(), time.monotonic()
             if self._constraints.num_open:
                 sampled = zip(step.requests, self._tokens[0], strict=True)
-                self._constraints.commit([each for each in sampled if each[0] not in step.dropped])
+                self._refused = self._constraints.commit([each for each in sampled if each[0] not in step.dropped])
         return self._tokens
+
+    def _without_refused(self, step: LaunchedStep) -> LaunchedStep:
+        """Compute refused tokens again, once their masks are filled. The next step, in flight, has used them."""
+        refused, self._refused = self._refused, frozenset()
+        for chunk in step.chunks if refused else ():
+            if chunk.samples and chunk.request in refused:
+                self.scheduler.postpone(chunk, chunk.request.in_flight)
+                self._constraints.hold(chunk.request)
+        self.runner.put_last_tokens([request for request in refused if request.status is RequestStatus.RUNNING])
+        if self._launched is not None:
+            self._launched = self._launched.without(refused)
+        return step.without(refused)
 
     def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
         token_ids, logprobs = self._read_tokens(step)
         self._tokens = None
+        step = self._without_refused(step)
         now = self._read_s
         sampled = zip(step.requests, token_ids, strict=True)
         self.scheduler.update(step.chunks, [token_id for request, token_id in sampled if request not in step.dropped])

@@ -82,9 +82,9 @@ class LaunchedStep(NamedTuple):
         return self.result.read(self.requests)
 
     def without(self, requests: frozenset[Request]) -> LaunchedStep:
-        """Return the step without the sampled tokens of `requests`."""
+        """Return the step without the sampled tokens of `requests`, either."""
         chunks = [chunk._replace(samples=chunk.samples and chunk.request not in requests) for chunk in self.chunks]
-        return self._replace(chunks=chunks, dropped=requests)
+        return self._replace(chunks=chunks, dropped=self.dropped | requests)
 
     def _read_prompt_logprobs(
         self, logprobs: list[float], values: list[list[float]], token_ids: list[list[int]]
@@ -209,6 +209,12 @@ class ModelRunner:
             graphs.capture(progress, capture_all=capture_all)
             self._prefill_graphs = graphs
 
+    def drop_graphs(self) -> None:
+        """Drop all graphs before a group is destroyed: since 2.26, NCCL waits for the last graph that uses it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._decode_graphs = self._prefill_graphs = self._decoded = None
+
     def without_collectives(self) -> AbstractContextManager[None]:
         """Return a context in which no launch needs another rank."""
         return nullcontext()
@@ -222,6 +228,15 @@ class ModelRunner:
     def reset_last_tokens(self) -> None:
         """Set each row's newest token to 0, since the values after warm-up are not token ids."""
         self._last_token.zero_()
+
+    def put_last_tokens(self, requests: list[Request]) -> None:
+        """Write the last tokens that the host knows to the table of the device, after all launched work."""
+        rows, token_ids = [request.row for request in requests], [request.token_ids[-1] for request in requests]
+        if rows:
+            device_rows, device_token_ids = to_device_together([rows, token_ids], self.device)
+            self._last_token[device_rows] = device_token_ids
+            for request in requests:
+                request.last_token_on_device = True
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Chunk], prepare_sampling: PrepareSampling | None = None) -> LaunchedStep:

@@ -13,16 +13,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from meltcore.engine.core.constraint import MaskTable
 from meltcore.engine.core.request import Request
 from meltcore.engine.memory.workspace import PENALTY_BYTES
 from meltcore.engine.worker.transfer import to_device, to_device_together, to_host
 from meltcore.kernels.sampling.argmax import argmax
 from meltcore.kernels.sampling.draw import gumbel_sample
 from meltcore.kernels.sampling.penalties import apply_penalties
-from meltcore.kernels.sampling.token_mask import WORD_BITS, mask_logits
+from meltcore.kernels.sampling.token_mask import WORD_BITS, mask_logits, wait_for_masks
 from meltcore.kernels.sampling.top_k_top_p import threshold_tokens
 from meltcore.protocol.generation import TokenLogprobs
-from meltcore.protocol.sampling_params import SEED_LIMIT, SamplingParams
+from meltcore.protocol.sampling_params import SEED_LIMIT
 
 
 class SampleResult(NamedTuple):
@@ -73,6 +74,23 @@ class SampleResult(NamedTuple):
         return self.token_ids.tolist(), logprobs
 
 
+class _Masks(NamedTuple):
+    """The tensors of a `MaskTable`, in pinned memory if there is a GPU."""
+
+    masks: torch.Tensor
+    filled: torch.Tensor
+    outcomes: torch.Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, words: int, device: torch.device) -> _Masks:
+        is_pinned = device.type == "cuda"
+        return cls(
+            torch.zeros(rows, words, dtype=torch.int32, pin_memory=is_pinned),
+            torch.zeros(rows, dtype=torch.int64, pin_memory=is_pinned),
+            torch.zeros(2, rows, dtype=torch.int64, pin_memory=is_pinned),
+        )
+
+
 class Sampler:
     """Samples by each request's own parameters."""
 
@@ -84,22 +102,20 @@ class Sampler:
         self.device = device
         self._seed, self._vocab_size = seed, vocab_size
         self._penalties = PenaltyTable(penalty_slots, vocab_size, device)
-        self._masks: torch.Tensor | None = None  # of grammars, [rows of the runner, words] int32 in pinned memory
+        self._masks: _Masks | None = None
+        self.mask_wait_s: float | None = None  # how long the next step waits for masks; None if the host has waited
 
-    def allocate_masks(self, rows: int, num_ids: int) -> np.ndarray:
-        """Allocate the masks of grammars: a bit for each of `num_ids` token ids in each row of the runner.
-
-        Returns [rows, words] int32, which the host writes and the sampling kernel reads.
-        """
-        shape = rows, -(-num_ids // WORD_BITS)
-        self._masks = torch.zeros(shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        masks: np.ndarray = self._masks.numpy()
-        return masks
+    def allocate_masks(self, rows: int, num_ids: int) -> MaskTable:
+        """Allocate the masks of grammars: a bit for each of `num_ids` token ids in each row of the runner."""
+        self._masks = _Masks.allocate(rows, -(-num_ids // WORD_BITS), self.device)
+        return MaskTable(*(part.numpy() for part in self._masks))
 
     def warm_up_masks(self) -> None:
-        """Launch the kernel of masks, as no request of the warm-up has a grammar."""
-        masks = torch.zeros(2, 1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        mask_logits(torch.zeros(1, self._vocab_size, device=self.device), masks, self._tensor([1]))
+        """Launch the kernels of masks, as no request of the warm-up has a grammar."""
+        masks = _Masks.allocate(2, 1, self.device)
+        mask_rows, tickets = to_device_together([[1], [1]], self.device)
+        wait_for_masks(mask_rows, tickets, masks.filled, masks.outcomes, 0.0)
+        mask_logits(torch.zeros(1, self._vocab_size, device=self.device), masks.masks, mask_rows)
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
         """Sample one token per row, one row per request.
@@ -148,10 +164,10 @@ class Sampler:
 
     def _mask_tokens(self, logits: torch.Tensor, requests: list[Request]) -> None:
         """Mask end tokens before min_tokens, and the tokens that a grammar or a request's own mask excludes."""
-        mask_rows = [0 if request.constraint is None else request.constraint.mask_row for request in requests]
-        if any(mask_rows):
+        mask_rows = self._mask_rows(requests)
+        if mask_rows is not None:
             assert self._masks is not None
-            mask_logits(logits, self._masks, self._tensor(mask_rows))
+            mask_logits(logits, self._masks.masks, mask_rows)
         rows: list[int] = []
         tokens: list[int] = []
         for row, request in enumerate(requests):
@@ -165,6 +181,32 @@ class Sampler:
             masked_rows, masked_tokens = to_device_together([rows, tokens], self.device)
             logits[masked_rows, masked_tokens] = float("-inf")
 
+    def _mask_rows(self, requests: list[Request]) -> torch.Tensor | None:
+        """Return the row of each request's mask, [rows] int64, or 0 where every token may be sampled.
+
+        Returns None if no request has a mask.
+        """
+        constraints = [request.constraint for request in requests]
+        if self.mask_wait_s is None:
+            rows = [0 if constraint is None else constraint.mask_row for constraint in constraints]
+            return self._tensor(rows) if any(rows) else None
+        if not any(constraints):
+            return None
+        assert self._masks is not None
+        of_requests = list(zip(constraints, requests, strict=True))
+        mask_rows, tickets = to_device_together(
+            [
+                [0 if constraint is None else request.row for constraint, request in of_requests],
+                [
+                    0 if constraint is None else constraint.ticket(request.num_generated)
+                    for constraint, request in of_requests
+                ],
+            ],
+            self.device,
+        )
+        wait_for_masks(mask_rows, tickets, self._masks.filled, self._masks.outcomes, self.mask_wait_s)
+        return mask_rows
+
     def _sample(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
         sampling_params = [request.sampling for request in requests]
         if all(params.temperature == 0 for params in sampling_params):
@@ -173,21 +215,21 @@ class Sampler:
             [
                 [self.seed_of(request) for request in requests],
                 [request.length for request in requests],
-                [params.top_k if _is_filtered(params) else 0 for params in sampling_params],
+                [params.top_k if params.is_filtered else 0 for params in sampling_params],
             ],
             self.device,
         )
         temperatures, top_p, min_p = to_device(
             [
                 [params.temperature for params in sampling_params],
-                [params.top_p if _is_filtered(params) else 1.0 for params in sampling_params],
-                [params.min_p if _is_filtered(params) else 0.0 for params in sampling_params],
+                [params.top_p if params.is_filtered else 1.0 for params in sampling_params],
+                [params.min_p if params.is_filtered else 0.0 for params in sampling_params],
             ],
             torch.float32,
             self.device,
         )
         thresholds = None
-        if any(_is_filtered(params) for params in sampling_params):
+        if any(params.is_filtered for params in sampling_params):
             thresholds = threshold_tokens(logits, temperatures, top_k, top_p, min_p)
         return gumbel_sample(logits, temperatures, seeds, positions, thresholds)
 
@@ -297,8 +339,3 @@ def _concatenate_padded(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     num_columns = max(block.shape[1] for block in blocks)
     return torch.cat([torch.nn.functional.pad(block, (0, num_columns - block.shape[1])) for block in blocks])
-
-
-def _is_filtered(sampling: SamplingParams) -> bool:
-    """Return whether top-k, top-p or min-p may exclude tokens. They never exclude the token of a greedy request."""
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0)

@@ -29,12 +29,15 @@ from triton.runtime.jit import JITFunction
 
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.host.device import has_budget, has_mps
 from meltcore.engine.worker.compile_workers import CompileWorkers, KernelSource, worker_count
 from meltcore.engine.worker.cuda_graphs import PADDING_ROW
 from meltcore.engine.worker.model_runner import ModelRunner
 from meltcore.kernels.nvrtc import Binary, record_launches
+from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.config import EngineConfig
 
 # One step each: GEMMs of one token, of few, and of all tile sizes (kernels/gemm/linear.py, kernels/gemm/tma.py and
@@ -330,6 +333,29 @@ def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
     """Run prompts within these limits on the padding row."""
     _launch_prompts(runner, limits)
     _launch_sampling(runner, EVERY_SAMPLING)
+
+
+def capture_graphs(runner: ModelRunner, config: EngineConfig, progress: Progress) -> list[MemoryRow]:
+    """Capture steps as CUDA graphs. Returns a row for their memory, or none if it belongs to a budget."""
+    has_prefill_graphs = "no-prefill-graphs" not in config.debug
+    if has_budget(config, runner.device):
+        torch.cuda.empty_cache()  # gaps of the warm-up belong to the graphs
+        runner.capture_graphs(progress, prefill=has_prefill_graphs, capture_all=True)
+        return []
+    free_bytes = torch.cuda.mem_get_info(runner.device)[0]
+    runner.capture_graphs(progress, prefill=has_prefill_graphs)
+    return [MemoryRow("CUDA graphs", free_bytes - torch.cuda.mem_get_info(runner.device)[0], "out of the reserve")]
+
+
+def may_stay_on_all_sms(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether a kernel may wait for its blocks on other SMs.
+
+    Under MPS two such kernels could wait for each other forever, and ranks wait for each other's.
+    """
+    is_mps = config.sharing is not None and config.sharing.sm_percent is not None
+    if config.tensor_parallel_size > 1 or is_mps or "no-persistent-decode" in config.debug:
+        return False
+    return not has_mps(device)
 
 
 def _launch_prompts(runner: ModelRunner, limits: StepLimits) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from meltcore.kernels.jit import tl, triton
@@ -9,6 +11,7 @@ from meltcore.kernels.launch import use_triton
 
 WORD_BITS = 32
 _BLOCK, _WARPS = 4096, 4
+_WAIT_BLOCK = 1024  # rows that one program waits for at a time
 
 
 def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tensor) -> None:
@@ -34,6 +37,48 @@ def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tens
         )
 
 
+def wait_for_masks(
+    mask_rows: torch.Tensor, tickets: torch.Tensor, filled: torch.Tensor, outcomes: torch.Tensor, limit_s: float
+) -> None:
+    """Wait on the device until the masks of a step are filled, at most `limit_s` seconds.
+
+    The host fills masks meanwhile, so it may launch the step earlier. A row whose mask is not filled, or that needs
+    none, gets the mask row 0.
+
+    Args:
+        mask_rows: [rows] int64, the row of the mask of each row of logits, or 0; overwritten.
+        tickets: [rows] int64, which mask each row waits for. Tickets are positive, but for rows without a mask.
+        filled: [mask rows] int64, which the host writes: the ticket of the mask in each row after the mask is written,
+            or the negative ticket if the row needs none.
+        outcomes: [2, mask rows] int64, contiguous. Each ticket is written at its parity: as it is if the host had
+            written to `filled`, else negative.
+        limit_s: seconds of waiting.
+    """
+    if not use_triton(mask_rows):
+        _wait_reference(mask_rows, tickets, filled, outcomes, limit_s)
+        return
+    rows = len(mask_rows)
+    _wait_kernel[(1,)](
+        *(mask_rows, tickets, filled, outcomes, rows, outcomes.shape[1], int(limit_s * 1e9)),
+        BLOCK=_WAIT_BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+def _wait_reference(
+    mask_rows: torch.Tensor, tickets: torch.Tensor, filled: torch.Tensor, outcomes: torch.Tensor, limit_s: float
+) -> None:
+    ends_s, has_mask = time.monotonic() + limit_s, mask_rows > 0
+    while True:
+        seen = filled[mask_rows.to(filled.device)].to(tickets.device)
+        is_done = (seen.abs() == tickets) | ~has_mask
+        if bool(is_done.all()) or time.monotonic() >= ends_s:
+            break
+    rows = mask_rows[has_mask]
+    outcomes[tickets[has_mask] % 2, rows] = torch.where(is_done, tickets, -tickets)[has_mask].to(outcomes.device)
+    mask_rows[seen != tickets] = 0
+
+
 def _mask_reference(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tensor) -> None:
     words = masks[mask_rows.to(masks.device)].to(logits.device)
     bits = torch.arange(WORD_BITS, device=logits.device, dtype=torch.int32)
@@ -53,3 +98,22 @@ def _mask_kernel(logits_ptr, masks_ptr, mask_rows_ptr, vocab, words, row_stride,
         word = tl.load(masks_ptr + mask_row * words + token // 32, mask=token // 32 < words, other=0)
         is_excluded = ((word >> (token % 32)) & 1) == 0
         tl.store(logits_ptr + row * row_stride + token, float("-inf"), mask=is_excluded & (token < vocab))
+
+
+# Tickets and limits differ from step to step, so that no kernel is compiled for a value of theirs.
+@triton.jit(do_not_specialize=["rows", "table_rows", "limit_ns"])
+def _wait_kernel(mask_rows_ptr, tickets_ptr, filled_ptr, outcomes_ptr, rows, table_rows, limit_ns, BLOCK: tl.constexpr):
+    """One program polls the memory that the host writes. Kernels that follow it see the masks, too."""
+    start_ns = tl.extra.cuda.globaltimer()
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        mask_row = tl.load(mask_rows_ptr + row, mask=row < rows, other=0)
+        ticket = tl.load(tickets_ptr + row, mask=row < rows, other=0)
+        has_mask = mask_row > 0
+        seen = tl.load(filled_ptr + mask_row, mask=has_mask, other=0, volatile=True)
+        is_done = (seen == ticket) | (seen == -ticket)
+        while (tl.min(is_done.to(tl.int32), 0) == 0) & (tl.extra.cuda.globaltimer() - start_ns < limit_ns):
+            seen = tl.load(filled_ptr + mask_row, mask=has_mask, other=0, volatile=True)
+            is_done = (seen == ticket) | (seen == -ticket)
+        tl.store(outcomes_ptr + ticket % 2 * table_rows + mask_row, tl.where(is_done, ticket, -ticket), mask=has_mask)
+        tl.store(mask_rows_ptr + row, tl.where(seen == ticket, mask_row, 0), mask=row < rows)
