@@ -14,11 +14,13 @@ from m2m100_tools import SMALL, load_model, random_sources, reference_model, wri
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError, RequestError
+from meltcore.engine.memory.workspace import LIBRARY_BYTES
 from meltcore.engine.tasks.batch_engine import BatchEngine
 from meltcore.engine.translation.engine import TranslationTask
-from meltcore.engine.translation.memory import plan_slots
+from meltcore.engine.translation.memory import plan_slots, translation_workspace
 from meltcore.engine.translation.translation import translate_all
-from meltcore.models.checkpoints.checkpoint import find_task
+from meltcore.models.checkpoints.checkpoint import find_task, open_checkpoint
+from meltcore.models.configs.task_configs import NUM_BEAMS, IndicTrans2Config
 from meltcore.protocol.shell import AbortRequests, Shutdown
 from meltcore.protocol.translation import FromEngine, Translate, Translated, TranslationReady
 from meltcore.settings.config import EngineConfig
@@ -200,3 +202,12 @@ def test_process_translates_refuses_and_aborts(folder: Path, tmp_path: Path, tas
         assert client.process.wait(WAIT_S) == 0
     finally:
         client.close()
+
+
+def test_workspace_of_a_small_model_holds_the_segments_of_the_allocator() -> None:
+    """A step of the bundled model counts few bytes, but torch takes 20 MiB for a tensor of 1 MiB, for graphs again."""
+    config = IndicTrans2Config.read(open_checkpoint("meltcore/phrases", files="config").config)
+    for slots in (1, 64, 512):
+        tokens_bytes = slots * NUM_BEAMS * config.max_target_positions * 8
+        least_bytes = LIBRARY_BYTES + 5 * 20 * 2**20 + 16 * tokens_bytes
+        assert translation_workspace(config, 2, slots, num_beams=NUM_BEAMS) >= least_bytes

@@ -25,6 +25,9 @@ BUDGET_ENCODER_TOKENS = 1024
 # For workspaces of libraries, fragmentation and activations of the encoder. An engine with a budget in bytes on a GPU
 # computes them instead.
 _RESERVE = 0.15
+_TOKEN_BYTES = 8
+# torch takes 20 MiB for a tensor of 1 to 10 MiB: one segment for tables, two for steps and two for captures.
+_SEGMENTS_BYTES = 5 * 20 * 2**20
 
 
 def translation_workspace(config: IndicTrans2Config, element_size: int, slots: int, *, num_beams: int) -> int:
@@ -40,7 +43,14 @@ def translation_workspace(config: IndicTrans2Config, element_size: int, slots: i
     values = (12 * hidden + 2 * ffn) * element_size
     step_bytes = slots * num_beams * (config.decoder.vocab_size * (element_size + 4) + values)
     nodes = graph_node_bytes(len(graph_rows(slots)), config.decoder.num_layers)
-    gaps = max(LEAST_BATCH_GAP_BYTES, int((encoder + step_bytes) * BATCH_GAPS))
+    # The tokens of all beams: two tables, and seven copies in a step and in its graph each. In large models the bound
+    # of the activations holds them and the segments. The bundled one ran out of 512 MiB at its first graph (H200).
+    tokens = slots * num_beams * config.max_target_positions * _TOKEN_BYTES
+    gaps = max(
+        LEAST_BATCH_GAP_BYTES,
+        int((encoder + step_bytes) * BATCH_GAPS),
+        _SEGMENTS_BYTES + 16 * tokens - encoder - step_bytes,
+    )
     tables = (config.max_source_positions + config.max_target_positions + 2) * hidden * element_size
     return encoder + step_bytes + nodes + gaps + tables + LIBRARY_BYTES
 
