@@ -56,7 +56,8 @@ def test_every_number_of_tokens_has_a_tile_and_stages(block_type: BlockType) -> 
         for rows, columns in ((43008, 5376), (5376, 21504), (4096, 4096), (112, 512)):
             config = select_config(tokens, rows, columns, block_type, 132)
             assert config.tokens in wgmma.TOKEN_TILES
-            assert -(-tokens // config.tokens) == -(-tokens // 256), "no more tiles than the largest makes"
+            halved = tokens == 256 and rows == 4096
+            assert -(-tokens // config.tokens) == -(-tokens // 256) * (2 if halved else 1)
             assert config.weight_stages >= 2
             assert config.token_stages >= 3
 
@@ -76,6 +77,24 @@ def test_a_third_warp_group_multiplies_large_weights(
 ) -> None:
     assert select_config(64, rows, columns, block_type, 132).warp_groups == groups
     assert select_config(200, rows, columns, block_type, 132).warp_groups == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "expected"),
+    [
+        (4096, 96, (96, 2)),
+        (4096, 192, (192, 2)),
+        (4096, 256, (128, 2)),
+        (4096, 257, (192, 2)),
+        (6144, 200, (128, 3)),
+        (8192, 256, (256, 2)),
+        (5376, 256, (256, 2)),
+    ],
+)
+def test_small_weights_have_two_tiles_of_tokens(rows: int, tokens: int, expected: tuple[int, int]) -> None:
+    """Where four blocks for each tile of rows fill the SMs: a tile of the product has two parts instead of four."""
+    config = select_config(tokens, rows, 4096, GgmlType.Q4_0, 132)
+    assert (config.tokens, config.warp_groups) == expected
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ constexpr bool HAS_SUBSCALES = FORMAT == Q4_K || FORMAT == Q5_K;
 constexpr int RECORD = FORMAT == Q8_0 || (FORMAT == INT4 && GROUP == 128)               ? 8
                        : FORMAT == Q6_K || HAS_PAIRS || (FORMAT == INT4 && GROUP == 32) ? 32
                                                                                         : 16;
+// Values of 4 bits with scales of at most 11 bits are decoded in pairs of bfloat16. Q4_0, with a scale per 32 columns,
+// gains nothing.
+constexpr bool IN_PAIRS = !HALF && FORMAT == INT4;
 constexpr bool HAS_MINIMA = HAS_PAIRS || HAS_SUBSCALES;
 constexpr int VALUE_BYTES = ROWS * 128, HIGH_BYTES = ROWS * ROW_HIGH_BYTES;
 constexpr int AT_HIGH = VALUE_BYTES, AT_SCALES = AT_HIGH + HIGH_BYTES;
@@ -183,10 +186,27 @@ __device__ __forceinline__ u32 load_half_word(u32 at) {
     return bits;
 }
 
+__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {
+    u32 out;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+__device__ __forceinline__ u32 multiply_add_pairs(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
+// The upper 16 bits of a number, twice.
+__device__ __forceinline__ u32 twice(float value) { return __byte_perm(__float_as_uint(value), 0, 0x3232); }
+
 // What a thread of wgmma's first operand needs of a chunk of 64 rows. It has rows g and g + 8 of its warp's 16, and of
 // every 16 columns 2t, 2t + 1, 2t + 8 and 2t + 9.
 struct Raw {
-    u32 words[2][2][4];  // the words of these columns, in a row and in each half of its 32 words; unused for Q8_0
+    // The words of these columns, in a row and in each half of its 32 words; unused for Q8_0. IN_PAIRS: of two words
+    // next to each other, their lower halves and then their upper ones.
+    u32 words[2][2][4];
     u32 high[2][2][2];   // half words of Q6_K, or fifth bits in bytes, 2t and 2t + 1, then 2t + 8 and 2t + 9
     u32 record[2][RECORD / 4];
     u32 values;  // Q8_0: where row g begins
@@ -211,7 +231,8 @@ struct Raw {
                 for (int i = 0; i < 2; ++i) {
                     int piece = 4 * half + 2 * i + t / 2;
                     uint2 pair = load_words(stage + row * 128 + (piece ^ g) * 16 + t % 2 * 8);
-                    words[which][half][2 * i] = pair.x, words[which][half][2 * i + 1] = pair.y;
+                    words[which][half][2 * i] = IN_PAIRS ? __byte_perm(pair.x, pair.y, 0x5410) : pair.x;
+                    words[which][half][2 * i + 1] = IN_PAIRS ? __byte_perm(pair.x, pair.y, 0x7632) : pair.y;
                     if (FORMAT == Q6_K)
                         high[which][half][i] =
                             load_word(stage + AT_HIGH + row * 64 + ((2 * half + i) ^ row / 2 % 4) * 16 + t * 4);
@@ -283,18 +304,43 @@ struct Raw {
         return -half_to_float(words[0] >> 16) * (float)((low & 15) | (high & 3) << 4);
     }
 
-    // What is added to `number` to get the value before scaling; zero points of INT4 are stored as 8 - zero.
-    __device__ __forceinline__ float offset(int which, int plane) const {
-        if (HAS_MINIMA) return -base(plane);
-        if (FORMAT == Q6_K) return -base(plane) - 32.0f;
-        if (FORMAT == Q4_0) return -base(plane) - 8.0f;
+    // What is added to a number, which is `added` more than its bits, to get the value before scaling. Zero points of
+    // INT4 are stored as 8 - zero.
+    __device__ __forceinline__ float offset(int which, int plane, float added) const {
+        if (HAS_MINIMA) return -added;
+        if (FORMAT == Q6_K) return -(added + 32.0f);
+        if (FORMAT == Q4_0) return -(added + 8.0f);
         const int index = plane * GROUPS / 8;
         const u32 zeros = record[which][GROUPS / 2 + index / 4];
-        return (float)(signed char)(zeros >> (8 * (index % 4))) - 8.0f - base(plane);
+        return (float)(signed char)(zeros >> (8 * (index % 4))) - (added + 8.0f);
+    }
+
+    // A value is put into the mantissa of 128. The scale is the sum of its upper 8 bits and at most 3 others, whose
+    // product with a value of at most 4 bits is exact: so the value times the scale is rounded once.
+    __device__ __forceinline__ void decode_pairs(u32* operands, int plane) const {
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+            const float by = scale(which, 0, plane), upper = __uint_as_float(__float_as_uint(by) & 0xFFFF0000);
+            const u32 minus = twice(offset(which, plane, 128.0f)), lower = twice(by - upper);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const u32 bits = words[which][half][2 * i + plane / 4] >> (4 * (plane % 4));
+                    const u32 values = add_pairs(and_xor(bits, 0x000F000F, 0x43084308), minus);
+                    operands[4 * half + 2 * i + which] =
+                        BF16_SCALES ? multiply_pairs(values, twice(by))
+                                    : multiply_add_pairs(values, twice(by), multiply_pairs(values, lower));
+                }
+        }
     }
 
     // Decodes 32 columns, plane `plane` of the chunk, to the operands of two products.
     __device__ __forceinline__ void decode(u32* operands, int plane) const {
+        if constexpr (IN_PAIRS) {
+            decode_pairs(operands, plane);
+            return;
+        }
 #pragma unroll
         for (int which = 0; which < 2; ++which)
 #pragma unroll
@@ -312,7 +358,7 @@ struct Raw {
                         second = fmaf(__uint_as_float(__byte_perm(pair, 0x47000000, 0x7414)), by, minus);
                     } else {
                         first = number(which, half, 2 * i, plane), second = number(which, half, 2 * i + 1, plane);
-                        const float plus = offset(which, plane);
+                        const float plus = offset(which, plane, base(plane));
                         if (FORMAT == Q4_0 || FORMAT == INT4) {
                             first = fmaf(first, by, plus * by), second = fmaf(second, by, plus * by);
                         } else if (HAS_MINIMA) {

@@ -40,6 +40,7 @@ _MOST_TOKENS = {2**25: MAX_TOKENS, 3 * 2**23: 256, 2**24: 192, 2**23: 64}
 # Values of a weight in a tile of three warp groups, at least, and tokens of such a tile, at most: its threads have
 # fewer registers for sums.
 _MIN_WIDE_VALUES, _MAX_WIDE_TOKENS = 2**27, 128
+_MIN_HALVED_TOKENS = 256  # of a tile
 _CAPABILITY = 90
 _GROUP_THREADS = 128
 _ALIGNMENT_BYTES, _BARRIER_BYTES = 1024, 512  # at most, of shared memory
@@ -131,7 +132,14 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
     has_third_group = (
         num_values >= _MIN_WIDE_VALUES or _has_much_to_decode(num_values, block_type) or 0.9 * sms <= wide_tiles <= sms
     )
-    return WgmmaConfig.of(tile, 3 if has_third_group and tile <= _MAX_WIDE_TOKENS else 2, block_type)
+    groups = 3 if has_third_group and tile <= _MAX_WIDE_TOKENS else 2
+    # Of small weights, two tiles of half of the tokens each have half as many parts, and parts of half the size.
+    for halved in (2, 3) if token_tiles == 1 and tile >= _MIN_HALVED_TOKENS else ():
+        parts_of_rows = 4 * -(-rows // (halved * _GROUP_ROWS))
+        if 0.9 * sms <= parts_of_rows <= sms:
+            tile, groups = tile // 2, halved
+            break
+    return WgmmaConfig.of(tile, groups, block_type)
 
 
 @cache
