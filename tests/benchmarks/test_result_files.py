@@ -149,7 +149,8 @@ def test_committed_results_say_what_each_target_bounds(path: Path) -> None:
     assert path.parent.name in SCRIPTS | {"fleet_load"}, "fleet_load has rows of `meltcore load --fleet`"
     runs = json.loads(path.read_text())["runs"]
     measured = [run for run in runs if any("value" in row for row in run["rows"])]  # not peers, which have rates
-    assert [run["command"] for run in measured if not re.fullmatch(r"[0-9a-f]{8}", run["commit"])] == []
+    unnamed = [run["command"] for run in measured if not re.fullmatch(r"[0-9a-f]{8}", run["commit"])]
+    assert unnamed == [], "measured outside of a repository: write the commit by hand"
     keys = [{(run["subject"], row["work"], row.get("unit")) for row in run["rows"]} for run in runs]
     assert len(set().union(*keys)) == sum(map(len, keys)), "an older run holds rows that a newer one replaces"
     for row in (row for run in runs for row in run["rows"]):
