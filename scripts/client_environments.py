@@ -5,7 +5,8 @@
 
 Each client of Python gets a virtual environment FOLDER/NAME with the versions of scripts/client_constraints.txt, and
 each agent a folder of npm. What is there already stays. Then tests/serve/test_clients.py runs: an agent calls a tool
-and ends, a library chats, streams, calls tools and parses, and lm-eval compares log-probabilities of a bundled model.
+and ends, a library chats, streams, calls tools and parses, lm-eval compares log-probabilities of a bundled model,
+and Schemathesis sends to each route of a fleet what /openapi.json allows and what it does not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PIP = {
     "autogen": ("autogen-agentchat", "autogen-ext[openai]", *_OPENAI),
     "instructor": ("instructor", "openai==3.3.0", "jiter==0.14.0", "rich==14.3.4"),  # it accepts no later ones
     "litellm": ("litellm", *_OPENAI),
+    "schemathesis": ("schemathesis", "rich==15.0.0"),
     "lm-eval": ("lm_eval[api]", "transformers", "rich==15.0.0"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,13 @@ _PLACES = {
     protocol.CompletionRequest: "completions",
     protocol.ChatMessage: "`messages[]`",
 }
+_TESTS = Path(__file__).resolve().parent.parent / "tests"
+_THREAT = re.compile(
+    r"^# threat: (?P<who>[^:\n]+): (?P<claim>[^\n]+)\n"
+    r"(?:(?!\n\n)[\s\S])*?(?:def (?P<test>test_\w+)|(?=\n\n|\Z))",
+    re.MULTILINE,
+)
+_WHO = ("who reaches a server", "a web page", "a client", "a chat template", "a model file", "an audio file")
 # Fields of vLLM 0.33 that are not known here, by name a 400. A test sends each.
 UNKNOWN_FIELDS = (
     *("add_special_tokens", "allowed_token_ids", "cache_salt", "chat_template", "ec_transfer_params"),
@@ -334,7 +342,25 @@ def forms(found: Mapping[str, tuple[str, str]]) -> list[str]:
     return lines
 
 
+def threats(folder: Path = _TESTS) -> list[str]:
+    """Return the claims that stand as `# threat: WHO: CLAIM` above the tests that show them.
+
+    Raises ValueError for a claim without a test below it.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(folder.rglob("test_*.py")):
+        for claim in _THREAT.finditer(path.read_text()):
+            if claim["test"] is None:
+                raise ValueError(f"{path}: no test is below {claim[0]!r}")
+            found[claim["who"]].append(
+                f"| {claim['who']} | {claim['claim']} | `{path.relative_to(folder.parent)}`: `{claim['test']}` |"
+            )
+    order = sorted(found, key=lambda who: (_WHO.index(who) if who in _WHO else len(_WHO), who))
+    return ["| who | claim | test |", "|---|---|---|", *(line for who in order for line in found[who])]
+
+
 TABLES = {
+    "threats": threats,
     "forms of a chat request": partial(forms, CHAT_FORMS),
     "forms of a model at start": partial(forms, MODEL_FORMS),
     "API routes": api_routes,

@@ -17,7 +17,7 @@ import check_site
 import performance_tables
 import pytest
 import report_picture
-from code_tables import API_ROUTES, UNKNOWN_FIELDS, api_routes
+from code_tables import API_ROUTES, UNKNOWN_FIELDS, api_routes, threats
 
 from meltcore.cli.main import COMMANDS, Command, command_parser
 from meltcore.common.errors import RequestError
@@ -353,6 +353,16 @@ def test_api_page_says_of_each_route_whether_the_server_has_it(monkeypatch: pyte
         monkeypatch.setattr("code_tables.API_ROUTES", others | {paths: (("yes", "yes"), note)})
         with pytest.raises(ValueError, match=paths[0] if paths[0] != "/v1/rerank" else "/score"):
             api_routes()
+
+
+def test_claim_of_the_threat_page_needs_a_test_below_it(tmp_path: Path) -> None:
+    path = tmp_path / "tests/test_a.py"
+    path.parent.mkdir()
+    path.write_text("# threat: a page: it cannot act\n@mark\nasync def test_it() -> None: ...\n")
+    assert threats(path.parent)[2:] == ["| a page | it cannot act | `tests/test_a.py`: `test_it` |"]
+    path.write_text("# threat: a page: it cannot act\nOTHER = 1\n\n\ndef test_it() -> None: ...\n")
+    with pytest.raises(ValueError, match="no test is below '# threat: a page: it cannot act"):
+        threats(path.parent)
 
 
 @pytest.mark.parametrize("field", UNKNOWN_FIELDS)

@@ -172,6 +172,7 @@ async def clips_of(workers: AudioWorkers, data: bytes) -> list[DecodedClip | Dec
     return [part async for part in workers.decode(data, sample_rate=16_000, max_clip_s=5.0, max_audio_s=60.0)]
 
 
+# threat: an audio file: it costs a worker's memory and time, and the server goes on
 @pytest.mark.slow
 def test_workers_decode_refuse_and_survive(tmp_path: Path, temporary_files: None) -> None:
     async def scenario() -> None:
@@ -198,6 +199,7 @@ def test_workers_decode_refuse_and_survive(tmp_path: Path, temporary_files: None
     asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
+# threat: an audio file: a worker that computes too long is killed
 @pytest.mark.slow
 def test_worker_that_takes_too_much_cpu_time_is_killed() -> None:
     async def scenario() -> None:

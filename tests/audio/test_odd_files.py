@@ -615,6 +615,7 @@ HARMFUL: dict[str, tuple[Callable[[], bytes], str]] = {
 }  # fmt: skip
 
 
+# threat: an audio file: files made to harm are refused by name
 @pytest.mark.parametrize("name", HARMFUL)
 def test_harmful_files_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_MAX_ELEMENTS", 2000)

@@ -17,6 +17,7 @@ from meltcore.common.errors import ConfigError
 INPUTS = 8
 
 
+# threat: any of them: damaged inputs of 24 parsers end in the documented errors
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_inputs_end_in_documented_errors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,7 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
+# threat: a model file: no code in an archive of torch.save runs
 def test_code_in_an_archive_does_not_run(tmp_path: Path) -> None:
     torch.save({"trap": Trap(str(tmp_path / "sprung")), "model": {"a": torch.ones(2)}}, tmp_path / "a.pt")
     root = TorchArchive(tmp_path / "a.pt").root

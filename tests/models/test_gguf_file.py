@@ -154,6 +154,7 @@ def refused_quickly(path: Path, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+# threat: a model file: lengths in a GGUF header are checked before they are used
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
     content, message = HOSTILE[name]

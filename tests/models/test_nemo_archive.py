@@ -109,6 +109,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         NemoArchive(whole).token_texts(CONFIG)
 
 
+# threat: a model file: no code in a NeMo checkpoint runs
 def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:

@@ -64,6 +64,7 @@ def header_of(fields: object) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
+# threat: a model file: a safetensors header names nothing outside its file
 @pytest.mark.parametrize(
     "content",
     [

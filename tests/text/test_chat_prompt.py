@@ -165,6 +165,7 @@ def test_injected_turn_is_text_unless_the_server_says_otherwise() -> None:
     assert as_peers == tokenizer.encode(template.render(attack), add_special_tokens=False)
 
 
+# threat: a client: text of a message never becomes a control token
 @pytest.mark.parametrize(
     ("source", "content"),
     [

@@ -43,6 +43,7 @@ def test_raise_exception_is_a_400_with_its_words() -> None:
     assert caught.value.status == 400
 
 
+# threat: a chat template: it can compute text and nothing else
 @pytest.mark.parametrize(
     "source",
     [
@@ -70,6 +71,7 @@ def test_output_without_end_is_a_400() -> None:
         render("{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}")
 
 
+# threat: a client: variables of a template that the server sets stay its own
 def test_requests_cannot_replace_what_the_server_sets() -> None:
     with pytest.raises(RequestError, match="may not set 'messages'"):
         render(CHATML, messages=[])
@@ -183,6 +185,7 @@ def test_null_leaves_a_variable_at_its_default(value: bool | None) -> None:
     assert template.render(HELLO, {"enable_thinking": value, "other": None}) == f"{value is not True} True"
 
 
+# threat: a chat template: its time and its text are bounded
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "source",

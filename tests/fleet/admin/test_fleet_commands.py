@@ -92,6 +92,7 @@ def chat_model(fleet: Fleet) -> str:
     return lines()[-1].partition("model=")[2].split()[0]
 
 
+# threat: a web page: the admin port, which needs no key, refuses requests of pages
 @pytest.mark.slow
 def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys)

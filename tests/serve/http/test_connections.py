@@ -83,6 +83,7 @@ def test_header_split_over_two_packets_is_unchanged(server: RunningServer) -> No
     assert b"x-request-id: abc\r\n" in answer
 
 
+# threat: a client: a head without an end is 431
 @pytest.mark.parametrize("piece", [b"x-%d: " + b"v" * 1000 + b"\r\n", b"v" * 1000], ids=["many headers", "one header"])
 def test_headers_without_end_are_431(server: RunningServer, piece: bytes) -> None:
     with connect(server) as connection:
@@ -251,6 +252,7 @@ def test_half_close_is_a_disconnect_on_each_route(body: bytes, path: bytes) -> N
     assert ends == ["http.disconnect"]
 
 
+# threat: a client: one that sends slowly, or nothing, is disconnected, and holds up no other client
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_clients_that_never_send_do_not_keep_others_waiting(server: RunningServer, count: int) -> None:
     raise_file_limit()

@@ -36,6 +36,7 @@ def outcome(check: OriginCheck, method: str = "POST", **headers: str) -> str:
     return str(refused.code)
 
 
+# threat: a web page: DNS rebinding: a server on loopback answers hosts of its own machine alone
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 def test_loopback_server_takes_hosts_of_its_own_machine_alone(method: str) -> None:
     for address in ("127.0.0.1", "localhost", "::1"):
@@ -47,6 +48,7 @@ def test_loopback_server_takes_hosts_of_its_own_machine_alone(method: str) -> No
         assert {outcome(OriginCheck(address), method, host=host) for host in (*OWN, *FOREIGN)} == {""}
 
 
+# threat: a web page: a page of another site cannot act: POST with its `Origin` is 403
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_pages_of_other_sites_may_not_act(address: str) -> None:
     check = OriginCheck(address)
@@ -66,6 +68,7 @@ def test_pages_of_other_sites_may_not_act(address: str) -> None:
     assert outcome(check, origin="http://localhost:8000") == "origin_not_allowed", "no Host to compare with"
 
 
+# threat: a web page: CORS answers go to allowed origins alone
 def test_allowed_origins_and_their_hosts_pass() -> None:
     check = OriginCheck("127.0.0.1", ("https://app.example", "http://[fd00::1]:3000", "null"))
     assert outcome(check, host="localhost:8000", origin="https://app.example") == ""

@@ -55,6 +55,7 @@ def test_page_runs_its_own_script_alone_and_status_needs_the_key() -> None:
         assert isinstance(found["gpus"], list)
 
 
+# threat: a web page: the server's own page runs its script alone, and shows what models write as text
 def test_page_loads_nothing_else_and_writes_no_markup() -> None:
     page = _FILE.read_text()
     assert re.findall(r"https?://[^'\s]+", page) in (["http://www.w3.org/2000/svg"], [])

@@ -57,6 +57,7 @@ def server(files: tuple[str, str]) -> Iterator[RunningServer]:
         assert "Traceback" not in running.stderr
 
 
+# threat: who reaches a server: with a certificate the server answers no plain HTTP
 def test_the_server_prints_and_serves_https_alone(server: RunningServer) -> None:
     assert server.url.startswith("https://127.0.0.1:")
     with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as plain:

@@ -135,6 +135,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
+# threat: who reaches a server: one key's requests and tokens per minute are bounded over all API servers
 def test_rate_limits_hold_over_all_processes(clock: SimpleNamespace) -> None:
     """A bucket of a minute's requests, refilled evenly, whichever process takes from it."""
     config = KeySection(name="a", sha256=sha256("x"), requests_per_minute=30)
@@ -191,6 +192,7 @@ def test_class_and_time_limit_are_read_from_headers() -> None:
         checked(ApiKeys((), ServerStats()), x_priority_class="urgent")
 
 
+# threat: who reaches a server: where keys are set, only pages and health answer without; `/metrics` does not
 def test_every_route_needs_a_key_but_the_open_ones() -> None:
     """No route checks keys itself: the gate stands before all of them, also before paths that do not exist."""
     stats, statuses = ServerStats(keys=1), dict[str, int]()
@@ -223,6 +225,7 @@ def test_every_route_needs_a_key_but_the_open_ones() -> None:
     assert {path for path, status in statuses.items() if status != 401} == OPEN_PATHS
 
 
+# threat: who reaches a server: keys are in no log line, and refused requests reach no route
 def test_the_gate_stops_what_has_no_key_and_logs_no_key() -> None:
     lines: list[dict[str, Any]] = []
     sent: list[Any] = []

@@ -163,6 +163,7 @@ def test_schema_cannot_ask_for_what_is_no_json(option: dict[str, Any], text: str
         assert not accepts(grammar, begin + text)
 
 
+# threat: a client: compiling a schema or grammar is bounded, and holds up no other
 def test_slow_grammars_hold_up_no_known_one_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads are busy: a known grammar is answered, the event loop runs, and too many are refused."""
     started, release = Event(), Event()

@@ -35,6 +35,7 @@ def run(coroutine: Any) -> Any:
 # --- bytes
 
 
+# threat: an upstream server: the client's key is not sent to it
 def test_answers_come_through_as_they_are() -> None:
     """Body, status and headers of the answer; the request's body, path, id and trace."""
 
@@ -170,6 +171,7 @@ def test_fault_before_the_first_event_is_a_plain_error(behave: Any, status: int,
     run(check())
 
 
+# threat: an upstream server: an answer that breaks or lies ends as an error, also within a stream
 @pytest.mark.parametrize(
     ("parts", "then", "message"),
     [

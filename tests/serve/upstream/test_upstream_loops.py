@@ -103,6 +103,7 @@ def test_model_whose_address_is_the_fleets_own_fails_at_the_start(tmp_path: Path
             assert server.metrics()["requests_failed_total"] == 0
 
 
+# threat: an upstream server: servers that name each other pass a request on once
 @pytest.mark.slow
 def test_request_that_comes_back_over_other_servers_gets_508_at_its_first_turn(tmp_path: Path) -> None:
     """Two servers that name each other: over the second, and over a chain of both through a forwarded port."""

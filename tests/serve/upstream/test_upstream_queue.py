@@ -156,6 +156,7 @@ def test_tokens_come_from_usage_or_from_events() -> None:
     uvloop.run(check())
 
 
+# threat: an upstream server: an answer nested without end is no fault of this server
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
