@@ -106,12 +106,13 @@ def beam_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 
 
 def packed_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
-    """A text encoder's batch of 64 tokens."""
-    qkv, tiles = meta(64, 3 * model.heads * model.head_dim, dtype=dtype), meta(12, 3, dtype=torch.int32)
-    has_kernel = dtype.itemsize == 2 and model.head_dim <= packed.MAX_HEAD_DIM
+    """A text encoder's batch of 64 tokens. Attention has 16 bits, and heads of at most MAX_HEAD_DIM values."""
+    hidden = meta(64, model.heads * model.head_dim, dtype=dtype)
+    qkv = meta(64, 3 * hidden.shape[1], dtype=dtype if dtype.itemsize == 2 else torch.float16)
+    heads = model.heads * -(-model.head_dim // packed.MAX_HEAD_DIM)
     return [
-        *([partial(packed.packed_attention, qkv, tiles, model.heads)] if has_kernel else []),
-        *[partial(packed.mean_of_rows, qkv, meta(2, 8, dtype=index)) for index in (torch.int32, torch.int64)],
+        partial(packed.packed_attention, qkv, meta(12, 3, dtype=torch.int32), heads),
+        *[partial(packed.mean_of_rows, hidden, meta(2, 8, dtype=index)) for index in (torch.int32, torch.int64)],
     ]
 
 
