@@ -262,7 +262,10 @@ def penalties_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 
 def token_mask_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     masks = meta(65, VOCAB // token_mask.WORD_BITS, dtype=torch.int32)
-    return [partial(token_mask.mask_logits, meta(64, VOCAB), masks, indices(64))]
+    return [
+        partial(token_mask.wait_for_masks, indices(64), indices(64), indices(65), indices(2, 65), 0.1),
+        partial(token_mask.mask_logits, meta(64, VOCAB), masks, indices(64)),
+    ]
 
 
 CASES = {
