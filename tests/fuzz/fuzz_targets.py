@@ -59,9 +59,9 @@ def body() -> Target:
             with suppress(RequestError):
                 request: Any = decode_request(data, form)
                 if isinstance(request, ResponsesRequest):
-                    request, _ = responses.chat_of(request)
+                    request, _ = responses.chat_of(request, {})
                 elif isinstance(request, messages.CountRequest):
-                    request = messages.chat_of(request)
+                    request = messages.chat_of(request, {})
                 if isinstance(request, ChatRequest | CompletionRequest):
                     grammar = requested_grammar(request)
                 if isinstance(request, ChatRequest):

@@ -260,6 +260,16 @@ def test_arguments_of_earlier_calls_need_not_be_objects(server: RunningServer, a
         assert answer.error["param"] == "messages[0].tool_calls[0].function.arguments"
 
 
+def test_calls_and_results_of_a_history_need_no_counterpart(server: RunningServer) -> None:
+    """Small models lose them, and clients drop old messages: the rest of a history is still of use."""
+    call = {"id": "c", "type": "function", "function": {"name": "ping", "arguments": "{}"}}
+    calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result, user = {"role": "tool", "tool_call_id": "other", "content": "x"}, {"role": "user", "content": "ab"}
+    for history in ([calls, user], [result, user], [calls, result, user]):
+        answer = server.post("/v1/chat/completions", {"model": MODEL, "messages": history, "max_tokens": 2})
+        assert answer.json["choices"][0]["message"]["content"] == "ab"
+
+
 def test_user_has_no_calls(server: RunningServer) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "ping", "arguments": "{}"}}
     messages = [{"role": "user", "content": "x", "tool_calls": [call]}]

@@ -16,7 +16,7 @@ from waiting import WAIT_S
 from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import SequenceOutput
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.serve.dialects.messages import MessageWriter
+from meltcore.serve.dialects.messages import MessageWriter, complete_members
 from meltcore.serve.dialects.response_forms import ResponsesRequest
 from meltcore.serve.dialects.response_writer import REASONING, CalledTool, ResponsesWriter, read_reasoning
 from meltcore.serve.requests.protocol import StreamOptions
@@ -301,10 +301,29 @@ def test_an_answer_that_is_cut_is_incomplete(cuts: list[int]) -> None:
         }
         == call
     )
-    [custom] = events_of(write("responses", PATCH[:-20], [40], "length"))[-1]["response"]["output"]
-    assert (custom["type"], custom["status"]) == ("custom_tool_call", "incomplete")
-    [block] = blocks_of(events_of(write("messages", BROKEN[:-4], [40], "length")))
-    assert (block["type"], block["name"], block["input"]) == ("tool_use", "get", {})
+    for end in range(PATCH.index("+"), PATCH.index("\n</")):
+        events = events_of(write("responses", PATCH[:end], [40], "length"))
+        check_events(events)
+        [custom] = events[-1]["response"]["output"]
+        assert (custom["type"], custom["status"]) == ("custom_tool_call", "incomplete")
+        assert '+a\n"b" ü'.startswith(custom["input"])
+    events = events_of(write("messages", BROKEN[:-4], [40], "length"))
+    [block] = blocks_of(events)
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "get", {"place": "Bonn"})
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+    whole = json.loads(write("messages", BROKEN[:-4], [], "length", is_whole=True))
+    assert whole["content"] == [block | {"id": whole["content"][0]["id"]}]
+
+
+def test_a_cut_object_keeps_its_complete_members() -> None:
+    full = {"a": 'x, \\"}', "b": [1, {"c": "]"}], "d": {"e": {}}, "f": True, "g": None, "h": "", "i": 12, "j": -0.5}
+    for separators in ((", ", ": "), (",", ":"), (" ,\n", " : ")):
+        text = json.dumps(full, separators=separators)
+        found = [json.loads(complete_members(text[:end])) for end in range(len(text) + 1)]
+        assert all(each == dict(list(full.items())[: len(each)]) for each in found)
+        assert [length for length, _ in itertools.groupby(map(len, found))] == [*range(len(full) + 1)]
+        assert complete_members(text) == text
+    assert complete_members('{"a": {}, "b": 12') == '{"a": {}}'
 
 
 @pytest.mark.parametrize(("kind", "waiting"), [("messages", b'data: {"type":"ping"}'), ("responses", b":\n\n")])
@@ -332,7 +351,10 @@ def test_reasoning_of_other_servers_is_refused(encrypted: str) -> None:
 
 
 def test_messages_begin_once_an_engine_has_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pings follow until there is output. Nothing is sent from the queue, where the request may still be refused."""
+    """Comments follow until there is output, whose first event has the usage of the last one.
+
+    Nothing is sent from the queue, where the request may still be refused.
+    """
     monkeypatch.setattr(MessageWriter, "waits_s", (0.0, 0.0))
     sent: list[Any] = []
     is_pinged = asyncio.Event()
@@ -354,16 +376,20 @@ def test_messages_begin_once_an_engine_has_the_request(monkeypatch: pytest.Monke
         choice.replica = 0
         await is_pinged.wait()
         assert not answer.done()
-        choice.accept(SequenceOutput("id", TOKENIZER.encode("hello", add_special_tokens=False), "stop"))
+        ids = TOKENIZER.encode("hello", add_special_tokens=False)
+        choice.accept(SequenceOutput("id", ids, "stop", cached_tokens=4))
         ticket.open_children = 0
         ticket.wake()
         await answer
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
-    kinds = [event["type"] for event in events_of(b"".join(message["body"] for message in sent[1:]))]
     assert sent[0]["type"] == "http.response.start"
-    assert kinds[:4] == ["message_start", "ping", "ping", "ping"]
-    assert [kind for kind in kinds if kind != "ping"] == [
-        *("message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta"),
+    assert [message["body"] for message in sent[1:4]] == [b":\n\n"] * 3
+    events = events_of(b"".join(message["body"] for message in sent[1:]))
+    assert events[0]["message"]["usage"] == events[-2]["usage"]
+    assert (events[-2]["usage"]["input_tokens"], events[-2]["usage"]["cache_read_input_tokens"]) == (3, 4)
+    assert [event["type"] for event in events] == [
+        "message_start",
+        *("content_block_start", "content_block_delta", "content_block_stop", "message_delta"),
         "message_stop",
     ]

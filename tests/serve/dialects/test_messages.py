@@ -14,11 +14,13 @@ from server_harness import MODEL, RunningServer, scripted_server
 from waiting import WAIT_S
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.dialects.messages import CountRequest, InputMessage, ToolResultBlock, chat_of
+from meltcore.serve.dialects.messages import CountRequest, InputMessage, MessagesRequest, ToolResultBlock, chat_of
 from meltcore.serve.requests.asgi import error_json
+from meltcore.serve.requests.protocol import decode_request
 
 pytestmark = pytest.mark.slow
 
+USER = {"role": "user", "content": "x"}
 END = "~"  # ends the scripted answer
 # It writes roles and texts, calls and results, and last the last message alone, which the engine repeats first.
 TEMPLATE = "{# tools <tool_call> #}{{ messages[-1].content }}"
@@ -87,7 +89,8 @@ def test_calls_of_an_answer_and_their_results(client: anthropic.Anthropic) -> No
         {"role": "assistant", "content": message.content},
         {"role": "user", "content": results},
     ]
-    assert client.messages.create(**fields("", messages=history, tools=TOOLS)).content[0].text == "and now?"
+    for known in (history, [*history[:2], {"role": "user", "content": results[2:]}], history[2:]):
+        assert client.messages.create(**fields("", messages=known, tools=TOOLS)).content[0].text == "and now?"
 
 
 @pytest.mark.parametrize("written", ["hello", CALL, f"Look.{CALL}{EMPTY}", f"{CALL[:-20]}oh</tool_call>"])
@@ -106,6 +109,20 @@ def test_a_stream_joins_to_the_whole_answer(client: anthropic.Anthropic, written
     assert shown(joined) == shown(whole)
 
 
+def test_a_cut_call_has_its_complete_members(client: anthropic.Anthropic) -> None:
+    written = '<tool_call>\n{"name": "get_weather", "arguments": {"place": "Bonn", "day": "Mon'
+    asked = fields(written + "day", tools=TOOLS, max_tokens=len(written))
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        started = next(event.message.usage for event in stream if event.type == "message_start")
+        joined = stream.get_final_message()
+    for message in (whole, joined):
+        assert (message.stop_reason, message.content[-1].input) == ("max_tokens", {"place": "Bonn"})
+        usage = message.usage
+        assert started.input_tokens == usage.input_tokens
+        assert started.cache_read_input_tokens == usage.cache_read_input_tokens
+
+
 def test_system_messages_and_edits_that_keep_all_are_accepted(client: anthropic.Anthropic) -> None:
     """Agents send them."""
     messages: Any = [
@@ -119,10 +136,10 @@ def test_system_messages_and_edits_that_keep_all_are_accepted(client: anthropic.
 
 def test_chats_continue_a_last_message_of_the_assistant_and_see_failed_results() -> None:
     messages = [InputMessage("user", "x"), InputMessage("assistant", "He")]
-    assert chat_of(CountRequest(messages=messages)).continue_final_message
-    assert not chat_of(CountRequest(messages=messages[:1])).continue_final_message
+    assert chat_of(CountRequest(messages=messages), {}).continue_final_message
+    assert not chat_of(CountRequest(messages=messages[:1]), {}).continue_final_message
     failed = ToolResultBlock(tool_use_id="a", content="no such file", is_error=True)
-    [message] = chat_of(CountRequest(messages=[InputMessage("user", [failed])])).messages
+    [message] = chat_of(CountRequest(messages=[InputMessage("user", [failed])]), {}).messages
     assert message.content == "Error: no such file"
 
 
@@ -138,6 +155,60 @@ def test_errors_have_the_types_of_the_api(status: int, kind: str) -> None:
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "hello"}])
     assert counted.input_tokens == 5
+
+
+ASSISTANT = {"role": "assistant", "content": "He"}
+USES: list[Any] = [{"type": "text", "text": "x"}, {"type": "tool_use", "id": "a", "name": "ping", "input": {}}]
+RESULTS: list[Any] = [{"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": ""}]
+DEEP: dict[str, Any] = {}
+for _ in range(200):
+    DEEP = {"a": DEEP}
+# A chat has another form and other indices, such as of messages after a system prompt.
+NAMED: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": [USER, ASSISTANT], "tools": TOOLS, "tool_choice": {"type": "any"}}, "messages",
+     "a last message of the assistant in messages is not possible beside tool_choice, whose"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name", "tool_choice: 'x' is none"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name", "tools[0].name must be"),
+    ({"tools": [*TOOLS, {"name": "a", "input_schema": {"type": "string"}}]}, "tools[2].input_schema",
+     "tools[2].input_schema must be the schema of an object"),
+    ({"tools": [{"name": "a", "input_schema": {"properties": 3}}]}, "tools[0].input_schema.properties",
+     "tools[0].input_schema.properties must be"),
+    ({"tools": [{"name": "a", "input_schema": {"properties": DEEP}}]}, "tools[0].input_schema", "is nested too deeply"),
+    ({"tools": [{"name": "stop", "input_schema": {}}] * 2}, "tools", "two functions have the name 'stop'"),
+    ({"system": "s", "messages": [USER, {"role": "user", "content": RESULTS}]}, "messages[1].content[1].tool_use_id",
+     "messages[1].content[1].tool_use_id: a message of the role tool needs"),
+    ({"system": "s", "messages": [{"role": "assistant", "content": [USES[0], USES[1] | {"input": DEEP}]}, USER]},
+     "messages[0].content[1].input", "messages[0].content[1].input is nested too deeply"),
+    ({"stop": ["x"]}, "stop", "stop: this field is not known here"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens", "max_completion_tokens: this field is not known here"),
+    ({"stop_sequences": ["x" * 5000]}, "stop_sequences", "stop_sequences"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "param", "named"), NAMED, ids=[f"{param}-{text[-9:]}" for _, param, text in NAMED])
+def test_errors_name_the_fields_of_this_api(
+    server: RunningServer, change: dict[str, Any], param: str, named: str
+) -> None:
+    answer = server.post("/v1/messages", fields("x") | change, {"x-api-key": "key"})
+    assert (answer.status, answer.error["param"]) == (400, param), answer.error
+    assert named in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tool_choice": {"type": "x"}}, {"thinking": {"type": "x"}}, {"output_config": {"format": {"type": "x"}}},
+     {"messages": [{"role": "user", "content": [{"type": "x"}]}]}],
+)  # fmt: skip
+def test_unknown_types_are_not_compared_with_the_types_of_chats(change: dict[str, Any]) -> None:
+    body = {"max_tokens": 5, "messages": [], **change}
+    body["output_config"] = (
+        {"format": {"schema": {}} | body["output_config"]["format"]} if "output_config" in body else None
+    )
+    with pytest.raises(RequestError, match="'x'") as caught:
+        decode_request(json.dumps(body).encode(), MessagesRequest)
+    assert "known is" not in caught.value.message
+    assert "is known" not in caught.value.message
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -20,6 +20,7 @@ from meltcore.serve.requests.protocol import NamedTool, decode_request
 from meltcore.serve.tasks.generation.responses import OBFUSCATED_BYTES
 from meltcore.serve.tasks.generation.text_function import TextFunction
 
+USER = {"role": "user", "content": "x"}
 END = "~"  # the token that ends the scripted answer
 TEMPLATE = "{# tools <tool_call> reasoning_effort #}{{ messages[-1].content }}"
 WEATHER: dict[str, Any] = {
@@ -145,6 +146,18 @@ def test_a_stream_with_a_cut_or_broken_call_ends_well(client: openai.OpenAI, wri
 
 
 @pytest.mark.slow
+def test_a_cut_call_of_a_custom_tool_has_the_beginning_of_its_text(client: openai.OpenAI) -> None:
+    written = '<tool_call>\n{"name": "patch", "arguments": {"input": "+a\\n+'
+    asked: Any = {"model": MODEL, "input": written + "b", "tools": TOOLS, "max_output_tokens": len(written)}
+    with client.responses.stream(**asked) as stream:
+        *events, last = list(stream)
+    seen = [getattr(event, "delta", getattr(event, "input", None)) for event in events if "_input." in event.type]
+    assert seen == ["+a\n+"] * 2
+    for response in (client.responses.create(**asked), last.response):
+        assert (response.status, response.output[-1].input) == ("incomplete", "+a\n+")
+
+
+@pytest.mark.slow
 def test_a_long_conversation_is_translated_on_a_thread(client: openai.OpenAI) -> None:
     items: Any = [{"role": "user", "content": "x"}] * INLINE_ITEMS + [{"role": "user", "content": "last" + END}]
     assert client.responses.create(model=MODEL, input=items).output_text == "last"
@@ -188,6 +201,18 @@ def test_wrong_keys_models_and_fields_are_errors_of_the_client(server: RunningSe
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1"),
         ({"max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens is 5000"),
         ({"input": []}, "input", "input is empty"),
+        ({"max_tokens": 5}, "max_tokens", "max_tokens: this field is not known here"),
+        ({"messages": []}, "messages", "messages: this field is not known here"),
+        ({"tools": [WEATHER, NAMESPACE | {"tools": [PATCH, WEATHER | {"parameters": {"type": "string"}}]}]},
+         "tools[1].tools[1].parameters", "tools[1].tools[1].parameters must be the schema of an object"),
+        ({"tools": [WEATHER, PATCH | {"name": "a b"}],
+          "tool_choice": {"type": "allowed_tools", "tools": [{"type": "custom", "name": "a b"}]}},
+         "tools[1].name", "tools[1].name must be"),
+        ({"instructions": "x", "input": [{"type": "function_call_output", "call_id": "", "output": "x"}]},
+         "input[0].call_id", "input[0].call_id: a message of the role tool needs"),
+        ({"input": [USER, *[{"type": "function_call", "name": "a", "call_id": "b", "arguments": arguments}
+                            for arguments in ("{}", '{"a":' * 200 + "1" + "}" * 200)], USER]},
+         "input[2].arguments", "input[2].arguments is nested too deeply"),
         ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format.name", "'a b'"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 5}, "strict": True}}},
          "text.format.schema", "text.format.schema is not supported"),
@@ -206,10 +231,9 @@ def test_errors_name_the_fields_of_this_api(server: RunningServer, fields: Any, 
 
 
 def read(**fields: Any) -> Any:
-    return chat_of(decode_request(msgspec.json.encode({"input": "x"} | fields), ResponsesRequest))[0]
+    return chat_of(decode_request(msgspec.json.encode({"input": "x"} | fields), ResponsesRequest), {})[0]
 
 
-USER = {"role": "user", "content": "x"}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
@@ -332,7 +356,7 @@ def test_tools_and_their_choice() -> None:
 
 def test_tools_of_a_namespace_are_called_by_both_names() -> None:
     body = {"input": "x", "tools": [WEATHER, NAMESPACE]}
-    chat, called = chat_of(decode_request(msgspec.json.encode(body), ResponsesRequest))
+    chat, called = chat_of(decode_request(msgspec.json.encode(body), ResponsesRequest), {})
     assert [tool.function.name for tool in chat.tools or ()] == ["get_weather", "far.get_weather", "far.patch"]
     assert chat.tools is not None
     assert chat.tools[1].function.description == "Other places.\nWeather of a place"
@@ -385,7 +409,7 @@ def test_odd_requests_are_refused_by_name_or_understood() -> None:
     for _ in range(600):
         body = msgspec.json.encode(mutated(REQUEST, draw))
         try:
-            chat_of(decode_request(body, ResponsesRequest))
+            chat_of(decode_request(body, ResponsesRequest), {})
             statuses.append(200)
         except RequestError as error:
             statuses.append(error.status)

@@ -121,8 +121,24 @@ def test_a_regular_expression_is_a_grammar(pattern: str, text: str) -> None:
         ('{"patch": "x"}', '{"patch": "x"}'),
         ('{"input": 3}', '{"input": 3}'),
         ("", ""),
+        ('{"input": "a\\ud800b"}', "a\ufffdb"),
+        ('{"input": ' + "9" * 5000 + "}", '{"input": ' + "9" * 5000 + "}"),
         ('{"input": ' + "[" * 3000, '{"input": ' + "[" * 3000),  # deeper than it can be read
     ],
 )
 def test_the_input_is_the_text_of_the_call(arguments: str, text: Any) -> None:
     assert text_input(arguments) == text
+
+
+def test_the_input_of_a_cut_call_is_the_beginning_of_its_text() -> None:
+    """Wherever the JSON is cut, also within an escape, and without what is around the text."""
+    text = 'a\n"b" \\ü 😀\ud800c'
+    shown = text.replace("\ud800", "\ufffd")
+    for arguments in (json.dumps({"input": text}), ' {\n"input" :"' + json.dumps(text, ensure_ascii=False)[1:] + " }"):
+        found = [text_input(arguments[:end], is_cut=True) for end in range(len(arguments) + 1)]
+        assert all(shown.startswith(each) for each in found)
+        assert found == sorted(found, key=len)
+        assert set(found) >= {shown[:length] for length in range(9)} | {shown}
+        assert found[-1] == text_input(arguments) == shown
+    for other in ('{"place": "Bonn", ', '{"input": 3', '{"input": "a", "b'):
+        assert text_input(other, is_cut=True) == other

@@ -26,6 +26,7 @@ from meltcore.serve.tasks.generation.responses import ChatResponseWriter
 from meltcore.text.call_scanners import CallDelta, divide_pieces
 
 to_json = msgspec.json.Encoder().encode
+CLIENT_NAMES = "meltcore.client_names"  # in the scope of a request: its fields with an index, by a chat's names
 
 
 @dataclass
@@ -165,9 +166,13 @@ def server_event(kind: str, /, **fields: Any) -> bytes:
 
 
 class DialectEndpoint(GenerationEndpoint):
-    """Serves chats in another form. Errors name fields as clients know them."""
+    """Serves chats in another form. Errors name fields as clients know them.
 
-    field_names: ClassVar[Mapping[str, str]]  # by the name of a chat's field, longer ones first
+    Errors of the translation name them already. It puts `CLIENT_NAMES` into the scope once it has succeeded.
+    """
+
+    field_names: ClassVar[Mapping[str, str]]  # by the name of a chat's field
+    phrases: ClassVar[Mapping[str, str]] = {}  # for fields of a chat that the client did not write, in messages
 
     def find_model(self, exchange: Exchange, name: str | None) -> LocalEngine:
         """Return the language model that answers. Raises RequestError (400, 404, 503)."""
@@ -182,13 +187,17 @@ class DialectEndpoint(GenerationEndpoint):
         try:
             await self.answer(exchange)
         except RequestError as error:
-            if error.param is not None:
-                names = "|".join(map(re.escape, self.field_names))
-                name = re.compile(rf"(?<![\w.])(?:{names})(?![\w\[])")
-                error.message, error.param = (
-                    name.sub(lambda match: self.field_names[match[0]], text) for text in (error.message, error.param)
-                )
+            if error.param is not None and CLIENT_NAMES in exchange.scope:
+                names = {**self.field_names, **exchange.scope[CLIENT_NAMES]}
+                error.message = _rename(error.message, {**names, **self.phrases})
+                error.param = _rename(error.param, names)
             raise
+
+
+def _rename(text: str, names: Mapping[str, str]) -> str:
+    """Return a text with the client's names of fields. What stands in quotes is a value of the client."""
+    found = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.'])(?:{found})(?![\w\['])", lambda match: names[match[0]], text)
 
 
 def language_model(endpoint: Endpoint, exchange: Exchange, name: str | None) -> LocalEngine:

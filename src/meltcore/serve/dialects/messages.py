@@ -6,6 +6,7 @@ form. https://docs.anthropic.com/en/api/messages describes both.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.dialects.answer_writer import (
+    CLIENT_NAMES,
     AnswerWriter,
     DialectEndpoint,
     Part,
@@ -38,6 +40,7 @@ from meltcore.serve.tasks.generation.completions import MakeWriter
 from meltcore.serve.tasks.generation.generation_ticket import Choice, GenerationTicket
 
 PING_S = 10.0  # between pings while nothing else is sent: agents and proxies end silent streams after a minute or more
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+(?P<end>"?)|true|false|null|[][{}:,]', re.DOTALL)
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
@@ -180,8 +183,11 @@ class MessagesRequest(CountRequest, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-def chat_of(request: CountRequest) -> ChatRequest:
-    """Return a request as a chat. Raises RequestError (400) for a tool or an edit that a server would perform."""
+def chat_of(request: CountRequest, names: dict[str, str]) -> ChatRequest:
+    """Return a request as a chat. Raises RequestError (400) for a tool or an edit that a server would perform.
+
+    `names` gets the client's name of each field with an index, by the name in the chat.
+    """
     for index, edit in enumerate(request.context_management.edits if request.context_management else ()):
         if edit.keep != "all":
             param = f"context_management.edits[{index}]"
@@ -189,12 +195,12 @@ def chat_of(request: CountRequest) -> ChatRequest:
     system = _text(request.system)
     messages = [ChatMessage("system", system)] if system else []
     for index, message in enumerate(request.messages):
-        messages += _messages(message, f"messages[{index}]")
+        messages += _messages(message, f"messages[{index}]", len(messages), names)
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
     chat = ChatRequest(messages=messages, model=request.model)
     chat.continue_final_message = bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
     if request.tools:
-        chat.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
+        chat.tools = [_tool(tool, f"tools[{index}]", names) for index, tool in enumerate(request.tools)]
     if choice is not None:
         chat.parallel_tool_calls = False if choice.disable_parallel_tool_use else None
         if choice.type == "tool":
@@ -233,26 +239,27 @@ def _text(content: str | list[TextBlock] | None) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
-def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
-    """Return the messages of a chat that one message stands for: results of tools, then the text."""
+def _messages(message: InputMessage, param: str, at: int, names: dict[str, str]) -> list[ChatMessage]:
+    """Return the messages of a chat, from the index `at`, that one message stands for: results of tools, then text."""
     blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     text = "\n".join(texts)
     if message.role == "assistant":
         if any(isinstance(block, ToolResultBlock) for block in blocks):
             raise RequestError(f"{param}: tool_result belongs into a message of the user", param=param)
-        calls = [
-            ToolCall(block.id, CalledFunction(block.name, to_json(block.input).decode()))
-            for block in blocks
-            if isinstance(block, ToolUseBlock)
-        ]
+        calls: list[ToolCall] = []
+        for index, block in enumerate(blocks):
+            if isinstance(block, ToolUseBlock):
+                names[f"messages[{at}].tool_calls[{len(calls)}].function.arguments"] = f"{param}.content[{index}].input"
+                calls.append(ToolCall(block.id, CalledFunction(block.name, to_json(block.input).decode())))
         reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
         content = text if texts or not calls else None
         return [ChatMessage("assistant", content, reasoning_content=reasoning or None, tool_calls=calls or None)]
-    results = []
-    for block in blocks:
+    results: list[ChatMessage] = []
+    for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock) and message.role == "user":
             result = f"Error: {_text(block.content)}" if block.is_error else _text(block.content)
+            names[f"messages[{at + len(results)}].tool_call_id"] = f"{param}.content[{index}].tool_use_id"
             results.append(ChatMessage("tool", result, tool_call_id=block.tool_use_id))
         elif not isinstance(block, TextBlock):
             allowed = "text and tool_result belong" if message.role == "user" else "text belongs"
@@ -260,20 +267,22 @@ def _messages(message: InputMessage, param: str) -> list[ChatMessage]:
     return [*results, *([ChatMessage(message.role, text)] if texts or not results else [])]
 
 
-def _tool(tool: ToolDefinition, param: str) -> Tool:
+def _tool(tool: ToolDefinition, param: str, names: dict[str, str]) -> Tool:
     if tool.type not in (None, "custom") or tool.input_schema is None:
         raise RequestError(
             f"{param}: only tools of the client, with an input_schema, are supported; got type {str(tool.type)[:80]!r}",
             param=f"{param}.type",
         )
+    names |= {f"{param}.function": param, f"{param}.function.parameters": f"{param}.input_schema"}
     return Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
 class MessageWriter(AnswerWriter):
     """Writes answers of /v1/messages: blocks of reasoning, text and tool calls.
 
-    A call is sent once it has ended, as Anthropic does by default. A call that is cut has an empty input. The answer
-    begins as soon as an engine has the request, and pings follow until there is output.
+    A call is sent once it has ended, as Anthropic does by default. A call that is cut has the members of its input that
+    are complete. Comments keep the stream alive from the moment when an engine has the request. `message_start` comes
+    with the first output, since the engine says only then how much of the prompt was cached: clients count its usage.
     """
 
     id_prefix = "msg_"
@@ -286,13 +295,11 @@ class MessageWriter(AnswerWriter):
         self._blocks: list[dict[str, Any]] = []  # what has ended
 
     def waiting_events(self, ticket: GenerationTicket) -> list[bytes]:
-        """Return the beginning of the answer and a ping, or nothing while the request waits in the queue."""
+        """Return a ping, or a comment before the answer begins, or nothing while the request waits in the queue."""
         [choice] = ticket.choices
         if choice.replica is None:
             return []
-        started = [] if choice.role_sent else self._answer_started()
-        choice.role_sent = True
-        return [*started, self.waiting_event]
+        return [self.waiting_event if choice.role_sent else AnswerWriter.waiting_event]
 
     def _answer_started(self) -> list[bytes]:
         return [server_event("message_start", message=self._message([], None))]
@@ -314,8 +321,8 @@ class MessageWriter(AnswerWriter):
             if part.is_broken:
                 return []
             events.append(self._block_event("start", content_block=block | {"input": {}}))
-            arguments = part.content if part.is_complete else "{}"
-            events.append(self._block_event("delta", delta={"type": "input_json_delta", "partial_json": arguments}))
+            delta = {"type": "input_json_delta", "partial_json": bytes(block["input"]).decode()}
+            events.append(self._block_event("delta", delta=delta))
         events.append(self._block_event("stop"))
         self._blocks.append(block)
         return events
@@ -350,8 +357,30 @@ def _block(part: Part) -> dict[str, Any]:
         return {"type": "thinking", "thinking": part.content, "signature": ""}
     if part.kind == "text":
         return {"type": "text", "text": part.content}
-    arguments = part.content if part.is_complete else "{}"
+    arguments = part.content if part.is_complete else complete_members(part.content)
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": msgspec.Raw(arguments.encode())}
+
+
+def complete_members(arguments: str) -> str:
+    """Return the members of a cut JSON object that are complete, as a JSON object.
+
+    A number that ends the text is left out, since further digits may have been cut.
+    """
+    depth, end, is_value = 0, 0, False
+    for token in _JSON_TOKEN.finditer(arguments):
+        text = token[0]
+        if text[0] == '"' and not token["end"]:
+            break
+        depth += (text in ("{", "[")) - (text in ("}", "]"))
+        if depth == 0:  # the object is complete
+            return arguments[: token.end()]
+        if depth == 1 and text == ",":
+            end = max(end, token.start())
+        elif depth == 1 and text not in ("{", ":") and is_value:
+            end = token.end()
+        if depth == 1:
+            is_value = text == ":" or (is_value and text not in ("{", ","))
+    return arguments[:end] + "}" if end else "{}"
 
 
 def _stop(choice: Choice) -> dict[str, str | None]:
@@ -365,13 +394,16 @@ def _stop(choice: Choice) -> dict[str, str | None]:
 class MessagesEndpoint(DialectEndpoint):
     """Serves POST /v1/messages."""
 
+    body_form: type[CountRequest] = MessagesRequest
     streams_calls = False
     field_names: ClassVar[Mapping[str, str]] = {
         "response_format.json_schema": "output_config.format",
         "continue_final_message": "messages",
         "stop": "stop_sequences",
         "thinking_token_budget": "thinking.budget_tokens",
+        "tool_choice.function.name": "tool_choice.name",
     }
+    phrases: ClassVar[Mapping[str, str]] = {"continue_final_message": "a last message of the assistant in messages"}
     operations = (
         Operation(
             *("post", "/v1/messages", "Answer messages in Anthropic's form", MessagesRequest),
@@ -382,12 +414,17 @@ class MessagesEndpoint(DialectEndpoint):
 
     async def read_request(self, exchange: Exchange) -> tuple[ChatRequest, MakeWriter]:
         """Read the request as a chat. Raises RequestError (400, 413), ClientDisconnectedError."""
-        return chat_of(await self.read(exchange, MessagesRequest)), MessageWriter
+        request = await self.read(exchange, self.body_form)
+        names: dict[str, str] = {}
+        chat = chat_of(request, names)
+        exchange.scope[CLIENT_NAMES] = names
+        return chat, MessageWriter
 
 
 class CountTokensEndpoint(MessagesEndpoint):
     """Serves POST /v1/messages/count_tokens."""
 
+    body_form = CountRequest
     paths = ("/v1/messages/count_tokens",)
     operations = (
         Operation(
@@ -399,6 +436,6 @@ class CountTokensEndpoint(MessagesEndpoint):
 
     async def answer(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
-        chat = chat_of(await self.read(exchange, CountRequest))
+        chat, _ = await self.read_request(exchange)
         backend = self.find_model(exchange, chat.model)
         await exchange.answer_json({"input_tokens": await backend.count_tokens(chat)})

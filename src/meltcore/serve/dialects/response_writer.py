@@ -194,10 +194,8 @@ class ResponsesWriter(AnswerWriter):
             fields = {"call_id": part.call_id, "name": tool.name}
             fields |= {} if tool.namespace is None else {"namespace": tool.namespace}
             if tool.is_custom:
-                fields |= {
-                    "type": "custom_tool_call",
-                    "input": text_input(part.content) if part.is_complete else part.content,
-                }
+                is_cut = status == "incomplete"
+                fields |= {"type": "custom_tool_call", "input": text_input(part.content, is_cut=is_cut)}
             else:
                 fields |= {"type": "function_call", "arguments": part.content}
         if "content" in fields and status != "in_progress":

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.dialects.answer_writer import DialectEndpoint, to_json
+from meltcore.serve.dialects.answer_writer import CLIENT_NAMES, DialectEndpoint, to_json
 from meltcore.serve.dialects.response_forms import (
     Content,
     ConversationItem,
@@ -94,17 +94,18 @@ _ITEMS: Mapping[str, type[ConversationItem]] = {
 _TOOLS: dict[str, type[ToolForm]] = {"function": FunctionForm, "custom": CustomForm}
 
 
-def chat_of(request: ResponsesRequest) -> tuple[ChatRequest, dict[str, CalledTool]]:
+def chat_of(request: ResponsesRequest, names: dict[str, str]) -> tuple[ChatRequest, dict[str, CalledTool]]:
     """Return a request as a chat, and its tools by the names that the model sees.
 
-    Raises RequestError (400) that names what is not supported.
+    `names` gets the client's name of each field with an index, by the name in the chat. Raises RequestError (400) that
+    names what is not supported.
     """
     check_supported(request, neutral=_NEUTRAL)
     unknown = [name for name in request.include or () if name not in (REASONING, *_OTHER_OUTPUTS)]
     if unknown:
         raise RequestError(f"include: {unknown[0][:80]!r} is not supported; known is {REASONING}", param="include")
     chat = ChatRequest(
-        messages=_messages(request),
+        messages=_messages(request, names),
         model=request.model,
         stream=request.stream,
         user=request.user,
@@ -125,21 +126,23 @@ def chat_of(request: ResponsesRequest) -> tuple[ChatRequest, dict[str, CalledToo
             chat.response_format = JsonSchemaFormat(JsonSchema(form.name, form.schema, form.strict, form.description))
         else:
             chat.response_format = form
-    chat.tools, called = [], {}
+    chat.tools, called, places = [], {}, {}
     for index, raw in enumerate(request.tools or ()):
-        for tool, namespace in _tools(raw, f"tools[{index}]"):
+        for tool, namespace, where in _tools(raw, f"tools[{index}]"):
             function = tool.function
             called[full_name(namespace, function.name)] = CalledTool(
                 function.name, namespace, is_custom=isinstance(function, TextFunction)
             )
             function.name = full_name(namespace, function.name)
             chat.tools.append(tool)
+            places[id(tool)] = where
     _choose_tools(chat, request.tool_choice, called)
+    names |= {f"tools[{index}].function": places[id(tool)] for index, tool in enumerate(chat.tools)}
     chat.tools = chat.tools or None
     return chat, called
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+def _messages(request: ResponsesRequest, names: dict[str, str]) -> list[ChatMessage]:
     """Return the messages of a chat. Instructions, and messages of system and developer after them, become one."""
     messages: list[ChatMessage] = []
     if request.instructions:
@@ -152,9 +155,10 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
         kind = head.type or ("message" if head.role is not None else "")
         item = _decode(raw, _known(_ITEMS, kind, f"{where}.type"), where)
         if isinstance(item, OutputItem):
+            names[f"messages[{len(messages)}].tool_call_id"] = f"{where}.call_id"
             messages.append(ChatMessage("tool", _text(item.output), tool_call_id=item.call_id))
         elif not isinstance(item, MessageItem) or item.role == "assistant":
-            _add_to_answer(messages, item, where)
+            _add_to_answer(messages, item, where, names)
         elif item.role == "user":
             messages.append(ChatMessage("user", _text(item.content)))
         elif messages and messages[-1].role == "system" and isinstance(messages[-1].content, list):
@@ -167,7 +171,7 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     return messages
 
 
-def _add_to_answer(messages: list[ChatMessage], item: ConversationItem, where: str) -> None:
+def _add_to_answer(messages: list[ChatMessage], item: ConversationItem, where: str, names: dict[str, str]) -> None:
     """Add a part of an answer to the last message, which is the assistant's, or begin one.
 
     An answer is its reasoning, its text and its calls in this order, with one of the first two.
@@ -188,6 +192,8 @@ def _add_to_answer(messages: list[ChatMessage], item: ConversationItem, where: s
     elif isinstance(item, FunctionCallItem | CustomCallItem):
         arguments = item.arguments if isinstance(item, FunctionCallItem) else to_json({"input": item.input}).decode()
         last.tool_calls = last.tool_calls or []
+        call = f"messages[{len(messages) - 1}].tool_calls[{len(last.tool_calls)}]"
+        names[f"{call}.function.arguments"] = f"{where}.arguments"
         last.tool_calls.append(ToolCall(item.call_id, CalledFunction(item.full_name, arguments)))
 
 
@@ -197,22 +203,22 @@ def _text(content: str | Sequence[Content]) -> str:
     return "\n".join(part.refusal if isinstance(part, RefusalContent) else part.text for part in content)
 
 
-def _tools(raw: msgspec.Raw, where: str, *, is_inner: bool = False) -> Iterator[tuple[Tool, str | None]]:
-    """Yield a tool, or all tools of a namespace with its name."""
+def _tools(raw: msgspec.Raw, where: str, *, is_inner: bool = False) -> Iterator[tuple[Tool, str | None, str]]:
+    """Yield a tool, or all tools of a namespace, each with the name of its namespace and its place in the request."""
     forms = _TOOLS if is_inner else _TOOLS | {"namespace": NamespaceForm}
     form = _decode(raw, _known(forms, _decode(raw, ItemHead, where).type or "", f"{where}.type"), where)
     check_supported(form, f"{where}.", _NEUTRAL)
     if isinstance(form, NamespaceForm):
         for index, inner in enumerate(form.tools):
-            for tool, _ in _tools(inner, f"{where}.tools[{index}]", is_inner=True):
+            for tool, _, place in _tools(inner, f"{where}.tools[{index}]", is_inner=True):
                 tool.function.description = "\n".join(filter(None, [form.description, tool.function.description]))
-                yield tool, form.name
+                yield tool, form.name, place
     elif isinstance(form, FunctionForm):
-        yield Tool("function", Function(form.name, form.description, form.parameters, form.strict)), None
+        yield Tool("function", Function(form.name, form.description, form.parameters, form.strict)), None, where
     elif isinstance(form, CustomForm):
         grammar = (form.format.definition, form.format.syntax) if isinstance(form.format, GrammarText) else ()
         function = text_function(form.name, form.description, *grammar, param=f"{where}.format.definition")
-        yield Tool("function", function), None
+        yield Tool("function", function), None, where
 
 
 def _choose_tools(
@@ -278,7 +284,9 @@ class ResponsesEndpoint(DialectEndpoint):
         request = await self.read(exchange, ResponsesRequest)
         # Each item takes up to 20 us; other requests wait meanwhile.
         is_long = len(request.input) > INLINE_ITEMS and not isinstance(request.input, str)
-        chat, tools = await asyncio.to_thread(chat_of, request) if is_long else chat_of(request)
+        names: dict[str, str] = {}
+        chat, tools = await asyncio.to_thread(chat_of, request, names) if is_long else chat_of(request, names)
+        exchange.scope[CLIENT_NAMES] = names
         return chat, partial(ResponsesWriter, request, tools)
 
 

@@ -405,10 +405,10 @@ def _validation_error(text: str, form: type) -> RequestError:
         reason += "; known are text, json_object, json_schema"
     elif reason.startswith("Invalid enum value") and path in _ENUMERATIONS:
         reason += f"; known are {', '.join(_ENUMERATIONS[path])}"
-    elif reason.startswith("Invalid enum value") and path.endswith("type"):
-        reason += "; only function is known"
-    elif reason.startswith("Invalid enum value") and issubclass(form, ChatRequest | TokenizeRequest):  # a role
-        reason += f"; known are {', '.join(get_args(Role))}"
+    elif reason.startswith("Invalid enum value") and issubclass(form, ChatRequest | TokenizeRequest):  # a type or role
+        known = "; only function is known" if path.endswith("type") else f"; known are {', '.join(get_args(Role))}"
+        reason += known
     elif _CONTENT_TYPE.search(path):
-        reason += "; only text is known: language models read no images and no audio"
+        known = "; only text is known" if issubclass(form, ChatRequest | TokenizeRequest) else ""
+        reason += f"{known}: language models read no images and no audio"
     return RequestError(f"{param or 'the body'}: {reason}", param=param or None)

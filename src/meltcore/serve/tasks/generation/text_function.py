@@ -9,9 +9,8 @@ from __future__ import annotations
 import graphlib
 import json
 import re
+from contextlib import suppress
 from typing import Any, Literal
-
-import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import Function
@@ -49,6 +48,10 @@ _LARK = re.compile(
 _ATOM = re.compile(r"\\[pP]\{\w+\}|\\x[0-9a-fA-F]{2}|\\[^bBAz]|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|[.\"\x00-\x1f\x7f]")
 _NESTED = re.compile(r"\[|&&|~~|--")
 _ESCAPED, _SLASH = re.compile(r"\\.", re.DOTALL), re.compile(r"(\\.)|/", re.DOTALL)
+# The arguments of a call that is cut within its text, or after it. The group has the whole characters as JSON.
+_CUT_INPUT = re.compile(
+    r'\s*\{\s*"input"\s*:\s*"((?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+)(?:\\(?:u\w{0,3})?|"\s*\}?\s*)?'
+)
 
 
 class _UnquotableError(ValueError):
@@ -95,14 +98,24 @@ def _escape_slash(match: re.Match[str]) -> str:
     return match[1] or r"\/"
 
 
-def text_input(arguments: str) -> str:
-    """Return the text with which a model has called a custom tool: all of the arguments if they are of another form."""
-    try:
-        fields: Any = msgspec.json.decode(arguments or "{}")
-    except RecursionError:  # nested more deeply than it can be read
+def text_input(arguments: str, *, is_cut: bool = False) -> str:
+    """Return the text with which a model has called a custom tool: all of the arguments if they are of another form.
+
+    With `is_cut` the arguments may end anywhere, and the text ends with its last whole character. A half of a surrogate
+    pair becomes U+FFFD.
+    """
+    fields: Any = None
+    if is_cut and (found := _CUT_INPUT.fullmatch(arguments)):
+        text = json.loads(f'"{found[1]}"')
+        fields = {"input": text[:-1] if "\ud800" <= text[-1:] <= "\udbff" else text}  # the other half may have been cut
+    elif is_cut:
+        return "" if '{"input":"'.startswith("".join(arguments.split())) else arguments
+    else:
+        with suppress(ValueError, RecursionError):  # a number is too long, or it is nested too deeply to be read
+            fields = json.loads(arguments or "{}")
+    if not (isinstance(fields, dict) and list(fields) == ["input"] and isinstance(fields["input"], str)):
         return arguments
-    is_text = isinstance(fields, dict) and list(fields) == ["input"] and isinstance(fields["input"], str)
-    return str(fields["input"]) if is_text else arguments
+    return str(fields["input"]).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def quote_grammar(grammar: str, param: str = "tools") -> str:
