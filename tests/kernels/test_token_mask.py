@@ -52,5 +52,5 @@ def test_device_waits_for_each_mask_and_says_which_were_late(is_pinned: bool) ->
     timer.join()
     assert mask_rows.tolist() == [1, 0, 0, 0, 4]
     expected = torch.zeros(2, 6, dtype=torch.int64)
-    expected[1, 1], expected[0, 2], expected[1, 3], expected[0, 4] = tickets[0], tickets[1], -tickets[2], tickets[4]
+    expected[1, 1], expected[0, 2], expected[1, 3], expected[0, 4] = tickets[0], -tickets[1], -tickets[2], tickets[4]
     assert torch.equal(outcomes, expected)

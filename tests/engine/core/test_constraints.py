@@ -12,10 +12,12 @@ from typing import Any
 
 import engine_tools as tools
 import pytest
+from llguidance import LLParserLimits
 
 from meltcore.common.errors import RequestError
 from meltcore.engine.core.constraint import Constraint
 from meltcore.engine.core.constraints import Constraints, _fail
+from meltcore.engine.core.request import RequestStatus
 from meltcore.protocol.generation import AddRequest, SequenceOutput
 from meltcore.protocol.sampling_params import Grammar, SamplingParams
 
@@ -274,6 +276,72 @@ def test_failing_and_refused_grammars_end_their_requests_only(
     assert "doesn't satisfy the grammar" in str(outputs["wrong"][-1].error)
     assert re.search(r"meltcore: the grammar of request wrong has failed: .*\w", capfd.readouterr().err)
     assert len(ids(outputs["free"])) == 4
+
+
+@pytest.mark.parametrize("does_device_wait", [False, True])
+def test_preempted_answer_gets_its_own_mask_when_it_returns_to_its_row(
+    folder: Path, does_device_wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile an answer of higher priority has used the row with another grammar."""
+    seen = tools.open_engine(folder, pages=4, max_model_len=256, enable_prefix_caching=False)
+    seen.engine._constraints.does_device_wait = does_device_wait
+    for limit in ("_ALONE_S", "_GRACE_S"):
+        monkeypatch.setattr(f"meltcore.engine.core.constraints.{limit}", 0.0 if does_device_wait else 10.0)
+    seen.add("pages", tools.random_prompt(55, 1), max_tokens=14)
+    seen.add("letters", tools.random_prompt(132, 2), max_tokens=40, grammar=Grammar("start: /[a-z]{30}/"))
+    request, rows, outputs = seen.engine._requests["letters"], set[int](), list[SequenceOutput]()
+    is_added = False
+    while seen.engine.has_work:
+        outputs += [each for each in seen.engine.step().outputs if each.request_id == "letters"]
+        if request.status is RequestStatus.RUNNING:
+            rows.add(request.row)
+        elif seen.engine.stats().preemptions_total == 1 and not is_added:
+            is_added = True
+            sampling = SamplingParams(max_tokens=12, ignore_eos=True, grammar=DIGITS)
+            seen.engine.add(AddRequest("digits", tools.random_prompt(70, 3), sampling, priority=-1))
+    assert seen.engine.stats().preemptions_total == 1
+    assert len(rows) == 1
+    assert re.fullmatch("[a-z]{30}", text(outputs))
+
+
+def test_mask_that_fails_ends_its_request_with_the_error(
+    seen: tools.SeenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance then writes a mask of the end tokens alone, and the matcher has the error."""
+    limits = LLParserLimits(step_lexer_fuel=200, verbose_errors=False)
+    monkeypatch.setattr("meltcore.text.grammar._LIMITS", limits)
+    seen.add("fails", PROMPT, max_tokens=60, ignore_eos=False, grammar=Grammar('start: /(.{1,100}x){1,100}/ "end"'))
+    seen.add("free", PROMPT, max_tokens=4)
+    outputs = run(seen)
+    assert outputs["fails"][-1].finish_reason == "error"
+    assert "too many" in str(outputs["fails"][-1].error)
+    assert END not in ids(outputs["fails"])
+    assert len(ids(outputs["free"])) == 4
+
+
+def test_exception_of_a_thread_ends_the_request_that_it_concerns(
+    seen: tools.SeenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_group, broken = Constraints._fill_group, set[int]()
+
+    def fill(constraints: Constraints, group: list[tuple[Constraint, int]]) -> None:
+        if any(id(constraint) in broken for constraint, _ in group):
+            raise MemoryError("no room for a state")
+        fill_group(constraints, group)
+
+    monkeypatch.setattr(Constraints, "_fill_group", fill)
+    seen.add("stays", PROMPT, max_tokens=12, grammar=DIGITS)
+    seen.add("fails", PROMPT, max_tokens=12, grammar=DIGITS)
+    request, outputs = seen.engine._requests["fails"], list[SequenceOutput]()
+    while request.constraint is None:
+        outputs += seen.engine.step().outputs
+    broken.add(id(request.constraint))
+    outputs += seen.outputs()
+    seen.engine.check_idle()
+    ended = {output.request_id: output for output in outputs if output.finish_reason is not None}
+    assert ended["fails"].finish_reason == "error"
+    assert "MemoryError: no room for a state" in str(ended["fails"].error)
+    assert re.fullmatch(r"\d{3}x\d{3}", text([output for output in outputs if output.request_id == "stays"]))
 
 
 @pytest.mark.parametrize(

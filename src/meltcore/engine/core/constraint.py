@@ -23,7 +23,7 @@ class MaskTable(NamedTuple):
         filled: [rows] int64, which the host writes: the ticket of the token whose mask is in the row. A negative ticket
             means that the token needs no mask.
         outcomes: [2, rows] int64, which the device writes for each sampled token, at the parity of its number: its
-            ticket if its mask was filled or not needed. The ticket is negative if the device did not wait longer.
+            ticket, which is negative if the token was sampled without a mask.
     """
 
     masks: np.ndarray
@@ -34,8 +34,9 @@ class MaskTable(NamedTuple):
 class Constraint:
     """The grammar of one request and its state.
 
-    `mask_row` is the row of the mask of the next token, or 0 while every token is allowed. `num_taken` counts the
-    sampled tokens that the host has taken. `is_over` is True when the grammar allows no further token, or has failed.
+    `num_taken` counts the sampled tokens that the host has taken. `filling` is the newest task that fills a mask, and
+    `is_filling` says whether it still uses the matcher. `is_over` is True when the grammar allows no further token, or
+    has failed. `failure` is why no mask could be filled.
     """
 
     def __init__(self, matcher: LLMatcher, grammar: Grammar, arrival: int = 0) -> None:
@@ -44,9 +45,9 @@ class Constraint:
         self._first_ticket = arrival << _TICKET_SHIFT
         self.num_taken = 0
         self.rows = [0, 0]  # of the runner, in which the tokens of even and odd numbers were last sampled
-        self.mask_row = 0
-        self.filling: Future[None] | None = None  # of the mask in `mask_row`
-        self.is_over = False
+        self.filling: Future[None] | None = None
+        self.is_filling = self.is_over = False
+        self.failure: str | None = None
         self._is_reasoning = grammar.starts_in_reasoning
         ids = grammar.reasoning_ids
         self._end_id = None if ids is None else ids[1]
@@ -59,10 +60,6 @@ class Constraint:
         """Whether the grammar limits the next token."""
         return not (self._is_reasoning or self.is_over)
 
-    def is_ready(self, row: int) -> bool:
-        """Return whether the next token of a sequence in this row can be sampled."""
-        return not self.needs_mask or (self.mask_row == row and self.filling is not None and self.filling.done())
-
     def ticket(self, number: int) -> int:
         """Return the ticket of the request's generated token of this number, counted from 1."""
         return self._first_ticket + number
@@ -70,7 +67,6 @@ class Constraint:
     def takes(self, token_id: int) -> bool:
         """Handle a sampled token. Returns whether it belongs to the grammar and not to the reasoning before it."""
         self.num_taken += 1
-        self.mask_row, self.filling = 0, None
         if self._is_reasoning:
             self._is_reasoning = token_id != self._end_id
             return False

@@ -15,9 +15,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,7 +78,12 @@ class Constraints:
         self._table: MaskTable | None = None
         self._compiling: dict[Request, Future[Constraint]] = {}
         self._held: list[Request] = []  # until their masks are filled
-        self._written: dict[int, Future[None]] = {}  # by row: the newest task that writes to it
+        # Of rows, what threads and the engine write under the lock: the ticket of the mask in the row, the ticket for
+        # which the device waits, and whether a thread writes the mask.
+        self._lock = Lock()
+        self._tickets: dict[int, int] = {}
+        self._waited: dict[int, int] = {}
+        self._busy_rows: set[int] = set()
         self.num_open = 0  # requests with grammars
         self.mask_s, self.num_masks, self.num_late = 0.0, 0, 0
 
@@ -124,11 +130,14 @@ class Constraints:
         running = [request for request in self._held if request.status is RequestStatus.RUNNING]
         self.fill(running)  # if their rows were not free before
         for request in self._held:
-            request.is_held = request in running and not _constraint(request).is_ready(request.row)
-        for request in running:
-            if self.does_device_wait and not request.is_held:
-                self._release(request, _constraint(request).num_taken + 1)
+            request.is_held = request in running and not self._is_ready(request)
         self._held = [request for request in running if request.is_held]
+        for request in running:
+            if not request.is_held and self.does_device_wait:
+                self._release(request, _constraint(request).num_taken + 1)
+            elif request.is_held and _has_failed(request):
+                self._held.remove(request)
+                taken.append(request)
         return taken
 
     def hold(self, request: Request) -> None:
@@ -144,57 +153,73 @@ class Constraints:
         ]
         wait_for(tasks, _IDLE_S, FIRST_COMPLETED)
 
-    def commit(self, tokens: Sequence[tuple[Request, int]]) -> frozenset[Request]:
+    def commit(self, tokens: Sequence[tuple[Request, int]]) -> Dropped:
         """Advance grammars by the tokens that were sampled for their requests.
 
-        Return the requests whose tokens cannot be used. The device has sampled them without masks, and they are not
-        allowed, or their masks are not filled yet.
+        Return the requests whose tokens cannot be used. The device has sampled late ones without masks, and they are
+        not allowed, or their masks are not filled yet.
         """
         sampled = [
             (request, constraint, token_id)
             for request, token_id in tokens
             if (constraint := request.constraint) is not None and request.status is not RequestStatus.FINISHED
         ]
-        refused = self._refused(sampled) if self.does_device_wait else frozenset()
-        self.num_late += len(refused)
-        taken = [each for each in sampled if each[0] not in refused and not each[1].is_over and each[1].takes(each[2])]
+        dropped = Dropped(*self._late_and_failed(sampled)) if self.does_device_wait else Dropped([], [])
+        self.num_late += len(dropped.late)
+        unused = frozenset([*dropped.late, *dropped.failed])
+        taken = [each for each in sampled if each[0] not in unused and each[1].takes(each[2])]
         if taken:
-            self._consume(taken)
-        return refused
+            dropped.failed.extend(self._consume(taken))
+        return dropped
 
-    def _refused(self, sampled: list[_Sampled]) -> frozenset[Request]:
-        """Return the requests whose tokens the device has sampled without their masks, and which cannot be used."""
+    def _late_and_failed(self, sampled: list[_Sampled]) -> tuple[list[Request], list[Request]]:
+        """Return the requests whose tokens the device has sampled without masks, and which cannot be used."""
         masked = [each for each in sampled if each[1].needs_mask]
+        failed = [request for request, _, _ in masked if _has_failed(request)]
         if not masked:
-            return frozenset()
+            return [], failed
         assert self._table is not None
         numbers = [constraint.num_taken + 1 for _, constraint, _ in masked]
         of_numbers = list(zip(masked, numbers, strict=True))
         rows = [constraint.rows[number % 2] for (_, constraint, _), number in of_numbers]
         tickets = [constraint.ticket(number) for (_, constraint, _), number in of_numbers]
         outcomes = self._table.outcomes[np.array(numbers) % 2, rows]
-        return frozenset(
+        late = [
             masked[index][0] for index in np.flatnonzero(outcomes != tickets) if not self._is_allowed(*masked[index])
-        )
+        ]
+        return [request for request in late if request not in failed], failed
 
     def _is_allowed(self, request: Request, constraint: Constraint, token_id: int) -> bool:
         """Return whether a token that was sampled without its mask may be used. The mask may be filled by now."""
-        if constraint.filling is None or not constraint.filling.done():
-            return False
-        if constraint.matcher.is_error():
-            _fail(request, constraint)
-            return True  # the request ends with the error
-        assert self._table is not None
-        masks, (word, bit) = self._table.masks, divmod(token_id, 32)
-        is_in_mask = word < masks.shape[1] and bool(masks[constraint.mask_row, word] >> bit & 1)
-        return is_in_mask and not request.sampling.is_filtered  # a filter depends on the mask
+        number, masks = constraint.num_taken + 1, self._masks
+        row = constraint.rows[number % 2]
+        if self._tickets.get(row) != constraint.ticket(number) or request.sampling.is_filtered:
+            return False  # the mask is late, or a filter depends on it
+        word, bit = divmod(token_id, 32)
+        return word < masks.shape[1] and bool(masks[row, word] >> bit & 1)
 
-    def _consume(self, taken: list[_Sampled]) -> None:
+    @property
+    def _masks(self) -> np.ndarray:
+        assert self._table is not None
+        return self._table.masks
+
+    def _consume(self, taken: list[_Sampled]) -> list[Request]:
+        """Advance grammars. Return the requests whose grammars have failed."""
         accepted = self._executor.consume_token_par([(constraint.matcher, token) for _, constraint, token in taken])
+        failed = []
         for (request, constraint, _), is_accepted in zip(taken, accepted, strict=True):
             constraint.is_over = constraint.matcher.is_stopped()
-            if not is_accepted:
+            if not is_accepted or constraint.matcher.is_error():
                 _fail(request, constraint)
+                failed.append(request)
+        return failed
+
+    def _is_ready(self, request: Request) -> bool:
+        """Return whether the next token of a running request can be sampled."""
+        constraint = _constraint(request)
+        if not constraint.needs_mask:
+            return True
+        return self._tickets.get(request.row) == constraint.ticket(constraint.num_taken + 1)
 
     def fill(self, requests: Sequence[Request]) -> None:
         """Begin to fill the masks of running requests that have no mask for their next token."""
@@ -202,40 +227,42 @@ class Constraints:
             (constraint, request.row)
             for request in requests
             if (constraint := request.constraint) is not None
-            and constraint.needs_mask
-            and constraint.mask_row != request.row
+            and not self._is_ready(request)
             # The matcher may be busy for a row that the request has left, and the row with a request that has left it.
-            and all(task is None or task.done() for task in (constraint.filling, self._written.get(request.row)))
+            and not (constraint.is_filling or constraint.failure)
+            and request.row not in self._busy_rows
         ]
         if not missing:
             return
+        with self._lock:
+            for constraint, row in missing:
+                constraint.is_filling = True
+                self._tickets[row] = 0
+                self._busy_rows.add(row)
+        self.num_masks += len(missing)
         if len(missing) == len(requests) == 1 and not self.does_device_wait:
             # Nothing else waits for it, and another thread costs more than a mask.
-            [(constraint, row)] = missing
-            constraint.mask_row, constraint.filling = row, Future()
-            self._fill_group(missing)
-            constraint.filling.set_result(None)
-            self.num_masks += 1
+            missing[0][0].filling = Future()
+            self._fill(missing)
+            missing[0][0].filling.set_result(None)
             return
         size = -(-len(missing) // min(_GROUPS, self._num_threads))
         for first in range(0, len(missing), size):
             group = missing[first : first + size]
-            task = self._mask_pool.submit(self._fill_group, group)
-            for constraint, row in group:
-                constraint.mask_row, constraint.filling = row, task
-                self._written[row] = task
-        self.num_masks += len(missing)
+            task = self._mask_pool.submit(self._fill, group)
+            for constraint, _ in group:
+                constraint.filling = task
         if self.does_device_wait:
             time.sleep(_GIVE_WAY_S)
 
-    def device_wait_s(self, requests: Iterable[Request]) -> float | None:
+    def device_wait_s(self, requests: Sequence[Request]) -> float | None:
         """Return how long the device waits for the masks of the sampled requests of a step.
 
         Returns None if the host waits, or if no request has a grammar.
         """
         if not self.does_device_wait or self.num_open == 0:
             return None
-        return _ALONE_S if all(request.constraint is not None for request in requests) else _GRACE_S
+        return _ALONE_S if len(requests) == 1 else _GRACE_S
 
     def launched(self, requests: Sequence[Request]) -> None:
         """Begin to fill the masks for which the device waits in the step that was launched for these requests.
@@ -250,18 +277,25 @@ class Constraints:
             number = request.num_generated
             constraint.rows[number % 2] = request.row
             # The token is not used if the one before it was refused.
-            if number == constraint.num_taken + 1 and not constraint.is_ready(request.row):
-                waiting.append(request)
-            else:
+            if number != constraint.num_taken + 1 or self._is_ready(request):
                 self._release(request, number)
+            else:
+                self._waited[request.row] = constraint.ticket(number)
+                waiting.append(request)
         self.fill(waiting)
+        for request in waiting:
+            if not _constraint(request).is_filling and not self._is_ready(request):
+                self._release(request, request.num_generated)  # its row is busy, and it is filled later
 
     def _release(self, request: Request, number: int) -> None:
-        """Let the device sample a token, with the mask that is filled or with none."""
+        """Let the device sample a token now, with the mask if that is filled."""
         constraint = _constraint(request)
         assert self._table is not None
-        has_mask = number == constraint.num_taken + 1 and constraint.needs_mask
-        self._table.filled[request.row] = constraint.ticket(number) if has_mask else -constraint.ticket(number)
+        ticket = constraint.ticket(number)
+        with self._lock:
+            self._waited[request.row] = 0
+            has_mask = constraint.needs_mask and self._tickets.get(request.row) == ticket
+            self._table.filled[request.row] = ticket if has_mask else -ticket
 
     def wait(
         self, requests: Sequence[Request], is_device_done: Callable[[], bool] | None, *, may_be_late: bool
@@ -281,10 +315,8 @@ class Constraints:
             wait_for(tasks, _LIMIT_S if not may_be_late else _ALONE_S if is_alone else grace_s)
         dropped = Dropped([], [])
         for request in constrained:
-            constraint, is_ready = _constraint(request), _constraint(request).is_ready(request.row)
-            if is_ready and constraint.needs_mask and constraint.matcher.is_error():
-                _fail(request, constraint)
-            elif not is_ready and not may_be_late:
+            is_ready = self._is_ready(request)
+            if not _has_failed(request) and not is_ready and not may_be_late:
                 request.error = f"the mask of a token took more than {_LIMIT_S:g} s"
             if request.error is not None:
                 dropped.failed.append(request)
@@ -301,11 +333,32 @@ class Constraints:
     def _compile(self, grammar: Grammar, arrival: int) -> Constraint:
         return Constraint(self._compiler.result().matcher(grammar.text), grammar, arrival)
 
+    def _fill(self, group: list[tuple[Constraint, int]]) -> None:
+        """Fill masks in a thread, and let the device sample the rows for which it waits."""
+        try:
+            self._fill_group(group)
+        except BaseException as error:  # a panic of Rust is no Exception
+            for each in group if len(group) > 1 else ():
+                self._fill([each])
+            if len(group) > 1:
+                return
+            group[0][0].failure = f"{type(error).__name__}: {error}"
+        assert self._table is not None
+        for constraint, row in group:
+            ticket = constraint.ticket(constraint.num_taken + 1)
+            if constraint.failure is None and constraint.matcher.is_error():
+                constraint.failure = constraint.matcher.get_error()
+            is_filled = constraint.failure is None
+            with self._lock:
+                self._tickets[row] = ticket if is_filled else 0
+                self._busy_rows.discard(row)
+                constraint.is_filling = False
+                if self._waited.get(row) == ticket:
+                    self._table.filled[row] = ticket if is_filled else -ticket
+
     def _fill_group(self, group: list[tuple[Constraint, int]]) -> None:
         """Fill masks in the library's threads, without the GIL."""
-        start_s = time.monotonic()
-        assert self._table is not None
-        masks, filled = self._table.masks, self._table.filled
+        start_s, masks = time.monotonic(), self._masks
         num_rows, num_words = masks.shape
         if len(group) == 1:
             [(constraint, row)] = group
@@ -318,7 +371,6 @@ class Constraints:
             if constraint.optional_id is not None:
                 word, bit = divmod(constraint.optional_id, 32)
                 masks[row].view(np.uint32)[word] |= np.uint32(1 << bit)
-            filled[row] = constraint.ticket(constraint.num_taken + 1)
         self.mask_s += time.monotonic() - start_s
 
 
@@ -331,9 +383,17 @@ def _task(request: Request) -> Future[None] | None:
     return None if request.constraint is None else request.constraint.filling
 
 
+def _has_failed(request: Request) -> bool:
+    """Return whether no mask could be filled for a request, which then has its error."""
+    constraint = _constraint(request)
+    if constraint.failure is not None and request.error is None:
+        _fail(request, constraint)
+    return constraint.failure is not None
+
+
 def _fail(request: Request, constraint: Constraint) -> None:
     constraint.is_over = True
-    error = constraint.matcher.get_error()
+    error = constraint.failure or constraint.matcher.get_error()
     whole = " ".join(error.split())[:500]
     print(f"meltcore: the grammar of request {request.id} has failed: {whole}", file=sys.stderr, flush=True)
     reason, _, _ = error.strip().partition("\n")  # what follows is the state of the parser, or a stack

@@ -493,6 +493,6 @@ class Scheduler:
             request.stop_token_id = token_id
             self.finish(request, "stop")
         elif request.constraint is not None and request.constraint.is_over:
-            self.finish(request, "stop" if request.error is None else "error")
+            self.finish(request, "stop")
         elif num_generated >= request.sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
             self.finish(request, "length")

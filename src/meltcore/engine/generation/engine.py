@@ -129,7 +129,7 @@ class GenerationEngine:
         self._requests: dict[str, Request] = {}
         self._dropped = Dropped([], [])  # from the step that is being launched
         self._tokens: tuple[list[int], dict[int, TokenLogprobs]] | None = None  # of the step that is read next
-        self._refused: frozenset[Request] = frozenset()  # those of its requests whose tokens are not used
+        self._unused = Dropped([], [])  # those of its requests whose tokens are not used
         self._read_s = 0.0  # when they were read
         self._ended_outputs: list[SequenceOutput] = []
         # Some checkpoints name end tokens of a larger vocabulary, which this model can neither sample nor mask.
@@ -264,7 +264,7 @@ class GenerationEngine:
                 chunk.request.scheduled_s = start_s
                 self._prompt_tokens += chunk.request.prompt_length
         self._dropped = Dropped([], [])
-        wait_s = self._constraints.device_wait_s(chunk.request for chunk in scheduled if chunk.samples)
+        wait_s = self._constraints.device_wait_s([chunk.request for chunk in scheduled if chunk.samples])
         prepare = self._prepare_sampling if self._constraints.num_open and wait_s is None else None
         self.runner.sampler.mask_wait_s = wait_s
         try:
@@ -273,7 +273,7 @@ class GenerationEngine:
             self.scheduler.abandon(scheduled)
             raise
         if launched is not None and any(self._dropped):
-            launched = self._without_dropped(launched, self._dropped)
+            launched = self._without(launched, self._dropped, is_read=False)
         elif launched is not None and wait_s is not None:
             if self._launched is not None:
                 self._read_tokens(self._launched)
@@ -309,15 +309,23 @@ class GenerationEngine:
             requests, None if forward is None else forward.query, may_be_late=self.states is None
         )
 
-    def _without_dropped(self, launched: LaunchedStep, dropped: Dropped) -> LaunchedStep:
-        """Postpone the requests whose masks are late, and end those whose grammars have failed."""
-        for chunk in launched.chunks:
-            if chunk.request in dropped.late:
-                self.scheduler.postpone(chunk)
+    def _without(self, step: LaunchedStep, dropped: Dropped, *, is_read: bool) -> LaunchedStep:
+        """Postpone the requests whose masks are late, and end those whose grammars have failed.
+
+        The tokens of a step that is read have been used by the next step, in flight, which is without them, too.
+        """
+        for chunk in step.chunks:
+            if chunk.samples and chunk.request in dropped.late:
+                self.scheduler.postpone(chunk, chunk.request.in_flight if is_read else 1)
                 self._constraints.hold(chunk.request)
         for request in dropped.failed:
-            self._end(request, "error")
-        return launched.without(frozenset([*dropped.late, *dropped.failed]))
+            if request.status is not RequestStatus.FINISHED:  # as one that has failed in two steps is
+                self._end(request, "error")
+        requests = frozenset([*dropped.late, *dropped.failed])
+        if is_read:
+            self.runner.put_last_tokens([each for each in dropped.late if each.status is RequestStatus.RUNNING])
+            self._launched = None if self._launched is None else self._launched.without(requests)
+        return step.without(requests)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         """End a request. The next `step` reports it."""
@@ -433,25 +441,14 @@ class GenerationEngine:
             self._tokens, self._read_s = step.read(), time.monotonic()
             if self._constraints.num_open:
                 sampled = zip(step.requests, self._tokens[0], strict=True)
-                self._refused = self._constraints.commit([each for each in sampled if each[0] not in step.dropped])
+                self._unused = self._constraints.commit([each for each in sampled if each[0] not in step.dropped])
         return self._tokens
-
-    def _without_refused(self, step: LaunchedStep) -> LaunchedStep:
-        """Compute refused tokens again, once their masks are filled. The next step, in flight, has used them."""
-        refused, self._refused = self._refused, frozenset()
-        for chunk in step.chunks if refused else ():
-            if chunk.samples and chunk.request in refused:
-                self.scheduler.postpone(chunk, chunk.request.in_flight)
-                self._constraints.hold(chunk.request)
-        self.runner.put_last_tokens([request for request in refused if request.status is RequestStatus.RUNNING])
-        if self._launched is not None:
-            self._launched = self._launched.without(refused)
-        return step.without(refused)
 
     def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
         token_ids, logprobs = self._read_tokens(step)
         self._tokens = None
-        step = self._without_refused(step)
+        if any(self._unused):
+            step, self._unused = self._without(step, self._unused, is_read=True), Dropped([], [])
         now = self._read_s
         sampled = zip(step.requests, token_ids, strict=True)
         self.scheduler.update(step.chunks, [token_id for request, token_id in sampled if request not in step.dropped])

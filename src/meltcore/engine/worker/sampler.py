@@ -188,7 +188,10 @@ class Sampler:
         """
         constraints = [request.constraint for request in requests]
         if self.mask_wait_s is None:
-            rows = [0 if constraint is None else constraint.mask_row for constraint in constraints]
+            rows = [
+                0 if constraint is None or not constraint.needs_mask else request.row
+                for constraint, request in zip(constraints, requests, strict=True)
+            ]
             return self._tensor(rows) if any(rows) else None
         if not any(constraints):
             return None

@@ -50,8 +50,8 @@ def wait_for_masks(
         tickets: [rows] int64, which mask each row waits for. Tickets are positive, but for rows without a mask.
         filled: [mask rows] int64, which the host writes: the ticket of the mask in each row after the mask is written,
             or the negative ticket if the row needs none.
-        outcomes: [2, mask rows] int64, contiguous. Each ticket is written at its parity: as it is if the host had
-            written to `filled`, else negative.
+        outcomes: [2, mask rows] int64, contiguous. Each ticket is written at its parity, negative if the row gets no
+            mask.
         limit_s: seconds of waiting.
     """
     if not use_triton(mask_rows):
@@ -75,8 +75,9 @@ def _wait_reference(
         if bool(is_done.all()) or time.monotonic() >= ends_s:
             break
     rows = mask_rows[has_mask]
-    outcomes[tickets[has_mask] % 2, rows] = torch.where(is_done, tickets, -tickets)[has_mask].to(outcomes.device)
-    mask_rows[seen != tickets] = 0
+    is_masked = seen == tickets
+    outcomes[tickets[has_mask] % 2, rows] = torch.where(is_masked, tickets, -tickets)[has_mask].to(outcomes.device)
+    mask_rows[~is_masked] = 0
 
 
 def _mask_reference(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tensor) -> None:
@@ -115,5 +116,7 @@ def _wait_kernel(mask_rows_ptr, tickets_ptr, filled_ptr, outcomes_ptr, rows, tab
         while (tl.min(is_done.to(tl.int32), 0) == 0) & (tl.extra.cuda.globaltimer() - start_ns < limit_ns):
             seen = tl.load(filled_ptr + mask_row, mask=has_mask, other=0, volatile=True)
             is_done = (seen == ticket) | (seen == -ticket)
-        tl.store(outcomes_ptr + ticket % 2 * table_rows + mask_row, tl.where(is_done, ticket, -ticket), mask=has_mask)
+        tl.store(
+            outcomes_ptr + ticket % 2 * table_rows + mask_row, tl.where(seen == ticket, ticket, -ticket), mask=has_mask
+        )
         tl.store(mask_rows_ptr + row, tl.where(seen == ticket, mask_row, 0), mask=row < rows)
