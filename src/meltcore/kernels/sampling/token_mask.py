@@ -116,7 +116,6 @@ def _wait_kernel(mask_rows_ptr, tickets_ptr, filled_ptr, outcomes_ptr, rows, tab
         while (tl.min(is_done.to(tl.int32), 0) == 0) & (tl.extra.cuda.globaltimer() - start_ns < limit_ns):
             seen = tl.load(filled_ptr + mask_row, mask=has_mask, other=0, volatile=True)
             is_done = (seen == ticket) | (seen == -ticket)
-        tl.store(
-            outcomes_ptr + ticket % 2 * table_rows + mask_row, tl.where(seen == ticket, ticket, -ticket), mask=has_mask
-        )
+        outcome = tl.where(is_done & (seen == ticket), ticket, -ticket)
+        tl.store(outcomes_ptr + ticket % 2 * table_rows + mask_row, outcome, mask=has_mask)
         tl.store(mask_rows_ptr + row, tl.where(seen == ticket, mask_row, 0), mask=row < rows)
