@@ -13,6 +13,7 @@ from typing import Any
 import engine_tools as tools
 import pytest
 from llguidance import LLParserLimits
+from waiting import WAIT_S, wait_until
 
 from meltcore.common.errors import RequestError
 from meltcore.engine.core.constraint import Constraint
@@ -388,6 +389,35 @@ def test_request_is_aborted_while_its_grammar_is_compiled(
     outputs = run(seen)
     assert [output.finish_reason for output in outputs["gone"]] == ["abort"]
     assert len(text(outputs["stays"])) == 7
+
+
+class _Arrived:
+    status: object
+
+    def __init__(self, arrival: int) -> None:
+        self.arrival = arrival
+
+
+def test_grammars_of_aborted_requests_are_not_begun() -> None:
+    release, begun = Event(), list[str]()
+
+    def compile_late(grammar: Grammar, _arrival: int) -> None:
+        begun.append(grammar.text)
+        assert release.wait(WAIT_S)
+
+    constraints = Constraints(lambda: pytest.fail("no compiler is needed"), lambda _: pytest.fail("nor a mask"))
+    constraints._compile = compile_late  # type: ignore[assignment, method-assign]
+    requests: list[Any] = [_Arrived(index) for index in range(6)]
+    try:
+        for index, request in enumerate(requests):
+            constraints.add(request, Grammar(str(index)))
+        wait_until(lambda: len(begun) == 2, "two threads to begin")
+        for request in requests[:5]:
+            constraints.remove(request)
+    finally:
+        release.set()
+        constraints._compile_pool.shutdown()
+    assert (begun[2:], constraints.num_compiling, constraints.num_open) == (["5"], 1, 1)
 
 
 def test_min_tokens_and_a_grammar_exclude_each_other(seen: tools.SeenEngine) -> None:

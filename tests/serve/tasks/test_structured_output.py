@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from itertools import count
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from waiting import WAIT_S, until
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.requests.protocol import ChatRequest, decode_request
@@ -198,6 +202,124 @@ def test_slow_grammars_hold_up_no_known_one_and_are_bounded(monkeypatch: pytest.
         assert counts["grammars_compiled"] == 6
 
     asyncio.run(scenario())
+
+
+class HeldCompiler:
+    """Stands for a compiler whose threads wait for `release`. It notes the grammars that it begins."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.release = Event()
+
+    def check(self, grammar: str) -> list[str]:
+        self.begun.append(grammar)
+        assert self.release.wait(WAIT_S)
+        return []
+
+
+def small(index: int) -> str:
+    return f'start: "{index}"'
+
+
+def large(index: int) -> str:
+    return small(index) + " " * 2**15
+
+
+@pytest.mark.parametrize(("grammar", "num_threads"), [(small, 2), (large, 1)])
+@pytest.mark.parametrize("leaves", ["disconnect", "timeout"])
+def test_grammars_of_requests_that_left_are_not_begun(
+    grammar: Callable[[int], str], num_threads: int, leaves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that has begun goes on. MAX_COMPILING other requests that follow are served after it."""
+    held, counts, limits = HeldCompiler(), Counts(), list[asyncio.Timeout]()
+    start_timeout = asyncio.timeout
+    monkeypatch.setattr(structured, "MAX_COMPILING", 6)
+    monkeypatch.setattr(asyncio, "timeout", lambda limit_s: limits.append(start_timeout(limit_s)) or limits[-1])
+
+    async def scenario() -> None:
+        checks = GrammarChecks(held)  # type: ignore[arg-type]
+
+        def begin(index: int) -> asyncio.Task[CheckedGrammar]:
+            requested = RequestedGrammar("a", (grammar(index),))
+            return asyncio.create_task(checks.check(requested, counts))  # type: ignore[arg-type]
+
+        gone = [begin(index) for index in range(6)]
+        await until(lambda: len(held.begun) == num_threads, "the threads to begin")
+        for task, limit in zip(gone, limits, strict=True):
+            if leaves == "disconnect":
+                task.cancel()
+            else:
+                limit.reschedule(0.0)
+        ends = await asyncio.gather(*gone, return_exceptions=True)
+        kind = asyncio.CancelledError if leaves == "disconnect" else RequestError
+        assert [type(end) for end in ends] == [kind] * 6
+        after = [begin(index) for index in range(10, 10 + 6 - num_threads)]
+        await asyncio.sleep(0)
+        held.release.set()
+        assert len(await asyncio.gather(*after)) == 6 - num_threads
+        await until(lambda: counts.get("grammars_compiled") == 6, "the end of those that were begun")
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        held.release.set()
+    assert held.begun[num_threads:] != []
+    assert {*held.begun[num_threads:]} == {grammar(index) for index in range(10, 10 + 6 - num_threads)}
+
+
+@pytest.mark.parametrize("num_gone", [0, 1, 5])
+def test_equal_grammars_are_compiled_once(num_gone: int) -> None:
+    """Clients that leave end the compilation neither for the others nor for one that comes later."""
+    held, counts = HeldCompiler(), Counts()
+
+    async def scenario() -> None:
+        checks = GrammarChecks(held)  # type: ignore[arg-type]
+
+        def begin() -> asyncio.Task[CheckedGrammar]:
+            requested = RequestedGrammar("a", (small(1),))
+            return asyncio.create_task(checks.check(requested, counts))  # type: ignore[arg-type]
+
+        tasks = [begin() for _ in range(5)]
+        await until(lambda: held.begun != [], "a thread to begin")
+        for task in tasks[:num_gone]:
+            task.cancel()
+        await asyncio.gather(*tasks[:num_gone], return_exceptions=True)
+        sixth = begin()
+        await asyncio.sleep(0)
+        held.release.set()
+        assert {*await asyncio.gather(*tasks[num_gone:], sixth)} == {(small(1), ())}
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        held.release.set()
+    assert held.begun == [small(1)]
+    assert counts["grammars_compiled"] == 1
+
+
+def test_small_grammars_do_not_wait_for_large_ones_and_only_threads_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many large ones as may wait do so. A clock advances one second with each reading."""
+    held, counts, clock = HeldCompiler(), Counts(), count()
+    monkeypatch.setattr(structured, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(structured, "MAX_COMPILING", 3)
+
+    async def scenario() -> None:
+        checks = GrammarChecks(held)  # type: ignore[arg-type]
+        tasks = [
+            asyncio.create_task(checks.check(RequestedGrammar("a", (text,)), counts))  # type: ignore[arg-type]
+            for text in (*map(large, range(3)), small(3))
+        ]
+        await until(lambda: len(held.begun) == 2, "the first large one and the small one to begin")
+        assert {*held.begun} == {large(0), small(3)}
+        held.release.set()
+        await asyncio.gather(*tasks)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        held.release.set()
+    assert counts["grammars_compiled"] == 4
+    assert 4 <= counts["grammar_compile_s"] <= 10  # the most if one takes as long as three; 16 with the waiting
 
 
 def test_request_whose_grammar_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,9 +108,11 @@ class Constraints:
         self._compiling[request] = self._compile_pool.submit(self._compile, grammar, request.arrival)
 
     def remove(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended. Its grammar is not compiled, unless a thread has begun."""
         self.num_open -= 1
-        self._compiling.pop(request, None)
+        compiled = self._compiling.pop(request, None)
+        if compiled is not None:
+            compiled.cancel()
 
     def take_compiled(self) -> list[Request]:
         """Return the requests whose grammars are compiled or refused. A refused request has its `error` set.

@@ -132,7 +132,9 @@ _MODEL_METRICS: tuple[_ModelMetric, ...] = (
     _column(CounterMetricFamily, "grammars_compiled", "grammars_compiled", "Grammars of structured output compiled"),
     _column(CounterMetricFamily, "grammars_refused", "grammars_refused", "Requests whose grammar was refused"),
     _column(CounterMetricFamily, "grammars_weakened", "grammars_weakened", "Schemas that are enforced only in part"),
-    _column(CounterMetricFamily, "grammar_compile_seconds", "grammar_compile_s", "Time of requests for their grammars"),
+    _column(
+        CounterMetricFamily, "grammar_compile_seconds", "grammar_compile_s", "Time of threads that compile grammars"
+    ),
     _column(CounterMetricFamily, "wakes", "wakes", "Times that the model was woken"),
     _column(CounterMetricFamily, "wake_seconds", "wake_s", "Time that waking took"),
 )

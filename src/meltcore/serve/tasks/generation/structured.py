@@ -7,7 +7,8 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,10 +29,13 @@ from meltcore.text.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, literal, s
 
 MAX_CHOICES = 10_000
 MAX_MESSAGE_CHARS = 16 * 2**20  # of the grammar of a request, which is sent with each of its prompts
-MAX_COMPILING = 32  # grammars of one API server; the limits of `text/grammar.py` bound the time of each to seconds
+MAX_COMPILING = 32  # of a pool and a model; the limits of `text/grammar.py` bound the time of each to seconds
 COMPILE_LIMIT_S = 20.0
 _MAX_KEPT = 256
+# Large grammars take up to seconds. They have a thread of their own, so that small ones do not wait for them.
+_LARGE_BYTES = 16_384
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+_LARGE_THREADS = ThreadPoolExecutor(1, thread_name_prefix="large_grammar")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # A blank, or a line and its indentation. Unbounded whitespace is where small models end that do not know how to go on.
 _WHITESPACE = {"whitespace_pattern": r"\n[ ]{0,32}|[ ]"}
@@ -60,6 +64,22 @@ class CheckedGrammar(NamedTuple):
     weakened: tuple[str, ...]
 
 
+class _Compilation:
+    """The compilation of one grammar in a thread, for which all requests with an equal grammar wait."""
+
+    def __init__(self, pool: ThreadPoolExecutor, compiler: GrammarCompiler, requested: RequestedGrammar) -> None:
+        self.pool, self.num_waiting, self.seconds = pool, 0, 0.0
+        self.in_thread: Future[CheckedGrammar] = pool.submit(self._run, compiler, requested)
+        self.checked = asyncio.wrap_future(self.in_thread)
+
+    def _run(self, compiler: GrammarCompiler, requested: RequestedGrammar) -> CheckedGrammar:
+        start_s = time.monotonic()
+        try:
+            return first_valid(compiler, requested)
+        finally:
+            self.seconds = time.monotonic() - start_s
+
+
 class GrammarChecks:
     """Checks the grammars of requests for one model in a few threads. The results of recent grammars are kept."""
 
@@ -67,7 +87,7 @@ class GrammarChecks:
         """Create the checks. A ConfigError says why the tokenizer allows no structured output."""
         self._compiler = compiler
         self._kept: OrderedDict[RequestedGrammar, CheckedGrammar] = OrderedDict()
-        self._num_compiling = 0
+        self._compiling: dict[RequestedGrammar, _Compilation] = {}
 
     async def check(self, requested: RequestedGrammar, stats: ModelStats) -> CheckedGrammar:
         """Return the first candidate of a requested grammar that compiles.
@@ -78,49 +98,64 @@ class GrammarChecks:
         if kept is not None:
             self._kept.move_to_end(requested)
             return kept
-        start_s = time.monotonic()
         try:
-            checked = await self._compile(requested)
+            return await self._compile(requested, stats)
         except RequestError:
             stats.add("grammars_refused")
             raise
-        finally:
-            stats.add("grammar_compile_s", time.monotonic() - start_s)
-        stats.add("grammars_compiled")
-        stats.add("grammars_weakened", bool(checked.weakened))
-        self._kept[requested] = checked
-        while len(self._kept) > _MAX_KEPT:
-            self._kept.popitem(last=False)
-        return checked
 
-    async def _compile(self, requested: RequestedGrammar) -> CheckedGrammar:
+    async def _compile(self, requested: RequestedGrammar, stats: ModelStats) -> CheckedGrammar:
         compiler, param = self._compiler, requested.param
         if isinstance(compiler, ConfigError):
             raise RequestError(f"{param}: {compiler}", param=param)
         size = max(len(text.encode(errors="replace")) for text in requested.candidates)
         if size > MAX_GRAMMAR_BYTES:
             raise RequestError(f"{param} has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}", param=param)
-        if self._num_compiling >= MAX_COMPILING:
-            raise RequestError(
-                f"{MAX_COMPILING} other grammars are being compiled; try again", status=503, code="overloaded",
-                param=param, retry_after_s=1.0,
-            )  # fmt: skip
-        self._num_compiling += 1
-        task = asyncio.get_running_loop().run_in_executor(_THREADS, first_valid, compiler, requested)
-        task.add_done_callback(self._end_compiling)
+        compilation = self._compiling.get(requested)
+        if compilation is None:
+            pool = _THREADS if size <= _LARGE_BYTES else _LARGE_THREADS
+            if sum(each.pool is pool for each in self._compiling.values()) >= MAX_COMPILING:
+                raise RequestError(
+                    f"{MAX_COMPILING} other grammars are being compiled; try again", status=503, code="overloaded",
+                    param=param, retry_after_s=1.0,
+                )  # fmt: skip
+            compilation = self._compiling[requested] = _Compilation(pool, compiler, requested)
+            compilation.checked.add_done_callback(partial(self._end, requested, compilation, stats))
+        compilation.num_waiting += 1
         try:
             async with asyncio.timeout(COMPILE_LIMIT_S):
-                return await asyncio.shield(task)
+                return await asyncio.shield(compilation.checked)
         except TimeoutError as error:
             raise RequestError(
                 f"{param} was not compiled within {COMPILE_LIMIT_S:g} s; simplify it, or try again", param=param,
                 status=503, code="overloaded", retry_after_s=1.0,
             ) from error  # fmt: skip
+        finally:
+            compilation.num_waiting -= 1
+            # One that a thread has begun goes on, and an equal grammar of a later request gets its result.
+            if not compilation.num_waiting and compilation.in_thread.cancel():
+                del self._compiling[requested]
 
-    def _end_compiling(self, task: asyncio.Future[CheckedGrammar]) -> None:
-        self._num_compiling -= 1
-        if not task.cancelled():
-            task.exception()  # of a request that does not wait for it any more
+    def _end(
+        self,
+        requested: RequestedGrammar,
+        compilation: _Compilation,
+        stats: ModelStats,
+        ended: asyncio.Future[CheckedGrammar],
+    ) -> None:
+        """Count a compilation, and keep its result, whether requests still wait for it or not."""
+        if ended.cancelled():
+            return
+        del self._compiling[requested]
+        stats.add("grammar_compile_s", compilation.seconds)
+        if ended.exception() is not None:
+            return
+        checked = ended.result()
+        stats.add("grammars_compiled")
+        stats.add("grammars_weakened", bool(checked.weakened))
+        self._kept[requested] = checked
+        while len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
 
 
 def requested_grammar(request: ChatRequest | CompletionRequest) -> RequestedGrammar | None:
