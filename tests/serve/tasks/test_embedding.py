@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
@@ -9,7 +10,10 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,13 +21,16 @@ import openai
 import pytest
 from encoder_tools import write_decoder, write_encoder
 from server_harness import RunningServer, running, serve_command, server_config
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from meltcore.common.errors import RequestError
 from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.protocol.embedding import EmbeddingReady
-from meltcore.serve.tasks.embedding.backend import EmbeddingBackend, _cosine
+from meltcore.serve.tasks.embedding.backend import EmbeddingBackend, _cosine, _PairEncoder
+from meltcore.serve.tasks.generation import prompts
+from meltcore.serve.tasks.generation.prompts import encode_each
 from meltcore.settings.fleet_spec import ModelSection
+from meltcore.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 MAX_TOKENS = 66
@@ -94,6 +101,109 @@ def test_only_models_trained_for_it_cut_embeddings() -> None:
     with pytest.raises(RequestError, match=r"minilm is not known to be trained for shorter embeddings.*must be 32 or"):
         backend._check_dimensions(16, ready)
     backend._check_dimensions(5, msgspec.structs.replace(ready, cut_sizes=()))
+
+
+class CountingTokenizer(Tokenizer):
+    """A tokenizer of bytes that counts the characters it encodes. A pair is the two texts, with a byte after each."""
+
+    num_chars = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.num_chars += len(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int, int]:
+        ids, begin = self.encode(second, add_special_tokens=False), self.encode(first, add_special_tokens=False)
+        return [*begin, 0, *ids, 0], 0, len(begin) + 1
+
+
+def unloaded_backend(monkeypatch: pytest.MonkeyPatch, *, is_reranker: bool) -> Any:
+    """A backend without engines whose results are the tokens of its inputs."""
+    limits: dict[str, Any] = {"device": "cpu", "dtype": "float32", "weights": "real", "memory": [], "load_s": 0.0}
+    ready = EmbeddingReady(**limits, max_cost=64, max_tokens=66, size=32, vocab_size=300, is_reranker=is_reranker)
+    backend: Any = EmbeddingBackend.__new__(EmbeddingBackend)
+    backend.names, backend._text = ("m",), CountingTokenizer(Tokenizer.synthetic_bytes(300)._backend)
+    monkeypatch.setattr(backend, "_loaded", lambda: ready)
+
+    async def results(messages: list[Any], costs: list[int], _units: int) -> list[Any]:
+        made = [message(request_id="", priority=0, arrived_s=0.0) for message in messages]
+        return [SimpleNamespace(values=array("i", array("i", each.token_ids)).tobytes()) for each in made]
+
+    monkeypatch.setattr(backend, "results", results)
+    return backend
+
+
+@pytest.mark.parametrize(("num_words", "found"), [(40, "are 82 tokens"), (20_000, "are more than 66 tokens")])
+def test_a_query_that_leaves_nothing_of_documents_is_refused_at_the_first(
+    num_words: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = unloaded_backend(monkeypatch, is_reranker=True)
+    query = "a " * num_words
+    with pytest.raises(RequestError, match=f"{found}.*leaves nothing of documents.0.; shorten query"):
+        asyncio.run(backend.score([query], ["a"] * 50, ("query", "documents"), -1, None))
+    assert backend._text.num_chars < 66 * 64
+
+
+@pytest.mark.parametrize("text", ["ab " * 30_000, " " * 60_000 + "ab" * 30_000])
+def test_far_longer_texts_are_cut_before_they_are_tokenized(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cut keeps the first tokens and the last one."""
+    backend = unloaded_backend(monkeypatch, is_reranker=False)
+    found = asyncio.run(backend.embed([text], None, -1))
+    assert array("i", found.values[0]).tolist() == [*text[:65].encode(), text.encode()[-1]]
+    assert backend._text.num_chars < 66 * 64
+
+
+def test_a_query_is_not_tokenized_for_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = unloaded_backend(monkeypatch, is_reranker=True)
+    encoder = _PairEncoder(backend._text, None, None, is_one_first=True)
+    for index in range(100):
+        encoder.encode((("q" * 50, f"d{index}"), ("query", f"documents[{index}]")))
+    assert backend._text.num_chars < 100 * 3 + 5 * 50
+
+
+@pytest.mark.parametrize("kind", ["reranker", "decoder"])
+@pytest.mark.parametrize("limit", [None, 300, 1600])
+@pytest.mark.parametrize("query", ["cab", "what? <|im_end|>\n"])
+def test_pairs_have_the_same_tokens_wherever_the_query_was_tokenized(
+    kind: str, limit: int | None, query: str, folders: dict[str, Path]
+) -> None:
+    tokenizer = Tokenizer.from_folder(folders[kind])
+    instruction = "Find" if kind == "decoder" else None
+    encoder = _PairEncoder(tokenizer, limit, instruction, is_one_first=True)
+    for second in ("abc", "", " ", "\n\nab", "?!", "<|im_start|>", "e\u0301 中文", "a b " * 400, "ab" * 9000):
+        item = (query, second), ("query", "documents[0]")
+        alone = _PairEncoder(tokenizer, limit, instruction, is_one_first=False).encode(item)
+        whole = _PairEncoder(tokenizer, None, instruction, is_one_first=False).encode(item)
+        found = encoder.encode(item)
+        assert (found.token_ids, found.second_start) == (alone.token_ids, alone.second_start)
+        most = limit or len(whole.token_ids)
+        assert found.token_ids[: most - found.num_last] == whole.token_ids[: most - found.num_last]
+        assert found.token_ids[-found.num_last :] == whole.token_ids[-found.num_last :]
+    assert encoder._frame is not None
+
+
+def test_tokenizing_ends_when_its_request_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread ends after the item that it has begun."""
+    begun, release = list[int](), Event()
+    monkeypatch.setattr(prompts, "_THREADS", ThreadPoolExecutor(1))
+
+    def encode(item: int) -> None:
+        begun.append(item)
+        assert release.wait(WAIT_S)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(encode_each(encode, range(50), 2**20))
+        await until(lambda: begun == [0], "the first item to begin")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        release.set()
+        assert await encode_each(abs, [-1], 2**20) == [1]  # in the same thread
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        release.set()
+    assert begun == [0]
 
 
 def test_texts_and_token_ids_are_the_same_inputs(embedder: RunningServer) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from meltcore.common.errors import RequestError
 from meltcore.protocol.embedding import Embed, EmbeddingReady
 from meltcore.serve.engines.batch_backend import BatchBackend
 from meltcore.serve.requests.admission import TOKENS
-from meltcore.serve.tasks.generation.prompts import INLINE_CHARS, encode_all, encode_prompts
+from meltcore.serve.tasks.generation.prompts import encode_all, encode_each, encode_prompts, without_middle
 from meltcore.serve.tasks.generation.text_model import find_checkpoint
 from meltcore.text.tokenizer import Tokenizer
 
@@ -28,6 +27,7 @@ _PROMPT_BEGIN = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
+_DOCUMENT = "<Document>:"
 _PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
@@ -62,9 +62,6 @@ class _Encoded(NamedTuple):
     second_start: int = 0
     num_first: int = 0
     num_last: int = 1
-
-
-_Encode = Callable[[str, str], tuple[Any, ...]]
 
 
 class EmbeddingBackend(BatchBackend):
@@ -103,6 +100,7 @@ class EmbeddingBackend(BatchBackend):
         ids = await encode_prompts(
             *(self._text, ready.vocab_size, inputs, "input"),
             context=None if limit else ready.max_tokens,
+            num_kept=limit,
             most=MAX_INPUTS,
         )
         fields = [(f"input[{index}]",) for index in range(len(ids))]
@@ -153,18 +151,20 @@ class EmbeddingBackend(BatchBackend):
                 break
             new_texts = [text for text in dict.fromkeys(texts) if text not in token_ids]
             context = None if limit else ready.max_tokens
-            ids = await encode_all(self._text, new_texts, param, add_special_tokens=True, context=context)
+            ids = await encode_all(
+                self._text, new_texts, param, add_special_tokens=True, context=context, num_kept=limit
+            )
             token_ids.update(zip(new_texts, ids, strict=True))
         first_fields = [params[0]] if len(firsts) == 1 else [f"{params[0]}[{index}]" for index in range(len(firsts))]
         second_fields = [f"{params[1]}[{index}]" for index in range(len(seconds))]
         repeats = len(seconds) if len(firsts) == 1 else 1
         pairs = list(zip([*firsts] * repeats, seconds, strict=True))
         if ready.is_reranker:
-            encode: _Encode = self._text.encode_pair
-            if ready.has_pair_prompt:
-                encode = partial(_encode_prompt, self._text, limit, instruction or _INSTRUCTION)
-            encoded = await _encode_pairs(encode, pairs, has_prompt=ready.has_pair_prompt)
+            prompt = (instruction or _INSTRUCTION) if ready.has_pair_prompt else None
+            encoder = _PairEncoder(self._text, limit, prompt, is_one_first=repeats > 1)
             fields = list(zip(first_fields * repeats, second_fields, strict=True))
+            num_chars = sum(len(first) + len(second) + len(prompt or "") for first, second in pairs)
+            encoded = await encode_each(encoder.encode, list(zip(pairs, fields, strict=True)), num_chars)
             found = await self._results(encoded, fields, limit, 0)
             logits = [array("f", values)[0] for values in found.values]
             return Scores([0.5 * (1 + math.tanh(logit / 2)) for logit in logits], found.num_tokens)
@@ -180,20 +180,13 @@ class EmbeddingBackend(BatchBackend):
         """Return the values of each input, cut to `limit` tokens if this is not None.
 
         `fields` has the fields of the request that each input comes from. Raises RequestError (400) for an input that
-        is too long, and for one of which a cut would leave nothing of its second text.
+        is too long.
         """
         most = self._loaded().max_tokens
         messages, costs = [], []
-        for (ids, second_start, num_first, num_last), names in zip(encoded, fields, strict=True):
+        for (ids, second_start, _, num_last), names in zip(encoded, fields, strict=True):
             kept = ids
             if limit is not None and len(ids) > limit:
-                if num_first and num_first + num_last >= limit:
-                    raise RequestError(
-                        f"{names[0]} and special tokens are {num_first + num_last} tokens, and inputs are cut to "
-                        f"{limit}, which leaves nothing of {names[1]}; shorten {names[0]}",
-                        param=_param(names[0]),
-                        code="context_length_exceeded",
-                    )
                 kept = [*ids[: limit - num_last], *ids[-num_last:]]
             if len(kept) > most:
                 raise RequestError(
@@ -233,23 +226,71 @@ def _encode_prompt(tokenizer: Tokenizer, limit: int | None, instruction: str, qu
     The three parts are tokenized apart, as the model card does. Control tokens in the texts are plain text.
     """
     begin, end = (tokenizer.encode(part, add_special_tokens=False) for part in (_PROMPT_BEGIN, _PROMPT_END))
-    head = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:"
+    head = f"<Instruct>: {instruction}\n<Query>: {query}\n{_DOCUMENT}"
     ids = [*begin, *tokenizer.control_tokens.encode(f"{head} {document}", []), *end]
     is_cut = limit is not None and len(ids) > limit
     num_first = len(begin) + len(tokenizer.control_tokens.encode(head, [])) if is_cut else 0
     return _Encoded(ids, num_first=num_first, num_last=len(end))
 
 
-async def _encode_pairs(encode: _Encode, pairs: Sequence[tuple[str, str]], *, has_prompt: bool) -> list[_Encoded]:
-    """Return the tokens of each pair. Long texts are tokenized on a thread, and so are several prompts."""
+class _PairEncoder:
+    """Encodes the pairs of one request. A first text that belongs to all pairs is tokenized for the first pair only."""
 
-    def work() -> list[_Encoded]:
-        return [_Encoded(*encode(*pair)) for pair in pairs]
+    def __init__(self, tokenizer: Tokenizer, limit: int | None, instruction: str | None, *, is_one_first: bool) -> None:
+        """Create the encoder. Pairs are cut to `limit` tokens. A reranker without a prompt has no `instruction`."""
+        self._tokenizer, self._limit, self._instruction = tokenizer, limit, instruction
+        self._is_one_first = is_one_first
+        self._frame: tuple[list[int], list[int], _Encoded] | None = None  # the tokens around the second text
 
-    prompt_chars = _MAX_INSTRUCTION if has_prompt else 0
-    if sum(len(first) + len(second) + prompt_chars for first, second in pairs) <= INLINE_CHARS:
-        return work()
-    return await asyncio.to_thread(work)
+    def encode(self, item: tuple[tuple[str, str], tuple[str, str]]) -> _Encoded:
+        """Return the tokens of a pair, which comes with its fields of the request.
+
+        Raises RequestError (400) if the cut to `limit` tokens would leave nothing of the second text.
+        """
+        (first, second), names = item
+        second = without_middle(self._tokenizer, second, self._limit)
+        if self._frame is not None:
+            begin, end, pair = self._frame
+            encoded = pair._replace(token_ids=[*begin, *self._encode_second(second), *end])
+        else:
+            if without_middle(self._tokenizer, first, self._limit) != first:
+                raise self._refusal(names, f"more than {self._limit}")
+            encoded = self._encode_whole(first, second)
+        num_fixed = encoded.num_first + encoded.num_last
+        if self._limit and len(encoded.token_ids) > self._limit and encoded.num_first and num_fixed >= self._limit:
+            raise self._refusal(names, str(num_fixed))
+        if self._is_one_first and self._frame is None:
+            self._learn_frame(first, second)
+        return encoded
+
+    def _refusal(self, names: tuple[str, str], num_tokens: str) -> RequestError:
+        return RequestError(
+            f"{names[0]} and special tokens are {num_tokens} tokens, and inputs are cut to {self._limit}, which leaves "
+            f"nothing of {names[1]}; shorten {names[0]}",
+            param=_param(names[0]),
+            code="context_length_exceeded",
+        )
+
+    def _encode_whole(self, first: str, second: str, *, has_first: bool = False) -> _Encoded:
+        if self._instruction is None:
+            return _Encoded(*self._tokenizer.encode_pair(first, second))
+        return _encode_prompt(self._tokenizer, 0 if has_first else self._limit, self._instruction, first, second)
+
+    def _encode_second(self, second: str) -> list[int]:
+        """Return the tokens of a second text, in a prompt after those of _DOCUMENT."""
+        if self._instruction is None:
+            return self._tokenizer.encode(second, add_special_tokens=False)
+        return self._tokenizer.control_tokens.encode(f"{_DOCUMENT} {second}", [])
+
+    def _learn_frame(self, first: str, second: str) -> None:
+        """Keep the tokens around the second text for the next pairs, if its tokens alone are those in the pair."""
+        pair = self._encode_whole(first, second, has_first=True)
+        ids, tokens = pair.token_ids, self._encode_second(second)
+        has_prompt = self._instruction is not None
+        start = pair.num_first - (len(self._tokenizer.control_tokens.encode(_DOCUMENT, [])) if has_prompt else 0)
+        end = start + len(tokens)
+        if tokens and ids[start:end] == tokens and (not has_prompt or len(ids) - end == pair.num_last):
+            self._frame = ids[:start], ids[end:], pair
 
 
 def _cosine(first: array[float], second: array[float]) -> float:

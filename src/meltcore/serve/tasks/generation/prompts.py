@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
+from itertools import takewhile
+from threading import Event
 from typing import Any, TypeVar
 
 from meltcore.common.errors import RequestError
@@ -26,10 +28,12 @@ MAX_PROMPTS = 1024  # in one completion request
 # pieces so far have _TOO_LONG times the context, the whole is too long, wherever they were cut.
 _LONG_BYTES, _TOO_LONG = 16, 2
 _PIECE_CHARS = 16_384
+_END_CHARS = 1024  # of a text that is cut, which decide on its last token
 MAX_COUNTED_TOKENS = 2**18  # of a text that is only tokenized, where the context is not longer
 # An API server process tokenizes four long texts concurrently, and others wait: this bounds the memory that they take.
 _THREADS = ThreadPoolExecutor(4, thread_name_prefix="tokenizer")
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
@@ -91,12 +95,13 @@ async def encode_prompts(
     param: str = "prompt",
     *,
     context: int | None = None,
+    num_kept: int | None = None,
     most: int = MAX_PROMPTS,
 ) -> list[list[int]]:
     """Return one list of token ids per prompt. Raises RequestError (400) that names the field `param`.
 
     `prompt` is one text, several texts, one list of token ids, or several lists, at most `most`. `context` is the
-    model's context in tokens. None accepts a prompt of any length.
+    model's context in tokens. None accepts a prompt of any length. `num_kept` is as in `encode_all`.
     """
     if isinstance(prompt, str):
         prompt = [prompt]
@@ -110,7 +115,7 @@ async def encode_prompts(
     part_type = part_types.pop()
     if part_type is str:
         texts = [prompt_part for prompt_part in prompt if isinstance(prompt_part, str)]
-        encoded = await encode_all(tokenizer, texts, param, add_special_tokens=True, context=context)
+        encoded = await encode_all(tokenizer, texts, param, add_special_tokens=True, context=context, num_kept=num_kept)
         return [_require_tokens(ids, param) for ids in encoded]
     token_lists = [prompt] if part_type is int else prompt
     return [_checked_ids(ids, vocab_size, param) for ids in token_lists if isinstance(ids, list)]
@@ -140,6 +145,7 @@ async def encode_all(
     *,
     add_special_tokens: bool,
     context: int | None = None,
+    num_kept: int | None = None,
     is_only_counted: bool = False,
 ) -> list[list[int]]:
     """Tokenize `texts`. Much text is tokenized on a thread, so that the event loop continues to serve.
@@ -153,20 +159,47 @@ async def encode_all(
         param: name of the request's field, for errors.
         add_special_tokens: whether the tokenizer adds its special tokens.
         context: the model's context in tokens. None accepts a text of any length.
+        num_kept: the number of tokens to which the caller cuts each text. The middle of a far longer text is left out.
         is_only_counted: whether no answer follows. MAX_COUNTED_TOKENS are accepted then, even if the context is
             shorter.
     """
 
-    def work() -> list[list[int]]:
-        encoded = []
-        for text in texts:
-            _check_length(tokenizer, ChatPrompt(text), param, context, is_only_counted=is_only_counted)
-            encoded.append(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        return encoded
+    def encode(text: str) -> list[int]:
+        _check_length(tokenizer, ChatPrompt(text), param, context, is_only_counted=is_only_counted)
+        kept = without_middle(tokenizer, text, num_kept)
+        return tokenizer.encode(kept, add_special_tokens=add_special_tokens)
 
-    if sum(map(len, texts)) <= INLINE_CHARS:
-        return work()
-    return await _on_thread(work)
+    return await encode_each(encode, texts, sum(map(len, texts)))
+
+
+async def encode_each(encode: Callable[[_Item], _Result], items: Sequence[_Item], num_chars: int) -> list[_Result]:
+    """Tokenize each item, on a thread if the items have many characters.
+
+    If the caller is cancelled, the thread ends after the item that it has begun.
+    """
+    if num_chars <= INLINE_CHARS:
+        return [encode(item) for item in items]
+    is_left = Event()
+    try:
+        return await _on_thread(lambda: [encode(item) for item in takewhile(lambda _: not is_left.is_set(), items)])
+    finally:
+        is_left.set()
+
+
+def without_middle(tokenizer: Tokenizer, text: str, num_kept: int | None) -> str:
+    """Return a text that has the first `num_kept` tokens of `text` and its last token. None keeps the whole text.
+
+    Of a far longer text, a beginning with more than _TOO_LONG times as many tokens is kept, and the last characters.
+    The tokenizer decides on a token by the text around it, so that the missing middle changes no token that is used.
+    """
+    if num_kept is None:
+        return text
+    size = _LONG_BYTES * num_kept
+    while size + _END_CHARS < len(text):
+        if len(tokenizer.encode(text[:size], add_special_tokens=False)) > _TOO_LONG * num_kept:
+            return text[:size] + text[-_END_CHARS:]
+        size *= 4
+    return text
 
 
 def _check_length(
