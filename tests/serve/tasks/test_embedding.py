@@ -140,7 +140,7 @@ def test_a_query_that_leaves_nothing_of_documents_is_refused_at_the_first(
     backend = unloaded_backend(monkeypatch, is_reranker=True)
     query = "a " * num_words
     with pytest.raises(RequestError, match=f"{found}.*leaves nothing of documents.0.; shorten query"):
-        asyncio.run(backend.score([query], ["a"] * 50, ("query", "documents"), -1, None))
+        asyncio.run(backend.score([query], ["a"] * 200, ("query", "documents"), -1, None))
     assert backend._text.num_chars < 66 * 64
 
 
