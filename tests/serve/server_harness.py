@@ -180,9 +180,10 @@ class RunningServer:
         (engine,) = self.engine_pids()
         return engine
 
-    def engine_pids(self) -> list[int]:
-        """In the order they were started, which is that of the replicas. Numbers of processes begin anew at a limit."""
-        return [pid for pid, command in self._children() if "engine" in command and "serve.api_server" not in command]
+    def engine_pids(self, model: str = "") -> list[int]:
+        """In the order they were started, or the scripted engines of a model. Models start in any order."""
+        pids = [pid for pid, command in self._children() if "engine" in command and "serve.api_server" not in command]
+        return [pid for pid in pids if not model or Path(f"/proc/{pid}/comm").read_text().strip() == model]
 
     def api_server_pids(self) -> list[int]:
         """The API server processes, in the order they were started."""
