@@ -49,7 +49,7 @@ def is_repeatable(run: dict[str, Any]) -> bool:
 
 
 def choose(name: str, subject: str | None) -> tuple[str, dict[str, Any]]:
-    """The machine and the newest run of NAME. Raises ValueError where there is none."""
+    """The machine and the newest run of NAME. Raises ValueError if NAME has no run."""
     if name == "README":
         name, subject = HEADLINE
     runs = repeatable_runs()
@@ -108,7 +108,7 @@ def print_rows(title: str, lines: Sequence[Sequence[str]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="?", metavar="ROWS", help="README, or SCRIPT/MACHINE of a result file.")
-    parser.add_argument("--subject", help="Model or server that was measured (default: that of the newest run).")
+    parser.add_argument("--subject", help="Model or server that was measured (default: the subject of the newest run).")
     parser.add_argument("--file", type=Path, action="append", default=[], help="A file that the command names.")
     parser.add_argument("--anyway", action="store_true", help="Also on another kind of machine.")
     args = parser.parse_args()

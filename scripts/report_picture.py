@@ -3,7 +3,7 @@
     python scripts/report_picture.py        needs Chromium
 
 The picture names the digest of the page that it shows, so that a test finds a picture that is older than its page. The
-document is that of a `make demo` on two idle cores, without the recordings of its synthesis.
+document was written by `make demo` on two idle cores, and lacks the recordings of its synthesis.
 """
 
 from __future__ import annotations

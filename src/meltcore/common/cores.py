@@ -30,7 +30,7 @@ def format_cpus(cpus: Collection[int]) -> str:
 
 
 def near_cores(bus_id: str, sysfs: Path = SYSFS) -> list[tuple[int, ...]]:
-    """Return the cores on the NUMA node of a GPU, each with those of its CPUs that this process may use.
+    """Return the cores on the NUMA node of a GPU, each with the CPUs that this process may use.
 
     `bus_id` is the GPU's PCI bus id in the kernel's form. The result is empty if the kernel does not list the CPUs, or
     if the affinity of this process (taskset, cpusets of a container) has none of them.

@@ -286,8 +286,8 @@ class Constraints:
                 waiting.append(request)
         self.fill(waiting)
         for request in waiting:
-            if not _constraint(request).is_filling and not self._is_ready(request):
-                self._release(request, request.num_generated)  # its row is busy, and it is filled later
+            if not _constraint(request).is_filling:  # its mask is just filled, or its row is busy and it comes later
+                self._release(request, request.num_generated)
 
     def _release(self, request: Request, number: int) -> None:
         """Let the device sample a token now, with the mask if that is filled."""

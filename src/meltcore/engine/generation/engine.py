@@ -129,7 +129,7 @@ class GenerationEngine:
         self._requests: dict[str, Request] = {}
         self._dropped = Dropped([], [])  # from the step that is being launched
         self._tokens: tuple[list[int], dict[int, TokenLogprobs]] | None = None  # of the step that is read next
-        self._unused = Dropped([], [])  # those of its requests whose tokens are not used
+        self._unused = Dropped([], [])  # its requests whose tokens are not used
         self._read_s = 0.0  # when they were read
         self._ended_outputs: list[SequenceOutput] = []
         # Some checkpoints name end tokens of a larger vocabulary, which this model can neither sample nor mask.
