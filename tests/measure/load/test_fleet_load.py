@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def test_workload_follows_the_card() -> None:
     assert default_workload(model("a", **gpu), SIZES) == "random:in=128-1024,out=128"
     assert default_workload(model("a", **gpu | {"vocab_size": 512}), SIZES) == "random:in=128-1024,out=128,vocab=512"
     assert default_workload(model("a", device="CPU", max_model_len=256, weights="real"), SIZES) == "problems:short"
+    bundled = replace(model("sums", **gpu | {"weights": "real"}), is_bundled=True)
+    assert default_workload(bundled, SIZES) == "problems:short"
     with pytest.raises(ConfigError, match="a has a context of 1024 tokens, and a request has up to 1152"):
         default_workload(model("a", **gpu | {"max_model_len": 1024}), SIZES)
     card = {"source_languages": ["hin_Deva", "kan_Knda"], "target_languages": ["eng_Latn"]}

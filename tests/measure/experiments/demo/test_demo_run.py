@@ -72,11 +72,14 @@ def run(config: DemoConfig) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["CPU", "NVIDIA H200"])
 def test_demo_passes_with_whole_and_right_answers_and_names_missing_clients(
-    tmp_path: Path, answers_file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, answers_file: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.setattr(clients, "PACKAGES", ("no_such_package",))
-    code, result = run(replace(demo_config(tmp_path, answers_file), clients=True))
+    config = replace(demo_config(tmp_path, answers_file), clients=True)
+    fake_server("--answers", str(answers_file), "--device", device)
+    code, result = run(config)
     assert code == 0
     missing = "no_such_package is not installed (pip install 'meltcore[clients]')"
     assert result["notes"][-1] == f"No client opened the routes: {missing}."
@@ -88,7 +91,7 @@ def test_demo_passes_with_whole_and_right_answers_and_names_missing_clients(
     assert load["accuracy"] == 1.0
     assert load["output_tokens_per_s"] > 0
     assert result["settings"]["weights"] == "real"
-    assert result["settings"]["devices"] == {"fake": "CPU"}
+    assert result["settings"]["devices"] == {"fake": device}
     [folder] = tmp_path.iterdir()
     assert folder.name.endswith("-demo")
     assert len((folder / "requests.jsonl").read_text().splitlines()) >= load["requests"]

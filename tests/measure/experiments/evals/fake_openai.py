@@ -60,6 +60,7 @@ class FakeServer(ThreadingHTTPServer):
     def __init__(self, fault: str = "none", answers: dict[str, int] | None = None, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.fault = fault
+        self.device = "CPU"
         self.streamed = 0
         self.posts = 0
         self.answers = answers or {}  # question: value
@@ -111,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "created": 0,
                 "owned_by": "test",
                 "weights": "real",
-                "device": "CPU",
+                "device": self.server.device,
             }
             self._json(200, {"object": "list", "data": [entry]})
         else:
@@ -365,12 +366,14 @@ def serve_as_meltcore() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--answers", type=Path)
+    parser.add_argument("--device", default="CPU")
     parser.add_argument("words", nargs=2)
     parser.add_argument("--port")
     options = parser.parse_args()
     if options.fault == "crashes":
         sys.exit("cannot open the model")
     server = FakeServer(options.fault, json.loads(options.answers.read_text()) if options.answers else {})
+    server.device = options.device
     if options.fault == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:

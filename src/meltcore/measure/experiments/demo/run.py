@@ -275,6 +275,7 @@ class _Demo:
             levels=self.config.levels,
             mix=MIX,
             models=tuple(model for task, model in self.models.items() if task in MIX),
+            are_bundled=True,
             level_s=self.config.level_s,
             seed=self.config.seed,
         )

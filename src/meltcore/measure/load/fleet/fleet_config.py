@@ -150,6 +150,7 @@ class FleetLoadConfig:
         type=parse_slo,
         metavar="ttft:MS,e2e:MS",
     )
+    are_bundled: bool = False  # whether all models are bundled ones, whose requests are short on any device
     processes: int = 1
     seed: int = 0
     api_key: str | None = None
@@ -193,7 +194,7 @@ class FleetLoadConfig:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings by name for published results, without the API key and the address."""
-        fields = {name: value for name, value in asdict(self).items() if name not in ("api_key", "url")}
+        fields = {name: value for name, value in asdict(self).items() if name not in ("api_key", "url", "are_bundled")}
         ranges = {name: list(getattr(self, name)) for name in ("input_len", "output_len", "clip_s")}
         return {**fields, **ranges, "timeouts": self.timeouts._asdict()}
 

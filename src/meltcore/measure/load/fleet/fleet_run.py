@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ class _FleetRun:
 
     async def _make_plan(self, target: Target) -> _Plan:
         config = self._config
-        served = await find_models(target, config.models)
+        served = [replace(model, is_bundled=config.are_bundled) for model in await find_models(target, config.models)]
         shares = shares_of(served, config.mix)
         models = [
             ModelUnderLoad(

@@ -38,11 +38,12 @@ class ServedModel:
     name: str
     task: str
     card: Mapping[str, Any] = field(default_factory=dict)
+    is_bundled: bool = False
 
     @property
     def is_small(self) -> bool:
-        """Whether the model runs on a CPU, where long requests would take minutes."""
-        return self.card.get("device") == "CPU"
+        """Whether requests are short: a CPU would compute long ones for minutes, and bundled models know no others."""
+        return self.is_bundled or self.card.get("device") == "CPU"
 
 
 @dataclass(frozen=True)
