@@ -49,9 +49,9 @@ TRANSPORTS = ("ipc", "tcp", "ray-steps", "ray-requests")
 
 
 def step_message(streams: range, number: int) -> StepOutputs:
-    """A step of a scripted engine. `step_s_total` is the time of the send, which no transport changes."""
+    """A step of a scripted engine. `mask_s_total` is the time of the send, which no transport changes."""
     outputs = [SequenceOutput(f"cmpl-{stream:020}", [number % 512]) for stream in streams]
-    return StepOutputs(outputs, EngineStats(step_s_total=time.monotonic()), time.monotonic())
+    return StepOutputs(outputs, EngineStats(mask_s_total=time.monotonic()), time.monotonic())
 
 
 def produce(directory: Path) -> None:
@@ -87,7 +87,7 @@ class Receiver:
         if not self.started_tokens and self.tokens >= self.warm_up:
             self.started_tokens, self.started_cpu_s = self.tokens, time.process_time()
         elif self.started_tokens:
-            self.latencies.append(now_s - message.stats.step_s_total)
+            self.latencies.append(now_s - message.stats.mask_s_total)
         if self.tokens >= self.expected:
             self.done.set()
 

@@ -106,7 +106,6 @@ class Engine:
         self.listening = Listening(socket.bind_to_random_port(f"tcp://{_HOST}"), keys.public)
         self.identities = [client_identity(index) for index in range(start.client_count)]
         self.running: dict[str, Running] = {}
-        self.steps = 0
         self.is_loaded = self.is_asked = False
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -155,8 +154,7 @@ class Engine:
             token = entry.prompt[entry.tokens % len(entry.prompt)]
             output = SequenceOutput(request_id, [token] * new_tokens, reason, times=times)
             parts.setdefault(entry.client, []).append(output)
-        self.steps += 1
-        stats = EngineStats(running=len(self.running), steps_total=self.steps)
+        stats = EngineStats(running=len(self.running))
         for client, outputs in parts.items():
             self.send(client, StepOutputs(outputs, stats, now_s))
 

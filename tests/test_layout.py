@@ -23,7 +23,13 @@ GROUND = ("common", "settings", "protocol")
 RUN = ("fleet", "serve", "offline", "engine", "models", "layers", "kernels", "text", "audio")
 MEASURE = "measure"
 # What the halves share beside `common`.
-SHARED = ("protocol.json_lines", "protocol.cluster", "protocol.fleet_plan", "settings.server_templates")
+SHARED = (
+    "protocol.json_lines",
+    "protocol.step_sums",
+    "protocol.cluster",
+    "protocol.fleet_plan",
+    "settings.server_templates",
+)
 _MEASURED = ("measure.documents", "measure.problems")
 ALLOWED = {
     "common": (),

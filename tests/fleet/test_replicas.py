@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from array import array
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,7 @@ from meltcore.protocol.generation import AddRequest, EngineStats, GenerationRead
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.step_marks import StepMarks
+from meltcore.protocol.step_sums import NUM_SUMS, STEP_KINDS, StepKind
 from meltcore.serve.requests.backend import STUCK_AFTER_S, Health
 from meltcore.serve.requests.exchange import set_exchange
 from meltcore.serve.requests.stats import ModelStats, ServerStats
@@ -123,11 +125,22 @@ def test_requests_of_other_api_servers_count() -> None:
     assert second.stats.open_requests(1) == 0
 
 
+def sums(steps: int) -> bytes:
+    """The sums of an engine whose steps all had one row."""
+    first = STEP_KINDS.index(StepKind("decode", 1)) * 4
+    return array("d", [0.0] * first + [steps, 0.5 * steps, steps, 0.0] + [0.0] * (NUM_SUMS - first - 4)).tobytes()
+
+
 def test_dead_replica_gets_no_requests_and_keeps_its_counters() -> None:
     table = Table(model_stats(2))
-    table.stats.record_step(EngineStats(running=3, waiting=2, steps_total=7, num_pages=10), 1.0, 0)
-    table.stats.record_step(EngineStats(running=1, waiting=0, steps_total=5, num_pages=10), 1.0, 1)
-    assert table.stats.engines() == EngineStats(running=4, waiting=2, steps_total=12, num_pages=20)
+    table.stats.record_step(
+        EngineStats(running=3, waiting=2, prompt_tokens_total=7, step_sums=sums(7), num_pages=10), 1.0, 0
+    )
+    table.stats.record_step(
+        EngineStats(running=1, waiting=0, prompt_tokens_total=5, step_sums=sums(5), num_pages=10), 1.0, 1
+    )
+    both = EngineStats(running=4, waiting=2, prompt_tokens_total=12, step_sums=sums(12), num_pages=20)
+    assert table.stats.engines() == both
     kept, lost = table.add(10), table.add(10)
     table.stats.mark_replica_dead(1)
     table.requests.end_all(RequestError("dead", status=500), "failed", replica=1)
@@ -136,18 +149,19 @@ def test_dead_replica_gets_no_requests_and_keeps_its_counters() -> None:
     table.add(500)
     assert table.given() == [0, 1, 0, 0]
     found = table.stats.engines()
-    assert (found.running, found.waiting, found.steps_total) == (3, 2, 12)
+    assert (found.running, found.waiting, found.prompt_tokens_total) == (3, 2, 12)
+    assert found.step_sums == sums(12)
 
 
 def test_sleeping_replica_runs_nothing_whatever_its_last_message_says() -> None:
     """Its last step may have run a request that was aborted since. While it falls asleep, open requests still run."""
     stats = model_stats(1)
     stats.assign(0, 10)
-    stats.record_step(EngineStats(running=1, steps_total=7), 1.0, 0)
+    stats.record_step(EngineStats(running=1, step_sums=sums(7)), 1.0, 0)
     stats.mark_replica_asleep(0)
-    assert stats.engines() == EngineStats(running=1, steps_total=7)
+    assert stats.engines() == EngineStats(running=1, step_sums=sums(7))
     stats.unassign(0, 10)
-    assert stats.engines() == EngineStats(steps_total=7)
+    assert stats.engines() == EngineStats(step_sums=sums(7))
 
 
 def test_one_stuck_replica_makes_the_server_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,6 @@ class ScriptedEngine:
             waiting=len(self.waiting),
             pages_used=len(self.running),
             num_pages=64,
-            steps_total=self.steps,
             generated_tokens_total=self.generated,
         )
 

@@ -616,8 +616,7 @@ def test_the_status_counts_as_waiting_only_what_a_queue_holds() -> None:
     assert counts() == (1, 0)
     stats.set_in_flight(5)
     stats.add("queue_requests", 2)
-    values = dict.fromkeys(EngineStats.__struct_fields__, 0)
-    stats.record_step(EngineStats(**values | {"running": 2, "waiting": 1}), 1.0)
+    stats.record_step(EngineStats(running=2, waiting=1), 1.0)
     assert counts() == (2, 3)
     stats.set_in_flight(0)  # and the engine has ended no step since
     stats.add("queue_requests", -2)

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.protocol.shell import EngineReady
+from meltcore.protocol.step_sums import NO_STEPS
 
 # "deadline": it had not begun when its deadline passed. A result that is not the last one has None.
 TaskFinishReason = Literal["stop", "abort", "error", "deadline"]
@@ -55,23 +56,16 @@ class BatchStats(msgspec.Struct, array_like=True, frozen=True):
     """Holds gauges and counters of a batch engine after a step. The names of counters end in `_total`.
 
     Costs are in positions of the task, such as encoder frames. Padded costs include the padding of batches. The prompt
-    tokens of steps are padded costs. Paced steps were limited because an engine of a higher class was at work.
+    tokens of `step_sums` (`protocol/step_sums.py`) are padded costs.
     """
 
     running: int = 0
     waiting: int = 0
     waiting_cost: int = 0
-    steps_total: int = 0
-    step_s_total: float = 0.0
     cost_total: int = 0
     padded_cost_total: int = 0
     expired_total: int = 0
-    step_rows_total: int = 0
-    step_prompt_tokens_total: int = 0
-    paced_steps_total: int = 0
-    paced_step_s_total: float = 0.0
-    paced_step_rows_total: int = 0
-    paced_step_prompt_tokens_total: int = 0
+    step_sums: bytes = NO_STEPS
 
 
 class BatchReady(EngineReady, array_like=True, frozen=True):

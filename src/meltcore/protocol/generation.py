@@ -9,12 +9,13 @@ requests. The first API server also receives messages that concern no request (l
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import CommonFromEngine, CommonToEngine, EngineOutputs, EngineReady
+from meltcore.protocol.step_sums import NO_STEPS, NUM_SUMS
 
 # Packed token ids are unsigned integers of 32 bits, little endian: the engine may run on another machine.
 _TOKEN_TYPECODE = "I"
@@ -121,15 +122,13 @@ class SequenceOutput(msgspec.Struct, array_like=True, frozen=True):
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     """Holds gauges and counters of the engine after a step. The names of counters end in `_total`.
 
-    Paced steps were limited because an engine of a higher class was at work on the same GPU.
+    `step_sums` holds the sums of all steps by their kinds (`protocol/step_sums.py`).
     """
 
     running: int = 0
     waiting: int = 0
     pages_used: int = 0
     num_pages: int = 0
-    steps_total: int = 0
-    step_s_total: float = 0.0
     prompt_tokens_total: int = 0
     generated_tokens_total: int = 0
     prefix_queried_tokens_total: int = 0
@@ -141,12 +140,26 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     masks_total: int = 0
     mask_s_total: float = 0.0
     late_masks_total: int = 0
-    step_rows_total: int = 0
-    step_prompt_tokens_total: int = 0
-    paced_steps_total: int = 0
-    paced_step_s_total: float = 0.0
-    paced_step_rows_total: int = 0
-    paced_step_prompt_tokens_total: int = 0
+    step_sums: bytes = NO_STEPS
+
+    def cells(self) -> "memoryview[float]":
+        """Return all numbers of the statistics, in the order of `ENGINE_CELLS`."""
+        *numbers, step_sums = msgspec.structs.astuple(self)
+        return memoryview(array("d", [*numbers, *memoryview(step_sums).cast("d")]))
+
+    @classmethod
+    def of_cells(cls, cells: Sequence[float]) -> Self:
+        """Return the statistics that have these numbers."""
+        values: list[Any] = [*cells[:-NUM_SUMS], array("d", cells[-NUM_SUMS:]).tobytes()]
+        return cls(*values)
+
+    def counters(self) -> Self:
+        """Return the statistics with all gauges at 0."""
+        gauges = [name for name in self.__struct_fields__ if not name.endswith(("_total", "_sums"))]
+        return msgspec.structs.replace(self, **dict.fromkeys(gauges, 0))
+
+
+ENGINE_CELLS = (*EngineStats.__struct_fields__[:-1], *(f"step_sums/{index}" for index in range(NUM_SUMS)))
 
 
 class StepOutputs(EngineOutputs[SequenceOutput, EngineStats], tag="outputs", array_like=True, frozen=True):

@@ -15,6 +15,7 @@ from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
 from meltcore.protocol.shell import EngineOutputs
+from meltcore.protocol.step_sums import StepKind, sums_by_kind
 from meltcore.settings.config import EngineConfig
 
 
@@ -160,14 +161,17 @@ def test_requests_begin_while_others_run() -> None:
     assert engine.stats().waiting_cost == 32
     assert drain(engine) == [("a", "stop"), ("b", "stop"), ("c", "stop")]
     stats = engine.stats()
-    assert (stats.steps_total, stats.step_rows_total, stats.step_prompt_tokens_total) == (6, 9, 96)
-    assert stats.paced_steps_total == 0
+    # Two steps have one row and one has two; a prompt of 32 begins in each of the other three.
+    sums = sums_by_kind(stats.step_sums)
+    counts = {kind: (each.steps, each.rows, each.prompt_tokens) for kind, each in sums.items()}
+    assert counts == {("decode", 1): (2, 2, 0), ("decode", 2): (1, 2, 0), ("prompt", 32): (3, 5, 96)}
     engine.take_turn(StepTurn(0.0, 1.0))
     engine.add(Ask(request_id="d", cost=32))
     drain(engine)
-    stats = engine.stats()
-    assert (stats.paced_steps_total, stats.paced_step_rows_total, stats.paced_step_prompt_tokens_total) == (3, 3, 32)
-    assert (stats.steps_total, stats.step_rows_total, stats.step_prompt_tokens_total) == (9, 12, 128)
+    paced = sums_by_kind(engine.stats().step_sums)
+    each = paced.pop(StepKind("paced", 0))
+    assert (each.steps, each.rows, each.prompt_tokens) == (3, 3, 32)
+    assert paced == sums, "a limited step is of no other kind"
 
 
 def test_large_request_is_not_starved_by_small_ones() -> None:

@@ -269,10 +269,22 @@ def test_limits_beside_the_simulation_are_judged_in_one_run(
     alone = [load("asr", level(100.0, n=num_alone)), load("qwen", level(100.0, rate=10.0))]
     together = [load("asr", level(p95_ms)), load("qwen", level(900.0, rate=rate))]
     latency = Distribution(n=1000, p50=150.0, p95=200.0)
-    ideal = [
-        SimulatedStream(first_ms=latency, e2e_ms=latency),
-        SimulatedStream(first_ms=latency, e2e_ms=latency, throughput_ratio=0.5),
-    ]
+    own = [each.level for each in alone]
+
+    def simulated(off: float) -> list[SimulatedStream]:
+        """Streams whose simulated p95 alone is `off` times the measured one."""
+        return [
+            SimulatedStream(
+                first_ms=latency,
+                e2e_ms=latency,
+                throughput_ratio=ratio,
+                alone_e2e_ms=Distribution(n=1000, p50=measured.e2e_ms.p50, p95=off * measured.e2e_ms.p95),
+                alone_requests_per_s=measured.succeeded / measured.duration_s,
+            )
+            for ratio, measured in zip((None, 0.5), own, strict=True)
+        ]
+
+    ideal = simulated(1.14)
     gates = experiment_gates(spec, alone, together, ideal)
     assert [gates[0].status, gates[2].status] == statuses
     if num_alone == 1000:
@@ -283,6 +295,10 @@ def test_limits_beside_the_simulation_are_judged_in_one_run(
     unknown = experiment_gates(spec, alone, together)
     assert [unknown[0].status, unknown[2].status] == ["NOT RUN", "NOT RUN"], "no simulation passes nothing"
     assert "--step-costs" in unknown[2].detail
+    for off in (0.8, 1.2):
+        missed = experiment_gates(spec, alone, together, simulated(off))
+        assert [missed[0].status, missed[2].status] == ["NOT RUN", "NOT RUN"], "a simulation that is off is no bound"
+        assert "of transcription alone it gives" in missed[2].detail
 
 
 def test_experiment_chooses_models_by_name() -> None:
@@ -429,8 +445,9 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
 def _step_metrics(server: Any) -> str:
     """Counters of an engine that takes 2 ms and one step for each request."""
     names = {"steps": 1, "step_seconds": 0.002, "step_rows": 1, "step_prompt_tokens": 0}
+    labels = 'phase="decode",size="1"'
     return "".join(
-        f'meltcore:engine_{name}_total{{model_name="{model}"}} {server.num_posts * value}\n'
+        f'meltcore:engine_{name}_total{{model_name="{model}",{labels}}} {server.num_posts * value}\n'
         for model in ("mt", "ears")
         for name, value in names.items()
     )

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import mean
 
 import msgspec
 import pytest
 
-from meltcore.measure.documents.step_costs import UNLIMITED, StepCosts
+from meltcore.engine.host.step_pacing import StepCounts
+from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
 from meltcore.measure.load.fleet import simulation
+from meltcore.measure.load.fleet.bound import MeasuredStream, simulate_experiment
+from meltcore.measure.load.fleet.fleet_gates import StreamSpec
 from meltcore.measure.load.fleet.simulation import Job, SimulatedLoad, StreamTrace, overlap_share, simulate
 from meltcore.measure.load.fleet.step_costs import (
     AloneSteps,
-    StepSums,
     fit_step_costs,
     merge_step_costs,
     parse_step_sums,
-    windows_of,
+    steps_between,
 )
+from meltcore.protocol.generation import EngineStats
+from meltcore.protocol.step_sums import StepKind, StepSums
+from meltcore.serve.requests.metrics import Metrics
+from meltcore.serve.requests.stats import ServerStats
 
 
 def costs(step_s: float = 1.0, **fields: float) -> StepCosts:
@@ -117,8 +124,8 @@ def test_batches_share_a_step() -> None:
 
 def test_a_long_prompt_takes_several_steps() -> None:
     """25 units in steps of 10 take three steps; the second prompt shares the third and the fourth."""
-    prompts = StepCosts(decode_s=[(1, 1.0)], unit_s=0.1, max_units=10.0)
-    [trace] = simulate([SimulatedLoad(costs=prompts, jobs=[Job(0, 1, 25.0, 2), Job(0, 1, 10.0, 1)])], 0.0)
+    by_tens = StepCosts(decode_s=[(1, 1.0)], prompt_s=[(5, 0.5), (10, 1.0)], max_units=10.0)
+    [trace] = simulate([SimulatedLoad(costs=by_tens, jobs=[Job(0, 1, 25.0, 2), Job(0, 1, 10.0, 1)])], 0.0)
     assert trace.first_s == [pytest.approx(6.0), pytest.approx(7.5)]
     assert trace.e2e_s == [pytest.approx(7.5), pytest.approx(7.5)]
     assert trace.units == 35.0
@@ -130,9 +137,11 @@ def test_equals_take_turns() -> None:
 
 
 def test_step_costs_are_linear_between_points() -> None:
-    measured = StepCosts(decode_s=[(2, 1.0), (4, 2.0)], row_s=0.25, unit_s=0.01)
-    assert [measured.step_s(rows, 0) for rows in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 2.5]
-    assert measured.step_s(2, 50) == pytest.approx(1.5)
+    measured = StepCosts(decode_s=[(2, 1.0), (4, 2.0)], prompt_s=[(10, 0.5), (20, 0.75), (30, 0.7)])
+    assert [measured.step_s(rows, 0) for rows in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0]
+    added = [measured.step_s(2, units) - 1.0 for units in (5, 15, 25, 60)]
+    assert added == pytest.approx([0.5, 0.625, 0.725, 0.7]), "more units than were measured cost no less"
+    assert StepCosts(prompt_s=[(10, 0.5)]).step_s(4, 30) == 0.5
 
 
 def test_bytes_and_operations_bound_what_overlaps() -> None:
@@ -146,62 +155,109 @@ def test_bytes_and_operations_bound_what_overlaps() -> None:
     assert overlap_share(busy, alone, [(costs(), StreamTrace(steps=1))], 1.0, (100.0, 1e9)) is None
 
 
-def window(steps: int, rows: int, tokens: int) -> StepSums:
-    """The sums of steps that cost 4 ms, 0.5 ms for each row and 0.1 ms for each prompt token."""
-    return StepSums(steps, steps * 0.004 + rows * 0.0005 + tokens * 0.0001, rows, tokens)
+def decode(steps: int, rows: int) -> StepSums:
+    """The sums of steps that cost 4 ms, and 0.5 ms for each row."""
+    return StepSums(steps, steps * (0.004 + rows * 0.0005), steps * rows, 0.0)
 
 
-WINDOWS = [window(100, 100, 400), window(50, 200, 0), window(40, 680, 900), window(2, 60, 100)]
+def prompts(steps: int, rows: int, tokens: int) -> StepSums:
+    """The sums of steps that also cost 1 ms, and 0.1 ms for each prompt token."""
+    return StepSums(steps, steps * (0.005 + rows * 0.0005 + tokens * 0.0001), steps * rows, steps * tokens)
+
+
+STEPS = {
+    StepKind("decode", 1): decode(100, 1),
+    StepKind("decode", 4): decode(50, 6),
+    StepKind("prompt", 32): prompts(10, 2, 40),
+    StepKind("prompt", 64): prompts(20, 6, 100),
+    StepKind("prompt", 2048): StepSums(1, 0.6, 1, 3000),  # of a shape that was new
+}
 
 
 def test_step_costs_are_those_behind_the_metrics() -> None:
-    """The engine counts 1,400 prompt tokens for 700 units of its clients: each unit costs twice a token."""
-    fitted = fit_step_costs(AloneSteps(windows=WINDOWS, rows=1, units=700.0))
+    """The engine counts 5,400 prompt tokens for 2,700 units of its clients: two tokens each."""
+    fitted = fit_step_costs(AloneSteps(sums=STEPS, rows=1, units=2700.0))
     assert fitted is not None
-    assert fitted.decode_s == [
-        (1.0, pytest.approx(0.0045)),
-        (4.0, pytest.approx(0.006)),
-        (pytest.approx(740 / 42), pytest.approx(0.004 + 0.0005 * 740 / 42)),
-    ]
-    assert (fitted.row_s, fitted.unit_s) == (pytest.approx(0.0005), pytest.approx(0.0002))
-    assert fitted.max_units == pytest.approx(25.0), "of 50 tokens in a step"
+    assert fitted.decode_s == [(1.0, pytest.approx(0.0045)), (6.0, pytest.approx(0.007))]
+    assert fitted.prompt_s == [(20.0, pytest.approx(0.005)), (50.0, pytest.approx(0.011))]
+    assert fitted.max_units == 2048.0, "twice the largest kind of step"
     assert fitted.row_steps is None
+    for rows, tokens in ((1, 0), (6, 0), (2, 40), (6, 100), (3, 70), (8, 160)):
+        kind = prompts(1, rows, tokens) if tokens else decode(1, rows)
+        assert fitted.step_s(rows, tokens / 2) == pytest.approx(kind.seconds)
     assert fit_step_costs(AloneSteps()) is None, "a server without metrics"
 
 
 def test_rows_of_other_tasks_take_the_mean_number_of_steps() -> None:
     alone = AloneSteps()
-    alone.add(WINDOWS, [Job(0.0, 2, 350.0, 0)] * 2)
+    for _ in range(2):
+        alone.add({StepKind("prompt", 64): StepSums(10, 0.1, 14, 700)}, [Job(0.0, 2, 350.0, 0)])
     fitted = fit_step_costs(alone)
     assert fitted is not None
-    assert fitted.row_steps == pytest.approx(1040 / 4)
-    without_tokens = AloneSteps(windows=[StepSums(10, 0.1, 10, 0)], rows=10, units=100.0)
-    fitted = fit_step_costs(without_tokens)
-    assert fitted is not None
-    assert (fitted.step_s(1, 50.0), fitted.max_units) == (pytest.approx(0.01), UNLIMITED)
+    assert fitted.row_steps == pytest.approx(28 / 4)
+    assert (fitted.decode_s, fitted.prompt_s) == ([], [(35.0, pytest.approx(0.01))])
+    assert fitted.is_measured, "an encoder alone has no decode steps"
+    assert fitted.step_s(3, 70.0) == pytest.approx(0.01)
 
 
 def test_costs_of_a_file_stay_where_none_were_measured() -> None:
-    known = StepCosts(decode_s=[(1, 1.0), (5, 2.0), (64, 9.0)], unit_s=0.5, step_bytes=1e9)
-    measured = StepCosts(decode_s=[(6, 3.0)])
+    known = StepCosts(decode_s=[(1, 1.0), (5, 2.0), (64, 9.0)], prompt_s=[(9, 0.5)], max_units=64.0, step_bytes=1e9)
+    measured = StepCosts(decode_s=[(6, 3.0)], prompt_s=[(64, 1.0)], max_units=128.0)
     merged = merge_step_costs(known, measured)
     assert merged.decode_s == [(1, 1.0), (6, 3.0), (64, 9.0)]
-    assert (merged.unit_s, merged.step_bytes) == (0.5, 1e9)
+    assert merged.prompt_s == [(9, 0.5), (64, 1.0)]
+    assert (merged.max_units, merged.step_bytes) == (128.0, 1e9)
     assert merge_step_costs(None, measured) == measured
     needs = StepCosts(step_bytes=1e9, unit_flops=2.0)  # as benchmarks/floors.py writes them before any measurement
     limited = StepCosts(decode_s=[(6, 3.0)], max_units=512.0)
     assert merge_step_costs(needs, limited) == msgspec.structs.replace(limited, step_bytes=1e9, unit_flops=2.0)
 
 
-def test_metrics_are_read_by_model() -> None:
-    text = "".join(
-        f'meltcore:engine_{name}_total{{model_name="{model}"}} {value}\n'
-        for model, names in (("a", ("steps", "step_seconds", "step_rows", "step_prompt_tokens")), ("b", ("steps",)))
-        for value, name in enumerate(names, 1)
+def test_metrics_are_read_by_model_and_kind() -> None:
+    stats = ServerStats((1, 1))
+    counts = StepCounts()
+    for ended_s, rows, tokens in ((1.0, 3, 0), (1.5, 2, 0), (2.5, 2, 40)):
+        counts.end(0.75, ended_s, rows, tokens, goes_on=True)
+    stats.model(0).record_step(EngineStats(step_sums=counts.packed()), 1.0)
+    metrics = Metrics(stats, lambda: {'a"b': stats.model(0), "idle": stats.model(1)})
+    found = parse_step_sums(metrics.text().decode())
+    expected = {StepKind("decode", 2): StepSums(2, 0.75, 5, 0), StepKind("prompt", 32): StepSums(1, 1.0, 2, 40)}
+    assert found == {'a"b': expected}, "times have no gaps while the engine has work"
+    later = {**expected, StepKind("decode", 2): StepSums(4, 1.0, 9, 0), StepKind("paced", 0): StepSums(1, 0.5, 1, 0)}
+    assert steps_between(expected, later) == {
+        StepKind("decode", 2): StepSums(2, 0.25, 4, 0),
+        StepKind("paced", 0): StepSums(1, 0.5, 1, 0),
+    }
+    assert parse_step_sums('meltcore:engine_steps_total{model_name="a",phase="draft",size="4"} 1\n') == {}
+
+
+def served(spec: StreamSpec, costs: StepCosts, jobs: list[Job], outside_s: float) -> MeasuredStream:
+    """A stream whose mean alone is that of an ideal scheduler with these costs."""
+    load = MeasuredStream(spec=spec, costs=costs, alone=jobs, together=jobs, alone_s=20.0, alone_mean_ms=None).load
+    [trace] = simulate([load(jobs, outside_s)], 20.0)
+    return MeasuredStream(
+        spec=spec, costs=costs, alone=jobs, together=jobs, alone_s=20.0, alone_mean_ms=1000 * mean(trace.e2e_s)
     )
-    text += 'meltcore:engine_paced_steps_total{model_name="a"} 9\nmeltcore:wakes_total{model_name="a"} 9\n'
-    sums = parse_step_sums(text)
-    assert sums == {"a": StepSums(1, 2, 3, 4)}
-    later = {"a": StepSums(3, 2.5, 7, 4)}
-    assert windows_of([sums, {}, later, later], "a") == [StepSums(2, 0.5, 4, 0)]
-    assert windows_of([sums], "b") == []
+
+
+def test_time_outside_of_steps_is_found_and_not_spent_on_the_gpu() -> None:
+    """A closed loop of four connections with 10 ms outside of steps of 10 ms leaves some of the GPU to others."""
+    alone = StepCosts(decode_s=[(1, 0.010), (4, 0.012)])
+    spec = StreamSpec(name="busy", model="a", concurrency=4)
+    busy = served(spec, alone, [Job(0, 1, 0.0, steps) for steps in (4, 7, 5)], 0.010)
+    trace, outside_s = busy.run_alone()
+    assert outside_s == pytest.approx(0.010, rel=0.1)
+    assert mean(trace.e2e_s) == pytest.approx(busy.alone_mean_ms / 1000, rel=0.01)
+    assert len(trace.e2e_s) / trace.ended_s == pytest.approx(4 / mean(trace.e2e_s), rel=0.02), "Little's law"
+    slower = replace(busy, alone_mean_ms=1.0)
+    assert slower.run_alone()[1] == 0.0, "steps that take longer than was measured leave no time"
+
+
+def test_a_simulation_alone_gives_its_latency_and_its_rate() -> None:
+    spec = StreamSpec(name="busy", model="a", concurrency=4)
+    busy = served(spec, StepCosts(decode_s=[(1, 0.01)]), [Job(0, 1, 0.0, 4)], 0.0)
+    [ideal] = simulate_experiment([busy], 20.0, GpuStepCosts())
+    assert ideal.alone_e2e_ms.p50 == pytest.approx(40.0)
+    assert ideal.alone_requests_per_s == pytest.approx(100.0, rel=0.01)
+    assert ideal.throughput_ratio == pytest.approx(1.0)
+    assert (ideal.outside_ms, ideal.overlap_ratio) == (0.0, None)

@@ -245,7 +245,7 @@ class GenerationEngine:
         limit_s, budget = turn.limit_s, self.scheduler.max_num_batched_tokens
         self.scheduler.max_prompt_tokens = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s)
         self._was_held = turn.waited_s > 0 and self._launched is not None
-        self._step_counts.is_paced = limit_s is not None
+        self._step_counts.begin(turn)
 
     def step(self) -> StepOutputs:
         """Launch the next step, then read the previous step. Without async scheduling, read the launched step itself.
@@ -286,10 +286,12 @@ class GenerationEngine:
         end_s = time.monotonic()
         if step_to_read is not None and not self._was_held:  # else it may have ended during the wait
             self._record_time(step_to_read.chunks, self._read_s - max(launched_s, self._returned_s))
+        if step_to_read is not None:
+            chunks, goes_on = step_to_read.chunks, bool(self._launched or self.scheduler.running)
+            self._step_counts.end(launched_s, self._read_s, len(chunks), prompt_tokens(chunks), goes_on=goes_on)
         self._returned_s = end_s
         if not scheduled and step_to_read is None and not outputs:
             self._constraints.wait_idle()
-        self._step_counts.add(end_s - start_s, len(scheduled), prompt_tokens(scheduled))
         return StepOutputs(outputs, self.stats(), end_s)
 
     def _prepare_sampling(self, requests: list[Request], record_event: Callable[[], Event | None]) -> None:
@@ -353,7 +355,7 @@ class GenerationEngine:
             recurrent_state_slots_used=0 if self.states is None else self.states.num_used,
             recurrent_state_snapshots=0 if self.states is None else len(self.states.snapshots),
             **self._constraints.stats(),
-            **self._step_counts.stats(),
+            step_sums=self._step_counts.packed(),
         )
 
     def check(self) -> None:

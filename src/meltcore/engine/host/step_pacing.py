@@ -14,12 +14,13 @@ An engine can wait only between steps. So its steps are also shorter while a hig
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meltcore.protocol.step_marks import StepMarks
+from meltcore.protocol.step_sums import NO_STEPS, kind_of_step
 from meltcore.settings.config import EngineSharing
 
 # A mark is renewed at each step, so it has to outlast one.
@@ -40,45 +41,40 @@ class StepTurn(NamedTuple):
     limit_s: float | None
 
 
-_NO_WAIT = StepTurn(0.0, None)
+NO_WAIT = StepTurn(0.0, None)
 
 
 class StepCounts:
-    """Counts the steps of an engine: all of them, and those that were limited because a higher class was at work."""
+    """Sums the steps of an engine by their kinds.
+
+    While an engine has work, a step begins when the one before it ends. So the times of steps have no gaps, and the
+    host's work between two steps is part of them. The wait for engines of higher classes is not.
+    """
 
     def __init__(self) -> None:
         """Start at 0."""
-        self.is_paced = False  # the next step is limited
-        self._all, self._paced = _StepSums(), _StepSums()
+        self._turn = NO_WAIT
+        self._last_end_s: float | None = None  # None if the engine had no more work then
+        self._sums = array("d", NO_STEPS)
 
-    def add(self, took_s: float, rows: int, prompt_tokens: int) -> None:
-        """Count a step that took `took_s` seconds. Without rows only the time counts."""
-        for sums in (self._all, self._paced) if self.is_paced else (self._all,):
-            sums.steps += rows > 0
-            sums.step_s += took_s
-            sums.rows += rows
-            sums.prompt_tokens += prompt_tokens
+    def begin(self, turn: StepTurn) -> None:
+        """Note what the engine waited before a step, and how its step is limited."""
+        self._turn = turn
 
-    def stats(self) -> dict[str, Any]:
-        """Return the counters by their names in the statistics of an engine."""
-        return {
-            "steps_total": self._all.steps,
-            "step_s_total": self._all.step_s,
-            "step_rows_total": self._all.rows,
-            "step_prompt_tokens_total": self._all.prompt_tokens,
-            "paced_steps_total": self._paced.steps,
-            "paced_step_s_total": self._paced.step_s,
-            "paced_step_rows_total": self._paced.rows,
-            "paced_step_prompt_tokens_total": self._paced.prompt_tokens,
-        }
+    def end(self, launched_s: float, ended_s: float, rows: int, prompt_tokens: int, *, goes_on: bool) -> None:
+        """Count a step with at least one row, which was launched and has ended at these times.
 
+        `goes_on` says whether the engine has more work now.
+        """
+        began_s = launched_s if self._last_end_s is None else self._last_end_s + self._turn.waited_s
+        kind = kind_of_step(rows, prompt_tokens, is_paced=self._turn.limit_s is not None)
+        for at, value in enumerate((1.0, max(0.0, ended_s - began_s), rows, prompt_tokens), 4 * kind):
+            self._sums[at] += value
+        self._last_end_s = ended_s if goes_on else None
 
-@dataclass
-class _StepSums:
-    steps: int = 0
-    step_s: float = 0.0
-    rows: int = 0
-    prompt_tokens: int = 0
+    def packed(self) -> bytes:
+        """Return the sums for the statistics of an engine."""
+        return self._sums.tobytes()
 
 
 class StepPacing:
@@ -117,7 +113,7 @@ class StepPacing:
                 break
         self._began_s = now_s
         if now_s >= self._short_until_s:
-            return _NO_WAIT
+            return NO_WAIT
         return StepTurn(now_s - began_s, self._step_s)
 
     def end_step(self, *, has_work: bool) -> None:

@@ -215,7 +215,7 @@ class BatchEngine(Generic[Request, Result]):
     def take_turn(self, turn: StepTurn) -> None:
         """Start smaller batches while an engine of a higher class is using the same GPU."""
         self._start_limit_s = min(self._max_start_s, turn.limit_s or self._max_start_s)
-        self._step_counts.is_paced = turn.limit_s is not None
+        self._step_counts.begin(turn)
 
     def step(self) -> Outputs:
         """Begin the requests that fit, compute one step of the task, and return the new results."""
@@ -229,7 +229,9 @@ class BatchEngine(Generic[Request, Result]):
         if rows:
             results += [self._end_request(result) for result in self.task.step()]
         ended_s = self._clock()
-        self._step_counts.add(ended_s - began_s, rows, started_cost)
+        if rows:
+            goes_on = bool(self._running or len(self._queue))
+            self._step_counts.end(began_s, ended_s, rows, started_cost, goes_on=goes_on)
         if started_cost:
             self._record_speed((ended_s - began_s) / started_cost)
         return self._outputs(results, ended_s)
@@ -264,7 +266,7 @@ class BatchEngine(Generic[Request, Result]):
             cost_total=self._cost,
             padded_cost_total=self._padded_cost,
             expired_total=self._expired,
-            **self._step_counts.stats(),
+            step_sums=self._step_counts.packed(),
         )
 
     def _start(self, now_s: float) -> int:

@@ -440,6 +440,7 @@ class SimulatedStream(msgspec.Struct, kw_only=True):
     `throughput_ratio` is its throughput as a share of its simulated throughput alone, `overlap_ratio` what bytes and
     operations alone would leave of it. Both are None for open loops, and the second one where these are unknown.
     `outside_ms` is the time of a request outside of steps, which was measured alone and is part of the latencies.
+    A simulation of the stream alone must give what was measured alone, or the rest is no bound.
     """
 
     throughput_ratio: float | None = None
@@ -447,6 +448,17 @@ class SimulatedStream(msgspec.Struct, kw_only=True):
     outside_ms: float = 0.0
     first_ms: Distribution
     e2e_ms: Distribution
+    alone_e2e_ms: Distribution
+    alone_requests_per_s: float
+
+    def pairs_alone(self, measured: LevelResult) -> list[tuple[str, float | None, float | None]]:
+        """Return what was measured of the stream alone beside the simulation: name, measured, simulated."""
+        names: tuple[Literal["p50", "p95"], ...] = ("p50", "p95")
+        pairs: list[tuple[str, float | None, float | None]] = [
+            (f"end to end, {name}, ms", getattr(measured.e2e_ms, name), getattr(self.alone_e2e_ms, name))
+            for name in names
+        ]
+        return [*pairs, ("requests/s", measured.succeeded / measured.duration_s, self.alone_requests_per_s)]
 
 
 class FleetExperiment(msgspec.Struct, kw_only=True):

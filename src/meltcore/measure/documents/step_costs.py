@@ -7,6 +7,7 @@ from bisect import bisect_left
 import msgspec
 
 UNLIMITED = 1e9  # units; JSON has no infinity
+Points = list[tuple[float, float]]  # sizes with their seconds, by ascending size
 
 
 class StepCosts(msgspec.Struct, kw_only=True):
@@ -15,38 +16,43 @@ class StepCosts(msgspec.Struct, kw_only=True):
     A unit is a prompt token of generation, a second of audio of speech, and a character of other tasks.
 
     Args:
-        decode_s: pairs of rows and of seconds of a step without new units, by ascending rows. Empty if not measured.
-        row_s: seconds of one more row beyond the largest measured step.
-        unit_s: seconds that each unit adds to the step in which it begins.
+        decode_s: pairs of rows and of seconds of a step without new units, by ascending rows. Empty if the model has no
+            such steps.
+        prompt_s: pairs of units and of the seconds that they add to the step in which they begin, by ascending units.
         max_units: the most units of one step.
         row_steps: steps of a sentence, clip or text. None means that a row has one step per output token.
         step_bytes: bytes that every step reads from the GPU's memory at least. None if unknown.
         unit_flops: operations that a unit, and a row in a step, need at least. None if unknown.
     """
 
-    decode_s: list[tuple[float, float]] = msgspec.field(default_factory=list)
-    row_s: float = 0.0
-    unit_s: float = 0.0
+    decode_s: Points = msgspec.field(default_factory=list)
+    prompt_s: Points = msgspec.field(default_factory=list)
     max_units: float = UNLIMITED
     row_steps: float | None = None
     step_bytes: float | None = None
     unit_flops: float | None = None
 
-    def step_s(self, rows: int, units: float) -> float:
-        """Return the seconds of a step with `rows` sequences in which `units` begin. Costs between points are linear.
+    @property
+    def is_measured(self) -> bool:
+        """Whether the seconds of a step are known."""
+        return bool(self.decode_s or self.prompt_s)
 
-        Fewer rows than were measured cost as much as the fewest measured.
-        """
-        at = bisect_left(self.decode_s, (rows, 0.0))
-        if at == 0:
-            decode_s = self.decode_s[0][1]
-        elif at == len(self.decode_s):
-            last_rows, last_s = self.decode_s[-1]
-            decode_s = last_s + (rows - last_rows) * self.row_s
-        else:
-            (low, low_s), (high, high_s) = self.decode_s[at - 1 : at + 1]
-            decode_s = low_s + (rows - low) / (high - low) * (high_s - low_s)
-        return decode_s + units * self.unit_s
+    def step_s(self, rows: float, units: float) -> float:
+        """Return the seconds of a step with `rows` sequences in which `units` begin."""
+        return _seconds_at(self.decode_s, rows) + (_seconds_at(self.prompt_s, units) if units else 0.0)
+
+
+def _seconds_at(points: Points, size: float) -> float:
+    """Return the seconds of a size: linear between two points and beyond the last two, and 0 without a point.
+
+    A smaller size than the first costs as much as the first. With one point all sizes cost the same.
+    """
+    if len(points) < 2 or size <= points[0][0]:
+        return points[0][1] if points else 0.0
+    at = min(bisect_left(points, (size, 0.0)), len(points) - 1)
+    (low, low_s), (high, high_s) = points[at - 1 : at + 1]
+    slope = (high_s - low_s) / (high - low)
+    return low_s + (size - low) * slope if size <= high else high_s + (size - high) * max(0.0, slope)
 
 
 class GpuStepCosts(msgspec.Struct, kw_only=True):

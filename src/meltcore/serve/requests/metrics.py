@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from meltcore.protocol.generation import EngineStats
+from meltcore.protocol.step_sums import StepKind, sums_by_kind
 from meltcore.serve.requests.stats import (
     CLASSES,
     EVENT_LOOP_LAG,
@@ -88,16 +89,13 @@ _ENGINE_METRICS: tuple[tuple[_Family, str, str, Callable[[EngineStats], float]],
         "Masks that were late, whose requests missed a step",
         attrgetter("late_masks_total"),
     ),
-    *(
-        (CounterMetricFamily, f"engine_{prefix}{name}", f"{help}{condition}", attrgetter(f"{prefix}{column}_total"))
-        for prefix, condition in (("", ""), ("paced_", ", of steps limited for a higher class"))
-        for name, help, column in (
-            ("steps", "Steps that the engines have run", "steps"),
-            ("step_seconds", "Time of the engines' steps", "step_s"),
-            ("step_rows", "Sequences, sentences, clips or texts of the engines' steps", "step_rows"),
-            ("step_prompt_tokens", "Prompt tokens or padded positions of these steps", "step_prompt_tokens"),
-        )
-    ),
+)
+# In the order of `StepSums`: name, help.
+_STEP_COUNTERS = (
+    ("steps", "Steps that the engines have run, by phase and by the power of two of rows or prompt tokens"),
+    ("step_seconds", "Time of these steps"),
+    ("step_rows", "Sequences, sentences, clips or texts of these steps"),
+    ("step_prompt_tokens", "Prompt tokens or padded positions of these steps"),
 )
 
 
@@ -172,6 +170,7 @@ class Metrics(Collector):
             yield self._family(family_type, name, help, {label: value(engine) for label, engine in engines.items()})
         for family_type, name, help, read in _MODEL_METRICS:
             yield self._family(family_type, name, help, {label: read(model) for label, model in self._models.items()})
+        yield from self._steps(engines)
         yield from self._labeled()
         for name, help, _ in HISTOGRAMS:
             histogram = HistogramMetricFamily(PREFIX + name, help, labels=["model_name"])
@@ -229,6 +228,17 @@ class Metrics(Collector):
         yield from (request_success, requests_rejected, replica_requests, replica_tokens)
         yield from self._sleep()
         yield from self._queues()
+
+    @staticmethod
+    def _steps(engines: Mapping[str, EngineStats]) -> Iterator[Metric]:
+        """Yield the counters of the engines' steps, for each kind of step that has run."""
+        sums = {label: sums_by_kind(engine.step_sums) for label, engine in engines.items()}
+        for index, (name, help) in enumerate(_STEP_COUNTERS):
+            family = CounterMetricFamily(f"{PREFIX}engine_{name}", help, labels=["model_name", *StepKind._fields])
+            for label, by_kind in sums.items():
+                for kind, each in by_kind.items():
+                    family.add_metric([label, kind.phase, str(kind.size)], each[index])
+            yield family
 
     def _sleep(self) -> Iterator[Metric]:
         """Yield one gauge per sleep state of each model. As in vLLM, the gauge of the current state is 1."""

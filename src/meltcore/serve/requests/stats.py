@@ -14,12 +14,10 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
-
-import msgspec
+from typing import get_args
 
 from meltcore.common.tasks import DEFAULT
-from meltcore.protocol.generation import EngineStats, RequestTimes
+from meltcore.protocol.generation import ENGINE_CELLS, EngineStats, RequestTimes
 from meltcore.settings.config import PriorityClass
 
 _TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
@@ -73,7 +71,7 @@ _MODEL_COLUMNS = (
 # Per replica: its open requests and their tokens, when it last gave a sign of life, why it gets no requests (in the
 # supervisor's row), and the engine's own statistics after the time of the step that they describe.
 _REPLICA_COLUMNS = ("requests", "tokens", "last_message_s", "closed")
-_ENGINE_COLUMNS = ("engine_at_s", *EngineStats.__struct_fields__)
+_ENGINE_COLUMNS = ("engine_at_s", *ENGINE_CELLS)
 _MIN_START_S, _MAX_LATE_S, _MAX_START_S = 1.0, 5.0, 60.0  # of Retry-After while a model loads
 # Doubles: whole numbers are exact up to 2^53, and an aligned store is never seen half done.
 _CELL_BYTES = 8
@@ -321,24 +319,22 @@ class ModelStats(_Columns):
         self._row[self._last_message_columns[replica]] = time.monotonic()
         first = self._engine_columns[replica]
         self._row[first] = ended_s
-        for column, value in enumerate(msgspec.structs.astuple(stats), first + 1):
-            self._row[column] = value
+        self._row[first + 1 : first + len(_ENGINE_COLUMNS)] = stats.cells()
 
     def engine(self, replica: int) -> EngineStats:
         """Return the newest statistics of a replica. If the replica is dead or asleep, only the counters remain."""
         first = self._engine_columns[replica]
         newest_row = max(self.shared.rows, key=lambda row: row[first])
-        newest = newest_row[first + 1 : first + len(_ENGINE_COLUMNS)]
-        values = dict(zip(EngineStats.__struct_fields__, newest, strict=True))
+        newest = EngineStats.of_cells(newest_row[first + 1 : first + len(_ENGINE_COLUMNS)])
         # An engine that sleeps sends nothing; its last message may have a request that was aborted since.
         if self.is_dead(replica) or (self._closed(replica) == _ASLEEP and not self.open_requests(replica)):
-            values = {name: value if name.endswith("_total") else 0.0 for name, value in values.items()}
-        return EngineStats(**dict[str, Any](values))
+            return newest.counters()
+        return newest
 
     def engines(self) -> EngineStats:
         """Return the engine statistics summed over all replicas."""
-        stats_per_replica = [msgspec.structs.astuple(self.engine(replica)) for replica in range(self.replicas)]
-        return EngineStats(*map(sum, zip(*stats_per_replica, strict=True)))
+        cells_per_replica = [self.engine(replica).cells() for replica in range(self.replicas)]
+        return EngineStats.of_cells([*map(sum, zip(*cells_per_replica, strict=True))])
 
     def count_wake(self, took_s: float) -> None:
         """Count a wake-up of the model. Only the supervisor calls it."""

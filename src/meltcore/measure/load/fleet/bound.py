@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import mean
 
 from meltcore.measure.documents.schema import SimulatedStream
@@ -14,6 +14,49 @@ from meltcore.measure.load.fleet.simulation import Job, SimulatedLoad, StreamTra
 from meltcore.measure.load.record import RequestRecord
 
 URGENT, BUSY = 0, 1  # ranks
+# In a closed loop the time outside of steps changes the batches, and so the time of steps: the estimate is repeated.
+_OUTSIDE_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStream:
+    """What was measured of a stream: its step costs, its requests alone and together with all, and its time alone.
+
+    Streams with a limit of their latency are urgent, others are not.
+    """
+
+    spec: StreamSpec
+    costs: StepCosts
+    alone: Sequence[Job]
+    together: Sequence[Job]
+    alone_s: float
+    alone_mean_ms: float | None
+
+    def load(self, jobs: Sequence[Job], outside_s: float = 0.0) -> SimulatedLoad:
+        """Return the load of some requests, each of which takes `outside_s` outside of steps."""
+        spec, costs = self.spec, self.costs
+        steps = 1 if costs.row_steps is None else max(1, round(costs.row_steps))
+        return SimulatedLoad(
+            costs=costs,
+            jobs=[job if job.steps else job._replace(steps=steps) for job in jobs],
+            rank=URGENT if spec.max_simulated_p95_ratio or spec.max_p95_ratio else BUSY,
+            connections=spec.concurrency or 0 if jobs else 0,
+            outside_s=outside_s,
+        )
+
+    def run_alone(self) -> tuple[StreamTrace, float]:
+        """Simulate the stream alone. Return its trace, and the seconds of a request outside of steps.
+
+        These make the simulated mean of the end-to-end latency the measured one. They are 0 if the steps alone take
+        longer than was measured.
+        """
+        outside_s = 0.0
+        [trace] = simulate([self.load(self.alone)], self.alone_s)
+        for _ in range(_OUTSIDE_ROUNDS if self.spec.concurrency else 1):
+            if self.alone_mean_ms is not None and trace.e2e_s:
+                outside_s = max(0.0, outside_s + self.alone_mean_ms / 1000 - mean(trace.e2e_s))
+            [trace] = simulate([self.load(self.alone, outside_s)], self.alone_s)
+        return trace, outside_s
 
 
 def jobs_of(records: Sequence[RequestRecord], released_s: float) -> list[Job]:
@@ -31,69 +74,31 @@ def jobs_of(records: Sequence[RequestRecord], released_s: float) -> list[Job]:
     return jobs
 
 
-def simulate_experiment(
-    specs: Sequence[StreamSpec],
-    costs: Sequence[StepCosts],
-    alone: Sequence[Sequence[Job]],
-    together: Sequence[Sequence[Job]],
-    alone_mean_ms: Sequence[float | None],
-    send_s: float,
-    gpu: GpuStepCosts,
-) -> list[SimulatedStream]:
-    """Return what an ideal scheduler gives each stream.
-
-    Streams with a limit of their latency are urgent, others are not. Jobs are given by stream, and so are the measured
-    means of the end-to-end latency alone.
-    """
-    loads = [
-        SimulatedLoad(
-            costs=each,
-            jobs=_with_steps(jobs, each),
-            rank=URGENT if spec.max_simulated_p95_ratio or spec.max_p95_ratio else BUSY,
-            connections=spec.concurrency or 0 if jobs else 0,
-        )
-        for spec, each, jobs in zip(specs, costs, together, strict=True)
-    ]
-    own_loads = [
-        replace(load, jobs=_with_steps(jobs, load.costs) or load.jobs) for load, jobs in zip(loads, alone, strict=True)
-    ]
+def simulate_experiment(streams: Sequence[MeasuredStream], send_s: float, gpu: GpuStepCosts) -> list[SimulatedStream]:
+    """Return what an ideal scheduler gives each stream, alone and together."""
+    alone = [stream.run_alone() for stream in streams]
+    loads = [stream.load(stream.together, outside_s) for stream, (_, outside_s) in zip(streams, alone, strict=True)]
     traces = simulate(loads, send_s)
-    own_traces = [simulate([load], send_s)[0] for load in own_loads]
     peak = None if gpu.bytes_per_s is None or gpu.flops_per_s is None else (gpu.bytes_per_s, gpu.flops_per_s)
     found = []
-    for index, (load, trace) in enumerate(zip(loads, traces, strict=True)):
-        outside_s = _outside_s(own_traces[index], alone_mean_ms[index])
-        busy_alone = own_traces[index] if load.connections else None
-        others = [(each.costs, traces[at]) for at, each in enumerate(loads) if at != index and each.rank == URGENT]
+    for index, (stream, load, trace) in enumerate(zip(streams, loads, traces, strict=True)):
+        alone_trace, outside_s = alone[index]
+        throughput_ratio = overlap_ratio = None
+        if load.connections:
+            # Of the same length as together: throughputs without the first steps are compared.
+            [own] = simulate([replace(load, jobs=stream.load(stream.alone).jobs or load.jobs)], send_s)
+            throughput_ratio = trace.warm_row_steps / own.warm_row_steps if own.warm_row_steps else None
+            others = [(each.costs, traces[at]) for at, each in enumerate(loads) if at != index and each.rank == URGENT]
+            overlap_ratio = None if peak is None else overlap_share(load, own, others, send_s, peak)
         found.append(
             SimulatedStream(
-                throughput_ratio=_ratio(trace, busy_alone),
-                overlap_ratio=(
-                    None
-                    if peak is None or busy_alone is None
-                    else overlap_share(load, busy_alone, others, send_s, peak)
-                ),
+                throughput_ratio=throughput_ratio,
+                overlap_ratio=overlap_ratio,
                 outside_ms=1000 * outside_s,
-                first_ms=distribution([1000 * (each + outside_s) for each in trace.first_s]),
-                e2e_ms=distribution([1000 * (each + outside_s) for each in trace.e2e_s]),
+                first_ms=distribution([1000 * each for each in trace.first_s]),
+                e2e_ms=distribution([1000 * each for each in trace.e2e_s]),
+                alone_e2e_ms=distribution([1000 * each for each in alone_trace.e2e_s]),
+                alone_requests_per_s=len(alone_trace.e2e_s) / alone_trace.ended_s if alone_trace.ended_s else 0.0,
             )
         )
     return found
-
-
-def _with_steps(jobs: Sequence[Job], costs: StepCosts) -> list[Job]:
-    steps = 1 if costs.row_steps is None else max(1, round(costs.row_steps))
-    return [job if job.steps else job._replace(steps=steps) for job in jobs]
-
-
-def _ratio(together: StreamTrace, alone: StreamTrace | None) -> float | None:
-    if alone is None or not alone.warm_row_steps:
-        return None
-    return together.warm_row_steps / alone.warm_row_steps
-
-
-def _outside_s(alone: StreamTrace, measured_mean_ms: float | None) -> float:
-    """Return the seconds of a request outside of steps: in the API server, on the network and in the client."""
-    if measured_mean_ms is None or not alone.e2e_s:
-        return 0.0
-    return max(0.0, measured_mean_ms / 1000 - mean(alone.e2e_s))

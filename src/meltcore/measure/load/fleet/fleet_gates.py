@@ -31,6 +31,7 @@ from meltcore.measure.load.tasks.task import ServedModel, first_latency, task_of
 _Ratio = Annotated[float, Meta(gt=0)]
 MIN_SIMULATED_SAMPLES = 200  # alone and together, for a limit beside the simulation
 NOT_SIMULATED = "not simulated: the step costs of a model are unknown (metrics of the server, or --step-costs)"
+MAX_ALONE_ERROR = 0.15  # of a simulation alone: with a larger one no limit beside the simulation is judged
 
 
 def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[CheckResult]:
@@ -214,10 +215,12 @@ def experiment_gates(
 ) -> list[CheckResult]:
     """Return one gate per limit, with the measured ratio and the limit.
 
-    A gate with too few samples is NOT RUN, and so is one of a simulation that was not possible.
+    A gate with too few samples is NOT RUN. So is one of a simulation that was not possible, or that does not give what
+    was measured of each stream alone.
     """
     gates = []
-    ideal_streams: Sequence[SimulatedStream | None] = simulated or [None] * len(together)
+    error = _alone_error(spec, alone, simulated) if simulated else NOT_SIMULATED
+    ideal_streams: Sequence[SimulatedStream | str] = [error] * len(together) if error else simulated
     for stream, before, after, ideal in zip(spec.streams, alone, together, ideal_streams, strict=True):
         name = f"{stream.name} ({before.model})"
         for metric, limit in stream.max_p95_ratio.items():
@@ -232,6 +235,18 @@ def experiment_gates(
         detail = f"{lost:,} requests lost, limit 0"
         gates.append(CheckResult(name=f"{name}: nothing lost", status="FAIL" if lost else "PASS", detail=detail))
     return gates
+
+
+def _alone_error(spec: ExperimentSpec, alone: Sequence[StreamLoad], simulated: Sequence[SimulatedStream]) -> str:
+    """Say why the simulation is no bound, or return an empty text: it must give what was measured alone."""
+    for stream, load, ideal in zip(spec.streams, alone, simulated, strict=False):
+        for name, measured, found in ideal.pairs_alone(load.level):
+            if measured and found and abs(found / measured - 1) > MAX_ALONE_ERROR:
+                return (
+                    f"the simulation is no bound: of {stream.name} alone it gives {format_number(found)} for "
+                    f"{name}, and {format_number(measured)} was measured (limit {format_percent(MAX_ALONE_ERROR)})"
+                )
+    return ""
 
 
 def _p95_gate(name: str, metric: str, limit: float, alone: LevelResult, together: LevelResult) -> CheckResult:
@@ -267,18 +282,19 @@ def _throughput_gate(name: str, limit: float, alone: StreamLoad, together: Strea
 
 
 def _simulated_p95_gate(
-    name: str, metric: str, limit: float, alone: LevelResult, together: LevelResult, ideal: SimulatedStream | None
+    name: str, metric: str, limit: float, alone: LevelResult, together: LevelResult, ideal: SimulatedStream | str
 ) -> CheckResult:
     latency_name = "end to end" if metric == "e2e" else task_of(alone).first_word
     title = f"{name}: p95 of {latency_name} to the simulated one"
     before, after = (level.e2e_ms if metric == "e2e" else first_latency(level) for level in (alone, together))
     num_samples = [0 if each is None else each.n for each in (before, after)]
-    bound = None if ideal is None else (ideal.e2e_ms if metric == "e2e" else ideal.first_ms).p95
+    bound = None if isinstance(ideal, str) else (ideal.e2e_ms if metric == "e2e" else ideal.first_ms).p95
     if min(num_samples) < MIN_SIMULATED_SAMPLES:
         detail = f"{num_samples[0]} samples alone, {num_samples[1]} together, {MIN_SIMULATED_SAMPLES} needed"
         return CheckResult(name=title, status="NOT RUN", detail=detail)
     if not bound or after is None or after.p95 is None:
-        return CheckResult(name=title, status="NOT RUN", detail=NOT_SIMULATED)
+        detail = ideal if isinstance(ideal, str) else "too few simulated requests for p95"
+        return CheckResult(name=title, status="NOT RUN", detail=detail)
     ratio = after.p95 / bound
     return CheckResult(
         name=title,
@@ -289,12 +305,12 @@ def _simulated_p95_gate(
 
 
 def _simulated_share_gate(
-    name: str, limit: float, alone: StreamLoad, together: StreamLoad, ideal: SimulatedStream | None
+    name: str, limit: float, alone: StreamLoad, together: StreamLoad, ideal: SimulatedStream | str
 ) -> CheckResult:
     title = f"{name}: share of the simulated throughput"
     before, after = alone.level.steady_throughput, together.level.steady_throughput
-    if ideal is None or not ideal.throughput_ratio or not before:
-        detail = NOT_SIMULATED if before else "no throughput alone"
+    if isinstance(ideal, str) or not ideal.throughput_ratio or not before:
+        detail = ideal if isinstance(ideal, str) else "no throughput alone"
         return CheckResult(name=title, status="NOT RUN", detail=detail)
     measured = after / before
     ratio = measured / ideal.throughput_ratio

@@ -27,7 +27,7 @@ from meltcore.measure.documents.schema import (
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
 from meltcore.measure.documents.verdicts import SCORED, Verdict, worst_verdict
-from meltcore.measure.load.fleet.bound import simulate_experiment
+from meltcore.measure.load.fleet.bound import MeasuredStream, simulate_experiment
 from meltcore.measure.load.fleet.fleet_config import PAIRS, FleetLoadConfig, shares_of, split_connections
 from meltcore.measure.load.fleet.fleet_gates import (
     ExperimentSpec,
@@ -41,12 +41,11 @@ from meltcore.measure.load.fleet.simulation import Job
 from meltcore.measure.load.fleet.step_costs import (
     AloneSteps,
     StepCostsFile,
-    StepSampler,
-    StepSums,
     fit_step_costs,
     merge_step_costs,
     read_step_costs,
-    windows_of,
+    read_step_sums,
+    steps_between,
 )
 from meltcore.measure.load.record import RecordFile
 from meltcore.measure.load.run.runner import check_limits
@@ -55,6 +54,7 @@ from meltcore.measure.load.tasks.task import ServedModel, default_task, find_tas
 from meltcore.measure.load.wire.connection import HttpRequestError, Target, request, resolve_target, run_coroutine
 from meltcore.measure.load.wire.probe import PROBE_TIMEOUT_S
 from meltcore.measure.load.wire.response import BadJsonError, decode_json
+from meltcore.protocol.step_sums import total_steps
 
 # For so long at most an experiment runs all streams together before it measures. A step whose shape an engine meets for
 # the first time took up to 0.6 s (IndicConformer, H200, 2026-11-30), which is no step cost and no latency alone.
@@ -300,20 +300,17 @@ class _FleetRun:
         """Run a level and return its result. Returns None if the run ended before or during the level."""
         if self._runner.has_ended:
             return None
-        sampler = StepSampler(self._target)
-        await sampler.start()
-        try:
-            level = await self._runner.run(part, label, streams, send_s)
-        finally:
-            samples = await sampler.finish()
-        for load in level.streams:
-            windows = windows_of(samples, load.model)
-            if windows:
-                sums = StepSums(*map(sum, zip(*windows, strict=True)))
-                load.rows_per_step = sums.rows / sums.steps
-                load.prompt_tokens_per_step = sums.prompt_tokens / sums.steps
-        if len(streams) == 1:
-            self._steps_alone.setdefault(streams[0].model, AloneSteps()).add(windows, self._runner.jobs[0])
+        earlier = await read_step_sums(self._target)
+        level = await self._runner.run(part, label, streams, send_s)
+        later = await read_step_sums(self._target)
+        for load, jobs in zip(level.streams, self._runner.jobs, strict=True):
+            sums = steps_between(earlier.get(load.model, {}), later.get(load.model, {}))
+            total = total_steps(sums)
+            if total.steps:
+                load.rows_per_step = total.rows / total.steps
+                load.prompt_tokens_per_step = total.prompt_tokens / total.steps
+            if len(streams) == 1:
+                self._steps_alone.setdefault(load.model, AloneSteps()).add(sums, jobs)
         self.levels.append(level)
         if self._on_level is not None:
             self._on_level(level)
@@ -340,7 +337,7 @@ class _FleetRun:
         models = {model.name: model for model in self.plan.models}
         gpus = [self._gpu_costs(models[stream.model]) for stream in self.plan.experiment_streams]
         costs = [gpu.models.get(stream.model) for gpu, stream in zip(gpus, self.plan.experiment_streams, strict=True)]
-        known = [each for each in costs if each is not None and each.decode_s]
+        known = [each for each in costs if each is not None and each.is_measured]
         if len(known) < len(costs):
             return []
         if any(gpu is not gpus[0] for gpu in gpus):
@@ -348,8 +345,19 @@ class _FleetRun:
                 "the simulation takes all streams to share one GPU, and their models name several devices"
             )
         alone, together = self._experiment_jobs
-        means = [load.level.e2e_ms.mean for load in self.experiment_loads[0]]
-        return simulate_experiment(spec.streams, known, alone, together, means, self._config.interference_s, gpus[0])
+        send_s = self._config.interference_s
+        measured = [
+            MeasuredStream(
+                spec=spec_stream,
+                costs=known[at],
+                alone=alone[at],
+                together=together[at],
+                alone_s=spec_stream.alone_s or send_s,
+                alone_mean_ms=self.experiment_loads[0][at].level.e2e_ms.mean,
+            )
+            for at, spec_stream in enumerate(spec.streams)
+        ]
+        return simulate_experiment(measured, send_s, gpus[0])
 
 
 def _stream(model: ModelUnderLoad, connections: int) -> Stream:

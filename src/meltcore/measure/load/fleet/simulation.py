@@ -38,13 +38,15 @@ class Job(NamedTuple):
 class SimulatedLoad:
     """The load of one stream. `connections` of a closed loop repeat the jobs; an open loop has none.
 
-    Streams with a lower `rank` go first.
+    Streams with a lower `rank` go first. Each request takes `outside_s` outside of steps: in the API server, on the
+    network and in the client.
     """
 
     costs: StepCosts
     jobs: Sequence[Job]
     rank: int = 0
     connections: int = 0
+    outside_s: float = 0.0
 
 
 @dataclass
@@ -58,12 +60,12 @@ class StreamTrace:
     row_steps: int = 0
     units: float = 0.0
     busy_s: float = 0.0
+    ended_s: float = 0.0  # of its last request
 
 
 @dataclass
 class _Begun:
     job: Job
-    arrived_s: float
     units_left: float
 
 
@@ -80,9 +82,8 @@ class _StreamState:
         self._serial = itertools.count()
         if load.connections:
             self._source = itertools.cycle(load.jobs)
-            self._arrivals: deque[Job] = deque()
-            for _ in range(load.connections):
-                self._begin(next(self._source), 0.0)
+            first_jobs = itertools.islice(self._source, load.connections)
+            self._arrivals = deque(job._replace(arrived_s=0.0) for job in first_jobs)
         else:
             self._arrivals = deque(sorted(load.jobs, key=lambda job: job.arrived_s))
 
@@ -97,10 +98,7 @@ class _StreamState:
     def admit(self, now_s: float) -> None:
         while self._arrivals and self._arrivals[0].arrived_s <= now_s:
             job = self._arrivals.popleft()
-            self._begin(job, job.arrived_s)
-
-    def _begin(self, job: Job, arrived_s: float) -> None:
-        self._waiting.append(_Begun(job, arrived_s, job.units))
+            self._waiting.append(_Begun(job, job.units))
 
     def step(self, now_s: float) -> float:
         """Run a step that begins at `now_s`, and return its end."""
@@ -116,7 +114,7 @@ class _StreamState:
         if WARM_UP_SHARE * self.send_s < end_s <= self.send_s:
             trace.warm_row_steps += self._rows + new_rows
         for each in ended_prompts:
-            trace.first_s.append(end_s - each.arrived_s)
+            trace.first_s.append(end_s - each.job.arrived_s + self.load.outside_s)
             self._rows += each.job.rows
             heapq.heappush(self._decoding, (trace.steps + each.job.steps - 1, next(self._serial), each))
         while self._decoding and self._decoding[0][0] <= trace.steps:
@@ -139,9 +137,11 @@ class _StreamState:
 
     def _end(self, begun: _Begun, end_s: float) -> None:
         self._rows -= begun.job.rows
-        self.trace.e2e_s.append(end_s - begun.arrived_s)
-        if self.load.connections and end_s < self.send_s:
-            self._begin(next(self._source), end_s)
+        ended_s = end_s + self.load.outside_s  # as the client sees it
+        self.trace.e2e_s.append(ended_s - begun.job.arrived_s)
+        self.trace.ended_s = ended_s
+        if self.load.connections and ended_s < self.send_s:
+            self._arrivals.append(next(self._source)._replace(arrived_s=ended_s))
 
 
 def simulate(loads: Sequence[SimulatedLoad], send_s: float) -> list[StreamTrace]:

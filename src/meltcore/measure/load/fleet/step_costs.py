@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from meltcore.common.files import read_document
 from meltcore.measure.documents.schema import VersionedDocument
-from meltcore.measure.documents.step_costs import UNLIMITED, GpuStepCosts, StepCosts
+from meltcore.measure.documents.step_costs import UNLIMITED, GpuStepCosts, Points, StepCosts
 from meltcore.measure.load.fleet.simulation import Job
 from meltcore.measure.load.wire.connection import HttpRequestError, Target, get
 from meltcore.measure.load.wire.probe import PROBE_TIMEOUT_S
+from meltcore.protocol.step_sums import STEP_KINDS, StepKind, StepSums, total_steps
 
-SAMPLE_S = 0.5
-# Fewer steps of a bucket tell little of their cost, unless the bucket is the only one.
+# Fewer steps of a kind tell little of their cost, unless the kind is the only one.
 MIN_STEPS = 5
+_KINDS = {(kind.phase, str(kind.size)): kind for kind in STEP_KINDS}
 _LINE = re.compile(
     r"^meltcore:engine_(steps|step_seconds|step_rows|step_prompt_tokens)_total"
-    r'\{model_name="((?:[^"\\]|\\.)*)"\} (\S+)$',
+    r'\{model_name="((?:[^"\\]|\\.)*)",phase="(\w+)",size="(\d+)"\} (\S+)$',
     re.MULTILINE,
 )
+_NAMES = ("steps", "step_seconds", "step_rows", "step_prompt_tokens")  # as the fields of StepSums
+SumsByKind = Mapping[StepKind, StepSums]
 
 
 class StepCostsFile(VersionedDocument, kw_only=True, tag_field="document", tag="step-costs"):
@@ -36,145 +36,105 @@ class StepCostsFile(VersionedDocument, kw_only=True, tag_field="document", tag="
     gpus: dict[str, GpuStepCosts] = msgspec.field(default_factory=dict)
 
 
-class StepSums(NamedTuple):
-    """The steps of a model's engines: their number, their seconds, and the rows and prompt tokens in all of them."""
-
-    steps: float
-    seconds: float
-    rows: float
-    prompt_tokens: float
-
-
 @dataclass
 class AloneSteps:
-    """The steps of a model while it was alone, by windows of time, and what its clients sent meanwhile."""
+    """The steps of a model while it was alone, by kind, and what its clients sent meanwhile."""
 
-    windows: list[StepSums] = field(default_factory=list)
+    sums: dict[StepKind, StepSums] = field(default_factory=dict)
     rows: int = 0
     units: float = 0.0
     has_output_tokens: bool = True
 
-    def add(self, windows: Sequence[StepSums], jobs: Sequence[Job]) -> None:
-        """Add the windows of one level and the requests that its clients have sent."""
-        self.windows += windows
+    def add(self, sums: SumsByKind, jobs: Sequence[Job]) -> None:
+        """Add the steps of one level and the requests that its clients have sent."""
+        for kind, each in sums.items():
+            self.sums[kind] = StepSums(*np.add(each, self.sums.get(kind, StepSums())).tolist())
         self.rows += sum(job.rows for job in jobs)
         self.units += sum(job.units for job in jobs)
         self.has_output_tokens = self.has_output_tokens and all(job.steps for job in jobs)
 
 
-def parse_step_sums(text: str) -> dict[str, StepSums]:
-    """Return the sums of a Prometheus page by model. Models without all four metrics are left out."""
-    found: dict[str, dict[str, float]] = {}
-    for name, model, value in _LINE.findall(text):
-        found.setdefault(re.sub(r"\\(.)", r"\1", model), {})[name] = float(value)
-    names = ("steps", "step_seconds", "step_rows", "step_prompt_tokens")
-    return {model: StepSums(*(sums[name] for name in names)) for model, sums in found.items() if len(sums) == 4}
+def parse_step_sums(text: str) -> dict[str, dict[StepKind, StepSums]]:
+    """Return the sums of a Prometheus page by model and kind of step. Kinds of other servers are ignored."""
+    found: dict[str, dict[StepKind, dict[str, float]]] = {}
+    for name, model, phase, size, value in _LINE.findall(text):
+        kind = _KINDS.get((phase, size))
+        if kind is not None:
+            by_kind = found.setdefault(re.sub(r"\\(.)", r"\1", model), {})
+            by_kind.setdefault(kind, {})[name] = float(value)
+    return {
+        model: {kind: StepSums(*(sums.get(name, 0.0) for name in _NAMES)) for kind, sums in by_kind.items()}
+        for model, by_kind in found.items()
+    }
 
 
-def windows_of(samples: Sequence[Mapping[str, StepSums]], model: str) -> list[StepSums]:
-    """Return the differences of consecutive samples in which a model has run steps."""
-    sums = [sample[model] for sample in samples if model in sample]
-    windows = [StepSums(*np.subtract(later, earlier).tolist()) for earlier, later in itertools.pairwise(sums)]
-    return [window for window in windows if window.steps > 0 and window.seconds > 0]
+async def read_step_sums(target: Target) -> dict[str, dict[StepKind, StepSums]]:
+    """Return the sums of a server's steps by model and kind. A server without these metrics gives none."""
+    try:
+        status, body = await get(target, "/metrics", PROBE_TIMEOUT_S)
+    except HttpRequestError:
+        return {}  # the requests themselves show whether the server is alive
+    return parse_step_sums(body.decode("utf-8", "replace")) if status == 200 else {}
 
 
-class StepSampler:
-    """Reads the step metrics of a server at intervals."""
-
-    def __init__(self, target: Target) -> None:
-        """Sample `target`. A server without these metrics gives empty samples."""
-        self._target = target
-        self._samples: list[dict[str, StepSums]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Take the first sample, and others until `finish`."""
-        self._samples = [await self._read()]
-        self._task = asyncio.create_task(self._sample())
-
-    async def finish(self) -> list[dict[str, StepSums]]:
-        """Take the last sample, and return all."""
-        assert self._task is not None
-        self._task.cancel()
-        return [*self._samples, await self._read()]
-
-    async def _sample(self) -> None:
-        while True:
-            await asyncio.sleep(SAMPLE_S)
-            self._samples.append(await self._read())
-
-    async def _read(self) -> dict[str, StepSums]:
-        try:
-            status, body = await get(self._target, "/metrics", PROBE_TIMEOUT_S)
-        except HttpRequestError:
-            return {}  # the requests themselves show whether the server is alive
-        return parse_step_sums(body.decode("utf-8", "replace")) if status == 200 else {}
+def steps_between(earlier: SumsByKind, later: SumsByKind) -> dict[StepKind, StepSums]:
+    """Return the sums of the steps between two readings of a model, without kinds that had none."""
+    differences = {
+        kind: StepSums(*np.subtract(sums, earlier.get(kind, StepSums())).tolist()) for kind, sums in later.items()
+    }
+    return {kind: each for kind, each in differences.items() if each.steps > 0}
 
 
 def fit_step_costs(alone: AloneSteps) -> StepCosts | None:
-    """Return the costs that explain the windows best, or None without a window.
+    """Return the costs of a model's steps, or None if it had none.
 
-    A step costs a constant, a time per row and a time per unit, none of them negative, fitted by least squares. The
-    constant and the rows are then replaced by the mean of each power of two of rows.
+    A decode step costs the mean of its kind. What a step with prompts costs more than the decode step of its rows is
+    the cost of its units.
     """
-    windows = np.array(alone.windows, dtype=np.float64).reshape(-1, 4)
-    if not len(windows):
+    if not alone.sums:
         return None
-    _, row_s, token_s = _non_negative(windows[:, [0, 2, 3]], windows[:, 1])
-    buckets: dict[int, list[np.ndarray]] = {}
-    for window in windows:
-        buckets.setdefault(int(np.log2(max(1.0, window[2] / window[0]))), []).append(window)
-    sums = [np.sum(bucket, axis=0) for _, bucket in sorted(buckets.items())]
-    kept = [each for each in sums if each[0] >= MIN_STEPS] or sums
-    total_tokens = windows[:, 3].sum()
-    has_units = bool(alone.units and total_tokens)
-    tokens_per_unit = total_tokens / alone.units if has_units else 1.0
-    most_tokens = (windows[:, 3] / windows[:, 0]).max()
-    return StepCosts(
-        decode_s=[
-            (float(rows / steps), float(max(seconds - token_s * tokens, 0.0) / steps))
-            for steps, seconds, rows, tokens in kept
-        ],
-        row_s=float(row_s),
-        unit_s=float(token_s * tokens_per_unit),
-        max_units=float(most_tokens / tokens_per_unit) if has_units else UNLIMITED,
-        row_steps=None if alone.has_output_tokens else float(windows[:, 2].sum() / max(1, alone.rows)),
-    )
+    total = total_steps(alone.sums)
+    tokens_per_unit = total.prompt_tokens / alone.units if alone.units and total.prompt_tokens else 1.0
+    decode = _means({kind: sums for kind, sums in alone.sums.items() if kind.phase == "decode"})
+    costs = StepCosts(decode_s=[(mean.rows, mean.seconds) for mean in decode])
+    prompt = {kind: sums for kind, sums in alone.sums.items() if kind.phase == "prompt"}
+    costs.prompt_s = [
+        (mean.prompt_tokens / tokens_per_unit, max(0.0, mean.seconds - costs.step_s(mean.rows, 0.0)))
+        for mean in _means(prompt)
+    ]
+    if prompt:  # at most twice the largest kind that was seen: costs of larger steps are unknown
+        costs.max_units = 2 * max(kind.size for kind in prompt) / tokens_per_unit
+    if not alone.has_output_tokens:
+        costs.row_steps = total.rows / max(1, alone.rows)
+    return costs
 
 
-def _non_negative(factors: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the non-negative coefficients [3] of the factors [n, 3] with the least squared error.
-
-    With three factors all sets of positive ones can be tried.
-    """
-    best, least = np.zeros(3), float("inf")
-    for count in (1, 2, 3):
-        for chosen in itertools.combinations(range(3), count):
-            columns = factors[:, chosen]
-            found = np.linalg.lstsq(columns, seconds, rcond=None)[0]
-            error = float(np.square(columns @ found - seconds).sum())
-            if (found >= 0).all() and error < least * (1 - 1e-9):
-                best, least = np.zeros(3), error
-                best[list(chosen)] = found
-    return best
+def _means(sums: SumsByKind) -> list[StepSums]:
+    """Return the mean step of each kind that had enough steps, by ascending size."""
+    kept = {kind: each for kind, each in sums.items() if each.steps >= MIN_STEPS} or sums
+    return [StepSums(*(value / each.steps for value in each)) for _, each in sorted(kept.items())]
 
 
 def merge_step_costs(known: StepCosts | None, measured: StepCosts) -> StepCosts:
     """Return the measured costs, with the known ones of batch sizes that were not measured now."""
     if known is None:
         return measured
-    if not known.decode_s:  # its bytes and operations alone
+    if not known.is_measured:  # its bytes and operations alone
         return msgspec.structs.replace(measured, step_bytes=known.step_bytes, unit_flops=known.unit_flops)
-    sizes = {int(np.log2(max(1.0, rows))) for rows, _ in measured.decode_s}
-    others = [point for point in known.decode_s if int(np.log2(max(1.0, point[0]))) not in sizes]
     return msgspec.structs.replace(
         measured,
-        decode_s=sorted([*others, *measured.decode_s]),
-        unit_s=measured.unit_s or known.unit_s,
-        max_units=max(measured.max_units, known.max_units),
+        decode_s=_merge_points(known.decode_s, measured.decode_s),
+        prompt_s=_merge_points(known.prompt_s, measured.prompt_s),
+        max_units=measured.max_units if known.max_units == UNLIMITED else max(measured.max_units, known.max_units),
         step_bytes=known.step_bytes,
         unit_flops=known.unit_flops,
     )
+
+
+def _merge_points(known: Points, measured: Points) -> Points:
+    """Return the measured points, and the known ones of other powers of two."""
+    sizes = {int(np.log2(max(1.0, size))) for size, _ in measured}
+    return sorted([*(each for each in known if int(np.log2(max(1.0, each[0]))) not in sizes), *measured])
 
 
 def read_step_costs(path: Path) -> StepCostsFile:

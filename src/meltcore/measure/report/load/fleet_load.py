@@ -43,7 +43,8 @@ _PAIR_TEXT = (
 _BOUND_TEXT = (
     "Simulated: an ideal scheduler serves the same arrivals with the step costs that each model had alone. At the end "
     "of each step urgent streams go first; steps do not overlap, and nothing is lost between them. Overlapping steps "
-    "may exceed this bound, but not the bytes and operations of the GPU."
+    "may exceed this bound, but not the bytes and operations of the GPU. A simulation that does not give what was "
+    "measured alone is no bound."
 )
 
 
@@ -171,6 +172,8 @@ def _bound_blocks(experiment: FleetExperiment) -> list[Block]:
     ]
     rows = []
     for before, after, ideal in zip(experiment.alone, experiment.together, experiment.simulated, strict=True):
+        for label, measured_alone, ideal_alone in ideal.pairs_alone(before.level):
+            rows.append(_bound_row(after, f"alone: {label}", measured_alone, ideal_alone, format_number))
         alone = before.level.steady_throughput
         share = after.level.steady_throughput / alone if alone else None
         for label, bound in (
