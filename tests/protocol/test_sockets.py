@@ -123,6 +123,18 @@ def test_folder_locked_by_another_process_is_not_used(monkeypatch: pytest.Monkey
     folder.remove()
 
 
+# threat: who reaches a server: its admin socket and its engines' sockets lie in a folder of the server's user alone
+def test_no_other_user_enters_the_folder_of_sockets() -> None:
+    earlier = os.umask(0)
+    try:
+        folder = SocketFolder("server")
+    finally:
+        os.umask(earlier)
+    status = folder.path.stat()
+    assert (status.st_uid, status.st_mode & 0o777) == (os.geteuid(), 0o700)
+    folder.remove()
+
+
 @pytest.mark.parametrize(
     ("kind", "longest"), [("server", "99999/from-engine-999.sock"), ("group", "rank-7.sock")], ids=["server", "group"]
 )
