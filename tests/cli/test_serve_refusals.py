@@ -304,6 +304,9 @@ def test_fraction_of_a_gpu_is_the_memory_of_an_engine(device: str, gib: int, mon
     ("arguments", "message"),
     [
         ("meltcore/sums --trust-remote-code", "argument --trust-remote-code: no code of a checkpoint is ever run"),
+        ("meltcore/sums --quantization awq", "argument --quantization: awq: the format is read from the checkpoint's"),
+        ("meltcore/sums --dtype=half", "argument --dtype: half: its name here is float16"),
+        ("meltcore/sums --dtype=int8", "argument --dtype: invalid choice: 'int8' (choose from"),
         ("meltcore/sums --block-size=16", "argument --block-size: a page of the KV cache has 64 tokens"),
         ("meltcore/sums --revision main", "argument --revision: the hub's main revision is served; for another one"),
         ("meltcore/sums --gpu-memory-utilization 90", "'90' is not a number of more than 0 and at most 1"),

@@ -27,8 +27,8 @@ EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE
 class CommandParser(argparse.ArgumentParser):
     """Parses the arguments of a command. An error follows one line of usage and names what was probably meant.
 
-    `refused` has options of other servers, each with the reason why it is not taken. An address where a subcommand is
-    expected is for `default_subcommand`.
+    `refused` has options of other servers, and values behind an option, each with the reason why it is not taken. An
+    address where a subcommand is expected is for `default_subcommand`.
     """
 
     refused: Mapping[str, str] = MappingProxyType({})
@@ -57,6 +57,12 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        reason = self.refused.get(f"{action.option_strings[-1]} {value}") if action.option_strings else None
+        if reason is not None:
+            raise argparse.ArgumentError(action, f"{value}: {reason}")
+        super()._check_value(action, value)
 
     def options(self) -> Iterator[str]:
         """Yield the options of the command and of its subcommands."""

@@ -21,8 +21,16 @@ EXAMPLES = """\
   meltcore serve ./my-checkpoint -dp 8                   a replica on each of eight GPUs, one port
   meltcore serve meltcore/sums --daemon                  in the background; `meltcore stop` ends it
 """
-# Options of vLLM that are refused, each with the reason.
+_READ_FROM_FILES = "the format is read from the checkpoint's files; leave it out"
+# Options and values of vLLM that are refused, each with the reason.
 REFUSED = {
+    **dict.fromkeys(
+        [f"--quantization {each}" for each in ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf")], _READ_FROM_FILES
+    ),
+    **dict.fromkeys([f"--load-format {each}" for each in ("safetensors", "gguf", "hf")], _READ_FROM_FILES),
+    "--dtype half": "its name here is float16",
+    "--dtype float": "its name here is float32",
+    "--kv-cache-dtype fp8_e4m3": "its name here is fp8",
     "--block-size": "a page of the KV cache has 64 tokens, which is the one size; leave it out",
     "--revision": "the hub's main revision is served; for another one, serve the folder that "
     "`hf download MODEL --revision REVISION` prints",
