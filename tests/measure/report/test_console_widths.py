@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from rich.console import Console
 
 from meltcore.cli.main import main
@@ -34,6 +35,11 @@ def test_words_stay_whole_at_any_width(width: int) -> None:
     words = set(re.split(r"[\s,]+", text))
     for row in (HEADS[1:], *ROWS):
         assert {word.rstrip(":") for cell in row for word in cell.split()} <= {word.rstrip(":") for word in words}
+
+
+def test_no_heading_breaks_a_word() -> None:
+    for path in sorted((ROOT / "src/meltcore/measure").rglob("*.py")):
+        assert re.findall(r"\w+-\\n[a-z]\w*", path.read_text()) == [], path
 
 
 def test_wide_terminal_has_a_line_per_row_and_a_narrow_one_a_block() -> None:

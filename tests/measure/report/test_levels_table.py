@@ -47,8 +47,8 @@ def test_goodput_and_accuracy_show_on_80_columns() -> None:
     head, _, row = text.partition("10,000")
     assert "good" in head
     assert "1,234" in row
-    assert "accu" in head
-    assert "right" not in head
+    assert "right" in head
+    assert "goodput" not in head
     assert "…" not in text
     assert "good" not in printed([wide_level()])
 

@@ -66,7 +66,7 @@ def comparison_page(comparison: ComparisonResult) -> Page:
         for row, next_row in zip(comparison.rows, [*comparison.rows[1:], None], strict=True)
     ]
     columns = [
-        Column("Load", console="concur-\nrency"),
+        Column("Load", console="conn."),
         Column("Metric", align="left"),
         *numeric_columns(*_HEADERS[2:]),
     ]

@@ -66,7 +66,7 @@ def _level_table(levels: Sequence[FleetLevel], part: Part, note: str) -> Table:
         Column("sent", "Requests"),
         Column("lost", "Requests"),
         Column("refused", "Requests", console="ref."),
-        Column("whole", "Throughput", console="through-\nput"),
+        Column("whole", "Throughput", console="rate"),
         Column("steady", "Throughput", console=None),
         *_latency_columns("First token or audio, ms", "first"),
         *_latency_columns("End to end, ms", "end"),

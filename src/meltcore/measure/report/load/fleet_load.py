@@ -123,7 +123,7 @@ def _experiment_sections(result: FleetLoad) -> list[Section]:
         *(Column(head, align="text") for head in ("stream", "load")),
         Column("run"),
         Column("requests", console="sent"),
-        Column("throughput", console="through-\nput"),
+        Column("throughput", console="rate"),
         *numeric_columns("p50", "p95", "p99", group="First token or audio, ms", console=None),
         *numeric_columns("p50", "p95", "p99", group="End to end, ms"),
         Column("n", console="n"),
@@ -228,7 +228,7 @@ def _pair_list(pairs: Sequence[Interference]) -> Table:
         ),
         Column("n"),
         Column("p95 ratio", console="p95\nratio"),
-        Column("throughput of alone", console="through-\nput"),
+        Column("throughput of alone", console="rate"),
     ]
     rows = []
     for pair in pairs:

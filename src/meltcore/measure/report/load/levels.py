@@ -65,12 +65,12 @@ def _levels_table(task: MeasuredTask, levels: Sequence[LevelResult]) -> Table:
     source_head = f"source {' or '.join(sources)}s/s"
     throughput_head = task.unit.head or task.unit.unit
     columns = [
-        Column("Load", console="req/s" if is_open else "concur-\nrency"),
+        Column("Load", console="req/s" if is_open else "conn."),
         Column("sent", "Requests"),
         Column("answered", "Requests", console=None),
         Column("failed", "Requests"),
         Column("peak in flight", "Requests", console="peak"),
-        *([Column("Accuracy", console="accu-\nracy")] if has_accuracy else []),
+        *([Column("Accuracy", console="right")] if has_accuracy else []),
         Column("whole", throughput_head, console=task.unit.short_unit),
         Column("steady", throughput_head, console=None),
         *([Column(source_head, console=source_head.replace(" ", "\n"))] if sources else []),
@@ -103,9 +103,14 @@ def _levels_table(task: MeasuredTask, levels: Sequence[LevelResult]) -> Table:
 
 def throughput_table(levels: Sequence[LevelResult]) -> Table:
     """Build a table of `eval throughput`: token rates, latencies and spot checks of each level."""
-    headers = ("concur-\nrency", "sent", "failed", "total\ntok/s", "output\ntok/s")
+    headers = ("sent", "failed", "total\ntok/s", "output\ntok/s")
     latencies = [each for each in default_task().latencies if each.console[0] is not None]
-    columns = [*numeric_columns(*headers), *_latency_columns(latencies), *numeric_columns("spot\nchecks", " ")]
+    columns = [
+        Column("concurrency", console="conn."),
+        *numeric_columns(*headers),
+        *_latency_columns(latencies),
+        *numeric_columns("spot\nchecks", " "),
+    ]
     rows = []
     for level in levels:
         checks = level.checks

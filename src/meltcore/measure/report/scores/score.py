@@ -309,7 +309,7 @@ def _device_section(device: GpuScore) -> Section:
 
 def _levels_table(device: GpuScore) -> Table:
     columns = [
-        Column("Concurrency", console="concur-\nrency"),
+        Column("Concurrency", console="conn."),
         *(
             Column(token_type, "Tokens/s", console=f"{token_type}\ntok/s") for token_type in ("output", "total")
         ),
@@ -349,7 +349,7 @@ def _levels_table(device: GpuScore) -> Table:
 def _utilization_table(device: GpuScore) -> list[Table]:
     """Build a table with the mean utilization of each window. Returns an empty list if nothing was measured."""
     columns = [
-        Column("Concurrency", console="concur-\nrency"),
+        Column("Concurrency", console="conn."),
         Column("Output tok/s", console="output\ntok/s"),
         *(Column(name, "Mean of the window, %", console=name.replace(" ", "\n")) for _, name, *_ in _UTILIZATION_LINES),
     ]

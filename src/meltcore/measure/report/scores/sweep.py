@@ -146,9 +146,9 @@ def _device_section(device: GpuScore, grid: SweepGrid) -> Section:
 
 def _cell_table(levels: Sequence[ScoreLevel]) -> Table:
     columns = [
-        Column("Concurrency", console="concur-\nrency"),
+        Column("Concurrency", console="conn."),
         Column("Output length", console="output\nlength"),
-        Column("Temperature", console="temper-\nature"),
+        Column("Temperature", console="temp."),
         Column("Output tok/s", console="output\ntok/s"),
         Column("Requests/s", console="req/s"),
         Column("TTFT p50, ms", console="TTFT\np50 ms"),
