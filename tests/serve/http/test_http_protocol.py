@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -285,6 +287,44 @@ def test_trailers_of_a_body_change_nothing(field: bytes, step: int) -> None:
     transport = talk([sent[at : at + step] for at in range(0, len(sent), step)], pauses=lambda index: False)
     assert bodies(transport) == [b"POST chunks", b"POST next"]
     assert not transport.is_closed
+
+
+@pytest.mark.parametrize(("path", "requests"), [("/", 1), ("/", 3), ("/stream", 3), ("/unread", 1), ("/waits", 1)])
+def test_memory_of_a_connection_is_free_once_it_has_ended(path: str, requests: int) -> None:
+    """Garbage collections are rare here, so that objects that refer to each other would pile up until one."""
+
+    async def ended_connection() -> weakref.ref[HttpProtocol]:
+        config = uvicorn.Config(waiting, interface="asgi3", lifespan="off", ws="none", log_config=None)
+        config.load()
+        transport, protocol = Transport(), HttpProtocol(config, ServerState(), ServerStats())
+        protocol.connection_made(transport)
+        for _ in range(requests):
+            protocol.data_received(request(b"x", path=path))
+        for _ in range(30):
+            await asyncio.sleep(0)
+        transport.close()
+        protocol.connection_lost(None)
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*protocol.tasks)
+        return weakref.ref(protocol)
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        if path != "/waits":
+            await application(scope, receive, send)
+        while path == "/waits" and (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def run() -> bool:
+        connection = await ended_connection()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return connection() is None
+
+    gc.disable()
+    try:
+        assert asyncio.run(run())
+    finally:
+        gc.enable()
 
 
 # --- HTTP/1.0

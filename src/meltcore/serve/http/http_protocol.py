@@ -68,6 +68,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_lost = True
         if self._on_lost is not None:
             self._on_lost()
+        # Scopes refer to this protocol. With them it would stay in memory until a garbage collection, which is rare.
+        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.pipeline.clear()
         for table in (self.connections, self.tasks):
             if not table:
                 table.clear()  # an emptied set keeps the memory of its largest size
