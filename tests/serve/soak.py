@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -328,7 +329,7 @@ class Soak:
         text = (await reader.read()).decode()
         writer.close()
         return sum(
-            float(line.split()[-1]) for line in text.splitlines() if line.startswith("meltcore:requests_in_flight")
+            float(line.split()[-1]) for line in text.splitlines() if re.match(r"meltcore:requests_in_flight[ {]", line)
         )
 
 
@@ -336,7 +337,8 @@ def verdict(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Judge the lines of a log: growth since the first hour, and what was lost.
 
     The first minute warms up. Medians of the first hour, or of the first third of a shorter run, are compared with
-    medians of as long a time at the end.
+    medians of as long a time at the end. Descriptors and threads are compared by their least numbers, since each open
+    connection of a client has a descriptor.
     """
     samples = [line for line in lines if line["event"] == "sample" and line["s"] > _MINUTE_S]
     if len(samples) < 6:
@@ -347,16 +349,19 @@ def verdict(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "api_bytes",
         *(f"{role}_{unit}" for role in ("supervisor", "api") for unit in ("descriptors", "threads")),
     ]
-    medians = {
-        name: [statistics.median(each[name] for each in part) for part in (samples[:size], samples[-size:])]
+    parts = {
+        name: [
+            (statistics.median if name.endswith("bytes") else min)(each[name] for each in part)
+            for part in (samples[:size], samples[-size:])
+        ]
         for name in names
     }
-    grown = {name: after / before - 1 for name, (before, after) in medians.items()}
+    grown = {name: after / before - 1 for name, (before, after) in parts.items()}
     ended = sum((Counter(line.get("ended", {})) for line in lines), Counter())
     lost = {name: count for name, count in ended.items() if name.startswith("lost")}
     left = [line["left"] for line in lines if line["event"] == "end"]
     is_flat = all(growth <= _MOST_GROWTH for name, growth in grown.items() if name.endswith("bytes"))
-    is_flat &= all(medians[name][1] <= medians[name][0] + 2 for name in names if not name.endswith("bytes"))
+    is_flat &= all(parts[name][1] <= parts[name][0] + 2 for name in names if not name.endswith("bytes"))
     passed = is_flat and not lost and not any(left)
     return {
         "verdict": "PASS" if passed else "FAIL",
@@ -366,7 +371,7 @@ def verdict(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ended": dict(ended),
         "lost": lost,
         "left": left,
-        "medians": medians,
+        "parts": parts,
         "growth": {name: round(growth, 4) for name, growth in grown.items()},
     }
 
