@@ -67,7 +67,12 @@ def merged(calls: Sequence[CallDelta]) -> list[tuple[str, str, str | None]]:
 def complete(calls: Sequence[CallDelta]) -> list[tuple[str, Any]]:
     every = merged(calls)
     assert all(end is not None for _, _, end in every), "each call is complete or broken in the end"
-    return [(name, json.loads(arguments)) for name, arguments, end in every if end == "complete"]
+    return [(name, json.loads(arguments, parse_int=_integer)) for name, arguments, end in every if end == "complete"]
+
+
+def _integer(digits: str) -> int | str:
+    """JSON's integers have no limit, Python's conversion of texts has one."""
+    return int(digits) if len(digits) < 1000 else digits
 
 
 def parse(form: AnswerFormat, pieces: Sequence[str], tools: ToolSet = TOOLS, prompt: Sequence[int] = ()) -> Result:
