@@ -272,7 +272,7 @@ def main() -> int:
     parser.add_argument("client_count", type=int)
     options = parser.parse_args()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    Path("/proc/self/comm").write_text(Path(config.model).name)  # for tests that look for the engine of a model
+    Path("/proc/self/comm").write_text(Path(config.model).name)  # as engines do
     own_options = Path(config.model) / "engine.json"  # of one model of several, read at each start
     if own_options.exists():
         vars(options).update(msgspec.json.decode(own_options.read_bytes()))

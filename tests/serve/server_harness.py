@@ -181,9 +181,9 @@ class RunningServer:
         return engine
 
     def engine_pids(self, model: str = "") -> list[int]:
-        """In the order they were started, or the scripted engines of a model. Models start in any order."""
+        """In the order they were started, or those of a model, by the last part of its path."""
         pids = [pid for pid, command in self._children() if "engine" in command and "serve.api_server" not in command]
-        return [pid for pid in pids if not model or Path(f"/proc/{pid}/comm").read_text().strip() == model]
+        return [pid for pid in pids if not model or Path(f"/proc/{pid}/comm").read_text().strip() == model[:15]]
 
     def api_server_pids(self) -> list[int]:
         """The API server processes, in the order they were started."""

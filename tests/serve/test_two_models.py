@@ -26,9 +26,12 @@ def two_scripted_models(
     *options: str, second: dict[str, Any] | None = None, **settings: Any
 ) -> Iterator[RunningServer]:
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = str(make_model(Path(folder) / "model"))
-        first = ModelSection(checkpoint=checkpoint, load_format="dummy", max_num_seqs=2)
-        models = {"first": first, "second": msgspec.structs.replace(first, **(second or {}))}
+        models = {
+            name: ModelSection(
+                checkpoint=str(make_model(Path(folder) / name)), load_format="dummy", max_num_seqs=2, **others
+            )
+            for name, others in (("first", {}), ("second", second or {}))
+        }
         config = configure(models, port=0, api_server_count=1, **settings)
         with running(serve_command(config, *options), Path(folder) / "stderr") as server:
             server.wait_healthy()
@@ -83,7 +86,7 @@ def test_full_queue_of_one_model_does_not_affect_the_other() -> None:
 @pytest.mark.slow
 def test_death_of_one_models_engine_leaves_the_other_model() -> None:
     with two_scripted_models() as server:
-        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        os.kill(server.engine_pids("first")[0], signal.SIGKILL)
         wait_until(lambda: "first has died: killed by signal 9" in server.stderr, "the report")
         wait_until(lambda: complete(server, "first").status == 503, "the refusal")
         assert complete(server, "second").status == 200

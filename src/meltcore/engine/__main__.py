@@ -33,6 +33,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    Path("/proc/self/comm").write_text(Path(config.model).name)  # so that ps and top tell the engines of a fleet apart
     if not is_remote(Path(sys.argv[1])):  # else the end of all connections to the server ends this process
         threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
     if config.memory_bytes is not None and not config.enable_sleep_mode:  # its memory pools cannot have such segments
