@@ -159,7 +159,7 @@ def test_crash_loop_stops_and_is_stated() -> None:
     ("options", "reason"),
     [
         ({"missing": True}, "missing"),
-        ({"fail": "no room on this GPU", "fail_of": "1"}, "bad could not be loaded: no room on this GPU"),
+        ({"fail": "no room on this GPU"}, "bad could not be loaded: no room on this GPU"),
         ({"die_loading": True}, "bad could not be loaded: the engine ended while loading (exit status 3)"),
         ({"silent_steps": 10**6}, "bad could not be loaded: the readiness request failed: no answer within 2 s"),
     ],

@@ -123,7 +123,7 @@ class ScriptedEngine:
         time.sleep(self.options.load_s)
         while (Path(self.config.model) / "hold").exists():  # a test removes it
             time.sleep(0.01)
-        if self.options.fail and Path(self.options.directory).name == self.options.fail_of:
+        if self.options.fail and self.options.fail_of in ("", Path(self.options.directory).name):
             self.send(EngineFailed(self.options.fail))
             return 1
         if self.options.die_loading:
@@ -259,7 +259,7 @@ def main() -> int:
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--say", default="", help="printed at the start")
     parser.add_argument("--fail", default="", help="say this instead of becoming ready")
-    parser.add_argument("--fail-of", default="0", help="the replica that says it")
+    parser.add_argument("--fail-of", default="", help="the number of the only engine that says it")
     parser.add_argument("--die-loading", action="store_true")
     parser.add_argument("--die-at-step", type=int, default=0)
     parser.add_argument("--tokens-per-step", type=int, default=1)

@@ -56,6 +56,22 @@ def model(name: str, **fields: Any) -> ModelSection:
     return ModelSection(checkpoint=name, load_format="dummy", **fields)
 
 
+def test_replica_whose_engine_has_ended_is_not_connected(tmp_path: Path) -> None:
+    """An API server that starts late may be told of an engine whose folder is gone."""
+    server = ServerStats()
+    backend = new_backend(SynthesisEngine, model("ai4bharat/IndicF5"), server, server.models[0])
+    backend.stats.mark_replica_ready(0)
+
+    async def scenario() -> None:
+        backend.connect(0, tmp_path / "removed", 1, lambda *_: None)
+        assert backend.stats.live_replicas() == []
+        backend.connect(0, tmp_path, 1, lambda *_: None)  # the next engine of this replica
+        assert backend.stats.live_replicas() == [0]
+        backend.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("normalizer", ["itt", "original"])
 def test_normalizer_of_a_server_prepares_its_texts(normalizer: Literal["itt", "original"]) -> None:
     sent: list[Any] = []

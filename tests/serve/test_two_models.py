@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 from server_harness import RunningServer, configure, make_model, running, serve_command

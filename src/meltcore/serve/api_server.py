@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import uvloop
+import zmq
 
 from meltcore.common.errors import ConfigError, MeltcoreError, RequestError
 from meltcore.common.tasks import DEFAULT, load, tasks
@@ -229,7 +230,10 @@ class APIServer:
         on_unreadable = partial(self._report_unreadable, model)
         backend = self._models[model]
         assert not isinstance(backend, HttpBackend)
-        backend.connect(replica, folder, self._setup.api_server, on_unreadable)
+        try:
+            backend.connect(replica, folder, self._setup.api_server, on_unreadable)
+        except zmq.ZMQError as error:  # as where no file descriptor is left
+            self._report_failure(model, backend, error)
 
     async def _load_text(self, number: int, backend: EngineBackend) -> Any:
         """Return the result of the backend's `load`, such as a tokenizer.
@@ -240,9 +244,12 @@ class APIServer:
         try:
             return await asyncio.to_thread(backend.load)
         except MeltcoreError as error:
-            backend.health.fail(f"{backend.names[0]} could not be loaded by this API server process: {error}")
-            self._channel.send(ModelFailed(number, str(error)))
+            self._report_failure(number, backend, error)
         return None
+
+    def _report_failure(self, number: int, backend: EngineBackend, error: Exception) -> None:
+        backend.health.fail(f"{backend.names[0]} could not be loaded by this API server process: {error}")
+        self._channel.send(ModelFailed(number, str(error)))
 
     async def _open(self, backend: EngineBackend, message: OpenModel) -> None:
         assert backend.loading is not None

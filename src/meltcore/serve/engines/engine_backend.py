@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -152,11 +153,14 @@ class EngineBackend:
     ) -> None:
         """Bind the sockets in `folder` to which a replica's engine connects.
 
-        `on_unreadable` has the arguments replica and reason.
+        The replica stays disconnected if its engine has ended before this process knew of it. `on_unreadable` has the
+        arguments replica and reason.
         """
         on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
-        self._links[replica] = EngineLink(folder, client_index, on_message, on_error, partial(self._on_lost, replica))
-        self.stats.set_connected(replica, True)
+        on_lost = partial(self._on_lost, replica)
+        with suppress(EngineDeadError):  # `replica_ended` follows
+            self._links[replica] = EngineLink(folder, client_index, on_message, on_error, on_lost)
+        self.stats.set_connected(replica, replica in self._links)
 
     def _on_lost(self, replica: int, reason: str) -> None:
         """Retry or end the requests of an engine on another machine, since messages may be lost with the connection."""

@@ -41,7 +41,7 @@ class EngineLink:
         """Open the sockets of a client in `directory`. Client 0 is the supervisor.
 
         A running event loop reads the sockets. They are bound for an engine on this machine, and connected to an engine
-        on another machine.
+        on another machine. Raises EngineDeadError if the folder is gone.
         """
         self._on_message = on_message
         self._on_unreadable = on_unreadable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from meltcore.common.errors import EngineDeadError
 from meltcore.protocol.engines import FromEngine, ToEngine, from_engine
 from meltcore.protocol.sockets import socket_address
 from meltcore.protocol.tcp import (
@@ -56,6 +58,7 @@ class LocalSockets:
     is_connected = False
 
     def __init__(self, directory: Path, client_index: int) -> None:
+        """Bind the sockets of a client in `directory`. Raises EngineDeadError if the folder is gone."""
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(from_engine())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -64,8 +67,14 @@ class LocalSockets:
         for socket in (self._to_engine, self._from_engine):
             socket.set_hwm(0)  # admission bounds what is in flight; a limit here would block the event loop
             socket.setsockopt(zmq.LINGER, 0)
-        self._to_engine.bind(socket_address(directory, "to-engine", client_index))
-        self._from_engine.bind(socket_address(directory, "from-engine", client_index))
+        try:
+            self._to_engine.bind(socket_address(directory, "to-engine", client_index))
+            self._from_engine.bind(socket_address(directory, "from-engine", client_index))
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno != errno.ENOENT:
+                raise
+            raise EngineDeadError("the engine has ended: the folder of its sockets is gone") from error
         self.descriptor = int(self._from_engine.FD)
 
     def send(self, messages: list[ToEngine]) -> None:
