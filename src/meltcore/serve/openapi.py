@@ -76,7 +76,7 @@ def _header_key() -> dict[str, str]:
 
 
 def _described(operation: Operation) -> dict[str, Any]:
-    answer = {"200": {"description": "The answer", "content": {operation.answer: {}}}} if operation.answer else {}
+    answer = {"200": {"description": "The answer", "content": _contents(operation)}} if operation.answer else {}
     refusal = {} if operation.answer else {"501": _ERROR}
     described: dict[str, Any] = {
         "tags": [operation.tag],
@@ -91,6 +91,16 @@ def _described(operation: Operation) -> dict[str, Any]:
         described["responses"] |= {"429": _REFUSED, "503": _REFUSED}
         described["requestBody"] = {"required": True, "content": _body(operation.body, operation.example)}
     return described
+
+
+def _contents(operation: Operation) -> dict[str, Any]:
+    """Return the content types of the answers of a route, some of which a request chooses."""
+    body = operation.body or ()
+    fields = body if isinstance(body, tuple) else body.__struct_fields__
+    can_stream = "stream" in fields and operation.path != "/v1/responses/input_tokens"  # whose form is another route's
+    can_be_text = isinstance(body, tuple) and "response_format" in fields
+    others = {"text/event-stream": can_stream, "text/plain": can_be_text}
+    return {operation.answer: {}, **{name: {} for name, is_possible in others.items() if is_possible}}
 
 
 def _parameters(operation: Operation) -> Iterator[dict[str, Any]]:

@@ -43,6 +43,14 @@ def test_document_is_complete_openapi() -> None:
                 assert set(content.get("example", ())) <= set(schema["properties"]), where
                 if "example" in content:
                     assert set(schema.get("required", ())) <= set(content["example"]), where
+    streamed = {
+        path
+        for path, methods in described["paths"].items()
+        for method in methods.values()
+        if "text/event-stream" in method["responses"].get("200", {}).get("content", {})
+    }
+    assert streamed == {f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses",
+                                                   "audio/transcriptions")}  # fmt: skip
     schemes = described["components"]["securitySchemes"]
     assert (schemes["bearer"]["scheme"], schemes["x_api_key"]["name"]) == ("bearer", "X-API-Key")
 
