@@ -63,14 +63,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         scripted.check_no_leak()
 
 
-def run(command: list[str], folder: Path, **variables: str) -> str:
+def run(command: list[str], folder: Path, limit_s: float = LIMIT_S, **variables: str) -> str:
     """The output of a client, with a home and a working folder of its own."""
     home, work = folder / "home", folder / "work"
     for each in (home, work):
         each.mkdir()
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), **variables}
     ended = subprocess.run(
-        command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
+        command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s
     )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout
@@ -142,8 +142,9 @@ def test_the_api_answers_as_it_describes_itself(tmp_path: Path) -> None:
             del document["paths"][path]
         (tmp_path / "openapi.json").write_text(json.dumps(served_values(document, [*tasks])))
         checks = "status_code_conformance,content_type_conformance,response_schema_conformance"
-        options = ["--checks", checks, "--phases", "examples,coverage,fuzzing", "--max-time", "120", "--seed", "1"]
-        run([schemathesis, "run", str(tmp_path / "openapi.json"), "--url", server.url, *options], tmp_path)
+        options = ["--checks", checks, "--phases", "examples,coverage,fuzzing", "--seed", "1"]
+        options += ["--max-examples", "15", "--request-timeout", "60"]  # about 6,200 requests in all
+        run([schemathesis, "run", str(tmp_path / "openapi.json"), "--url", server.url, *options], tmp_path, 500)
         log = server.stderr
     assert log.count("event=request") > 100
     assert [line for line in log.splitlines() if re.search(r"status=5(?!01|03|04)", line)] == []
