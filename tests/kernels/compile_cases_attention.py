@@ -16,7 +16,7 @@ from meltcore.kernels.fp8.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import CHUNK, GatedDeltaParams, GatedDeltaShape, chunk_rows
-from meltcore.kernels.sampling import argmax, beam_top_k, draw, penalties, token_mask, top_k_top_p
+from meltcore.kernels.sampling import argmax, beam_top_k, draw, penalties, resample, token_mask, top_k_top_p
 
 Cases = list[CompileCase]
 VOCAB = 151936
@@ -263,9 +263,17 @@ def penalties_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 def token_mask_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     masks = meta(65, VOCAB // token_mask.WORD_BITS, dtype=torch.int32)
     return [
-        partial(token_mask.wait_for_masks, indices(64), indices(64), indices(65), indices(2, 65), 0.1),
+        partial(token_mask.wait_for_masks, *[indices(64)] * 3, indices(65), indices(2, 65), indices(1)),
         partial(token_mask.mask_logits, meta(64, VOCAB), masks, indices(64)),
     ]
+
+
+def resample_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    some, rings = indices(64), (indices(1), indices(4, 1024))
+    settings = resample.RowSettings(indices(2), indices(1), some, some, meta(64))
+    tokens = resample.StepTokens(some, some, some, indices(1025), *rings)
+    logits = meta(64, VOCAB, dtype=torch.float32)
+    return [partial(resample.resample, logits, settings, tokens, indices(65), indices(2, 65))]
 
 
 CASES = {
@@ -292,5 +300,6 @@ CASES = {
     top_k_top_p: top_k_top_p_cases,
     penalties: penalties_cases,
     token_mask: token_mask_cases,
+    resample: resample_cases,
 }
 BY_NAME = {module.__name__: cases for module, cases in CASES.items()}

@@ -38,17 +38,22 @@ def test_mask_excludes_the_tokens_without_a_bit_and_skips_free_rows(device: torc
 @pytest.mark.parametrize("is_pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_device_waits_for_each_mask_and_says_which_were_late(is_pinned: bool) -> None:
     """Row 1 has its mask, row 2 needs none, row 3 has the mask of another token, and row 4 gets its mask meanwhile."""
-    tickets = [7 << 32 | 1, 8 << 32 | 2, 9 << 32 | 3, 0, 10 << 32 | 4]
+    tickets, positions = [7 << 32 | 1, 8 << 32 | 2, 9 << 32 | 3, 0, 10 << 32 | 4], [1, 0, 3, 5, 2]
     filled = torch.zeros(6, dtype=torch.int64)
     filled[1], filled[2], filled[3] = tickets[0], -tickets[1], tickets[2] - 2
     outcomes = torch.zeros(2, 6, dtype=torch.int64)
     device = torch.device("cuda" if is_pinned else "cpu")
     if is_pinned:
         filled, outcomes = filled.pin_memory(), outcomes.pin_memory()
-    mask_rows = torch.tensor([1, 2, 3, 0, 4], device=device)
+    rows, first_tickets = (
+        [1, 2, 3, 5, 4],
+        [ticket and ticket - at for ticket, at in zip(tickets, positions, strict=True)],
+    )
+    settings = [torch.tensor(values, device=device) for values in (rows, first_tickets, positions)]
+    limit_ns = torch.tensor([500_000_000], device=device)
     timer = threading.Timer(0.02, filled.__setitem__, (4, tickets[4]))
     timer.start()
-    wait_for_masks(mask_rows, torch.tensor(tickets, device=device), filled, outcomes, 0.5)
+    mask_rows = wait_for_masks(*settings, filled, outcomes, limit_ns)
     timer.join()
     assert mask_rows.tolist() == [1, 0, 0, 0, 4]
     expected = torch.zeros(2, 6, dtype=torch.int64)

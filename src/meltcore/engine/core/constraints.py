@@ -31,7 +31,7 @@ from meltcore.protocol.sampling_params import Grammar
 from meltcore.text.grammar import GrammarCompiler
 
 _COMPILE_THREADS, _MAX_MASK_THREADS = 2, 16
-_GROUPS = 4  # of masks that are filled together; a slow mask makes its group late
+_GROUPS, _MIN_GROUP = 4, 16  # of masks that are filled together; a slow mask makes its group late
 # After its forward pass a step waits this long for masks. Most take 5 to 200 us, masks of hard schemas up to 34 ms.
 _GRACE_S, _POLL_S = 0.001, 0.0002
 _CPU_GRACE_S = 0.01  # a forward pass takes longer there, and uses the cores of the threads
@@ -84,6 +84,8 @@ class Constraints:
         self._tickets: dict[int, int] = {}
         self._waited: dict[int, int] = {}
         self._busy_rows: set[int] = set()
+        # The requests, rows and tickets for which the device waits in the step that was launched last.
+        self._waiting: tuple[list[Request], list[int], list[int]] = [], [], []
         self.num_open = 0  # requests with grammars
         self.mask_s, self.num_masks, self.num_late = 0.0, 0, 0
 
@@ -177,19 +179,26 @@ class Constraints:
     def _late_and_failed(self, sampled: list[_Sampled]) -> tuple[list[Request], list[Request]]:
         """Return the requests whose tokens the device has sampled without masks, and which cannot be used."""
         masked = [each for each in sampled if each[1].needs_mask]
-        failed = [request for request, _, _ in masked if _has_failed(request)]
-        if not masked:
+        failed = [each[0] for each in masked if each[1].failure is not None and _has_failed(each[0])]
+        if not masked or self._have_masks(masked):
             return [], failed
         assert self._table is not None
-        numbers = [constraint.num_taken + 1 for _, constraint, _ in masked]
-        of_numbers = list(zip(masked, numbers, strict=True))
-        rows = [constraint.rows[number % 2] for (_, constraint, _), number in of_numbers]
-        tickets = [constraint.ticket(number) for (_, constraint, _), number in of_numbers]
-        outcomes = self._table.outcomes[np.array(numbers) % 2, rows]
-        late = [
-            masked[index][0] for index in np.flatnonzero(outcomes != tickets) if not self._is_allowed(*masked[index])
-        ]
+        late = []
+        for each in masked:
+            number = each[1].num_taken + 1
+            outcome = self._table.outcomes[number % 2, each[1].rows[number % 2]]
+            if outcome != each[1].ticket(number) and not self._is_allowed(*each):
+                late.append(each[0])
         return [request for request in late if request not in failed], failed
+
+    def _have_masks(self, masked: list[_Sampled]) -> bool:
+        """Return whether the device has sampled all these tokens with their masks, as in most steps."""
+        assert self._table is not None
+        requests, rows, tickets = self._waiting
+        if requests != [request for request, _, _ in masked]:
+            return False
+        expected = np.array(tickets)
+        return bool((self._table.outcomes[expected % 2, rows] == expected).all())
 
     def _is_allowed(self, request: Request, constraint: Constraint, token_id: int) -> bool:
         """Return whether a token that was sampled without its mask may be used. The mask may be filled by now."""
@@ -210,8 +219,8 @@ class Constraints:
         accepted = self._executor.consume_token_par([(constraint.matcher, token) for _, constraint, token in taken])
         failed = []
         for (request, constraint, _), is_accepted in zip(taken, accepted, strict=True):
-            constraint.is_over = constraint.matcher.is_stopped()
-            if not is_accepted or constraint.matcher.is_error():
+            constraint.is_over = constraint.matcher.is_stopped()  # also by an error
+            if not is_accepted or (constraint.is_over and constraint.matcher.is_error()):
                 _fail(request, constraint)
                 failed.append(request)
         return failed
@@ -228,11 +237,17 @@ class Constraints:
         missing = [
             (constraint, request.row)
             for request in requests
-            if (constraint := request.constraint) is not None
-            and not self._is_ready(request)
+            if (constraint := request.constraint) is not None and not self._is_ready(request)
+        ]
+        self._begin(missing, is_alone=len(requests) == 1 and not self.does_device_wait)
+
+    def _begin(self, missing: list[tuple[Constraint, int]], *, is_alone: bool) -> None:
+        """Begin to fill masks in rows. The engine's own thread fills the mask of a request that is alone."""
+        missing = [
+            (constraint, row)
+            for constraint, row in missing
             # The matcher may be busy for a row that the request has left, and the row with a request that has left it.
-            and not (constraint.is_filling or constraint.failure)
-            and request.row not in self._busy_rows
+            if not (constraint.is_filling or constraint.failure or row in self._busy_rows)
         ]
         if not missing:
             return
@@ -242,13 +257,13 @@ class Constraints:
                 self._tickets[row] = 0
                 self._busy_rows.add(row)
         self.num_masks += len(missing)
-        if len(missing) == len(requests) == 1 and not self.does_device_wait:
+        if is_alone:
             # Nothing else waits for it, and another thread costs more than a mask.
             missing[0][0].filling = Future()
             self._fill(missing)
             missing[0][0].filling.set_result(None)
             return
-        size = -(-len(missing) // min(_GROUPS, self._num_threads))
+        size = max(_MIN_GROUP, -(-len(missing) // min(_GROUPS, self._num_threads)))
         for first in range(0, len(missing), size):
             group = missing[first : first + size]
             task = self._mask_pool.submit(self._fill, group)
@@ -271,22 +286,26 @@ class Constraints:
 
         The tokens of the step before must have been read.
         """
-        waiting = []
+        self._waiting = waiting, rows, tickets = [], [], []
         for request in requests:
             constraint = request.constraint
             if constraint is None:
                 continue
-            number = request.num_generated
-            constraint.rows[number % 2] = request.row
+            number, row = request.num_generated, request.row
+            constraint.rows[number % 2] = row
+            ticket = constraint.ticket(number)
             # The token is not used if the one before it was refused.
-            if number != constraint.num_taken + 1 or self._is_ready(request):
+            if number != constraint.num_taken + 1 or not constraint.needs_mask or self._tickets.get(row) == ticket:
                 self._release(request, number)
             else:
-                self._waited[request.row] = constraint.ticket(number)
+                self._waited[row] = ticket
                 waiting.append(request)
-        self.fill(waiting)
-        for request in waiting:
-            if not _constraint(request).is_filling:  # its mask is just filled, or its row is busy and it comes later
+                rows.append(row)
+                tickets.append(ticket)
+        constraints = [_constraint(request) for request in waiting]
+        self._begin(list(zip(constraints, rows, strict=True)), is_alone=len(requests) == 1)
+        for request, constraint in zip(waiting, constraints, strict=True):
+            if not constraint.is_filling:  # its mask is just filled, or its row is busy and it comes later
                 self._release(request, request.num_generated)
 
     def _release(self, request: Request, number: int) -> None:
@@ -346,12 +365,12 @@ class Constraints:
                 return
             group[0][0].failure = f"{type(error).__name__}: {error}"
         assert self._table is not None
-        for constraint, row in group:
-            ticket = constraint.ticket(constraint.num_taken + 1)
+        for constraint, _ in group:
             if constraint.failure is None and constraint.matcher.is_error():
                 constraint.failure = constraint.matcher.get_error()
-            is_filled = constraint.failure is None
-            with self._lock:
+        with self._lock:
+            for constraint, row in group:
+                ticket, is_filled = constraint.ticket(constraint.num_taken + 1), constraint.failure is None
                 self._tickets[row] = ticket if is_filled else 0
                 self._busy_rows.discard(row)
                 constraint.is_filling = False

@@ -86,6 +86,15 @@ class Request:
         self.is_greedy = self.sampling.temperature == 0.0 and not self.sampling.needs_logits and token_mask is None
         # Greedy, and no end token is ever masked: the argmax of the unchanged logits is always its next token.
         self.is_unmasked_greedy = self.is_greedy and (message.sampling.min_tokens == 0 or not stop_ids)
+        # A decode step samples it in a graph: it needs a mask, a temperature and noise at most.
+        self.is_graph_sampled = self.is_unmasked_greedy or not (
+            self.has_penalties
+            or message.sampling.logit_bias
+            or message.sampling.logprobs is not None
+            or message.sampling.is_filtered
+            or token_mask is not None
+            or (message.sampling.min_tokens and stop_ids)
+        )
         biases = self.sampling.logit_bias
         # Token ids and what is added to their logits.
         self.biases = (array("q", biases), array("f", biases.values())) if biases else None

@@ -17,23 +17,30 @@ import torch
 from meltcore.engine.core.batch import NewPages
 from meltcore.engine.worker.transfer import STAGING_SLOTS, StagingBuffer, align_entries, pinned_zeros
 from meltcore.kernels.graph_capture import GraphCapturer
+from meltcore.kernels.sampling.resample import StepTokens
 from meltcore.kernels.step_io import apply_updates, finish_step
 from meltcore.models.checkpoints.checkpoint import Progress
 
 # From rows and positions of a padded batch, [sequences] int64 each, to logits [sequences, vocab] and greedy tokens
 # [sequences] int64.
 DecodeStep = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Replaces the greedy tokens of a step with these logits [sequences, vocab].
+Resample = Callable[[torch.Tensor, StepTokens], None]
 
 PADDING_ROW = 0
 PADDING_POSITION = -1  # an empty sequence: attention reads no key for it, and its own key goes to page 0
 
 
 class CapturedGraph(NamedTuple):
-    """A graph and its outputs: greedy tokens, and logits (decode step) or hidden states (step with prompts)."""
+    """A graph and its outputs: greedy tokens, and logits (decode step) or hidden states (step with prompts).
+
+    `sampling` is the graph of a decode step that replaces its greedy tokens, if there is one.
+    """
 
     graph: torch.cuda.CUDAGraph
     values: torch.Tensor
     token_ids: torch.Tensor
+    sampling: torch.cuda.CUDAGraph | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -51,7 +58,14 @@ class DecodeOutput(NamedTuple):
 class DecodeGraphs:
     """The graphs of pure decode steps."""
 
-    def __init__(self, step: DecodeStep, sizes: list[int], last_tokens: torch.Tensor, page_table: torch.Tensor) -> None:
+    def __init__(
+        self,
+        step: DecodeStep,
+        sizes: list[int],
+        last_tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        resample: Resample | None = None,
+    ) -> None:
         """Allocate the inputs that all captured sizes share.
 
         All sizes share one memory for the logits of `step`: separate memory would take gigabytes.
@@ -61,8 +75,9 @@ class DecodeGraphs:
             sizes: the batch sizes to capture.
             last_tokens: [rows] int64. The step reads and writes each row's newest token there.
             page_table: [rows, pages of a sequence] int64.
+            resample: replaces greedy tokens, in a graph of its own. None captures no such graphs.
         """
-        self._step = step
+        self._step, self._resample = step, resample
         self._sizes = sizes
         self._last_tokens, self._page_table = last_tokens, page_table
         device = page_table.device
@@ -83,8 +98,10 @@ class DecodeGraphs:
         """
         for num_rows in batch_sizes:
             rows, positions = self._padding(num_rows)
-            self._step(rows, positions)
-            self._end_step(torch.zeros_like(rows), rows, positions)
+            logits, _ = self._step(rows, positions)
+            token_ids = torch.zeros_like(rows)
+            self._end_step(token_ids, rows, positions)
+            self._eager_sampling(logits, token_ids, rows, positions)
         self._warm_up_send()
 
     @torch.inference_mode()
@@ -97,6 +114,10 @@ class DecodeGraphs:
             torch.cuda.synchronize()
             graph, outputs = capturer.capture(partial(self._eager_step, rows, positions))
             self._captured[size] = CapturedGraph(graph, *outputs)
+            if self._resample is not None:
+                sampling = partial(self._eager_sampling, *outputs, rows, positions)
+                sampling()
+                self._captured[size] = CapturedGraph(graph, *outputs, capturer.capture(sampling)[0])
             progress("capturing graphs", (index + 1) / len(self._sizes))
         self._warm_up_send()
         self._steps.zero_()
@@ -114,6 +135,12 @@ class DecodeGraphs:
         self._replays += 1
         return DecodeOutput(captured.values[:num_rows], captured.token_ids[:num_rows], self._ring[slot, :num_rows])
 
+    def replay_sampling(self, num_rows: int) -> None:
+        """Replace greedy tokens of the newest replay, which was of this many rows, by those of `resample`."""
+        sampling = self._captured[self._size(num_rows)].sampling
+        assert sampling is not None
+        sampling.replay()
+
     def _padding(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows and positions of a step of padding only."""
         rows, positions = _views(self._inputs, num_rows)
@@ -127,6 +154,12 @@ class DecodeGraphs:
         logits, token_ids = self._step(rows, positions)
         self._end_step(token_ids, rows, positions)
         return logits, token_ids
+
+    def _eager_sampling(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        if self._resample is not None:
+            self._resample(logits, StepTokens(token_ids, rows, positions, self._last_tokens, self._steps, self._ring))
 
     def _end_step(self, token_ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         finish_step(token_ids, rows, positions, self._last_tokens, self._steps, self._ring)

@@ -123,6 +123,7 @@ class ModelRunner:
     """Holds the caches, and a row per running sequence: its pages, its recurrent-state slot and its newest token."""
 
     max_graph_tokens = MAX_GRAPH_TOKENS
+    samples_in_graphs = True
 
     def __init__(self, model: Model, sampler: Sampler, config: ModelRunnerConfig, cache_dtype: torch.dtype) -> None:
         self.model = model
@@ -198,8 +199,11 @@ class ModelRunner:
             self._capture_prefill_graphs(progress, capture_all)
 
     def _make_decode_graphs(self) -> DecodeGraphs:
-        sizes = capture_sizes(self._config.max_num_seqs)
-        return DecodeGraphs(self._decode_step, sizes, self._last_token, self._page_table)
+        sizes, resample = capture_sizes(self._config.max_num_seqs), None
+        if self.samples_in_graphs:
+            self.sampler.prepare_graphs(self._config.max_num_seqs)
+            resample = self.sampler.resample
+        return DecodeGraphs(self._decode_step, sizes, self._last_token, self._page_table, resample)
 
     def _capture_prefill_graphs(self, progress: Progress, capture_all: bool) -> None:
         max_tokens = self.max_graph_tokens if _memory_bytes(self.device) >= _LARGE_BYTES else self.max_graph_tokens // 8
@@ -248,9 +252,8 @@ class ModelRunner:
         requests = [chunk.request for chunk in chunks if chunk.samples]
         result = self._run(step, requests, prepare_sampling)
         if self._decoded is not None and all(request.is_unmasked_greedy for request in requests):
-            host_token_ids = SampleResult(self._decoded.host_token_ids, [], None)  # written by the graph
-        else:
-            host_token_ids = result.copy_to_host()
+            result = SampleResult(self._decoded.host_token_ids, [], None)  # written by the graph
+        host_token_ids = result.copy_to_host()
         prompt_logprobs = self._prompt_logprobs
         if prompt_logprobs is not None:
             prompt_logprobs = (to_host(prompt_logprobs[0]), to_host(prompt_logprobs[1]), to_host(prompt_logprobs[2]))
@@ -290,7 +293,21 @@ class ModelRunner:
         token_ids, logits_at = self._compute(step)
         if prepare_sampling is not None:
             prepare_sampling(requests, self._record_event)
+        if self._decoded is not None and self._sample_in_graph(self._decoded, requests):
+            return SampleResult(self._decoded.host_token_ids, [], None)
         return self.sample(logits_at, token_ids, requests)
+
+    def _sample_in_graph(self, decoded: DecodeOutput, requests: list[Request]) -> bool:
+        """Replace the greedy tokens of a decode step by a graph. Return False if it has not replaced any."""
+        assert self._decode_graphs is not None
+        if (
+            all(request.is_unmasked_greedy for request in requests)
+            or len(requests) < len(decoded.token_ids)
+            or not self.sampler.send_settings(requests)
+        ):
+            return False
+        self._decode_graphs.replay_sampling(len(requests))
+        return True
 
     def _record_event(self) -> Event | None:
         """Record an event after all launched work. Returns None on a CPU, where the work has already ended."""

@@ -6,7 +6,7 @@ needs. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
@@ -16,10 +16,11 @@ import torch
 from meltcore.engine.core.constraint import MaskTable
 from meltcore.engine.core.request import Request
 from meltcore.engine.memory.workspace import PENALTY_BYTES
-from meltcore.engine.worker.transfer import to_device, to_device_together, to_host
+from meltcore.engine.worker.transfer import align_entries, to_device, to_device_together, to_host
 from meltcore.kernels.sampling.argmax import argmax
 from meltcore.kernels.sampling.draw import gumbel_sample
 from meltcore.kernels.sampling.penalties import apply_penalties
+from meltcore.kernels.sampling.resample import RowSettings, StepTokens, resample
 from meltcore.kernels.sampling.token_mask import WORD_BITS, mask_logits, wait_for_masks
 from meltcore.kernels.sampling.top_k_top_p import threshold_tokens
 from meltcore.protocol.generation import TokenLogprobs
@@ -91,6 +92,45 @@ class _Masks(NamedTuple):
         )
 
 
+class _GraphSettings:
+    """What graphs of `resample` read, at fixed addresses: the settings of the requests for which they were sent."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        """Allocate settings with which every sequence keeps its greedy token."""
+        self._width = align_entries(max_num_seqs)
+        self._memory = torch.zeros(4 + 3 * self._width, dtype=torch.int64, device=device)
+        self._views(self._memory, max_num_seqs).temperatures.fill_(-1.0)
+
+    def of_rows(self, num_rows: int) -> RowSettings:
+        """Return the settings of the first rows."""
+        return self._views(self._memory, num_rows)
+
+    def send(
+        self, requests: list[Request], masks: torch.Tensor | None, wait_s: float, seed_of: Callable[[Request], int]
+    ) -> None:
+        """Send the settings of a step's requests, which are constant while they run."""
+        staged = torch.zeros(len(self._memory), dtype=torch.int64, pin_memory=self._memory.is_cuda)
+        self._views(staged, self._width).temperatures.fill_(-1.0)  # of padding
+        address, limit_ns, tickets, seeds, temperatures = (view.numpy() for view in self._views(staged, len(requests)))
+        if masks is not None:
+            address[:] = masks.data_ptr(), masks.shape[1]
+        limit_ns[:] = wait_s * 1e9
+        tickets[:] = [_first_ticket(request) for request in requests]
+        seeds[:] = [seed_of(request) for request in requests]
+        temperatures[:] = [-1.0 if request.is_unmasked_greedy else request.sampling.temperature for request in requests]
+        self._memory.copy_(staged, non_blocking=True)
+
+    def _views(self, memory: torch.Tensor, num_rows: int) -> RowSettings:
+        tickets, seeds, temperatures = (memory[4 + index * self._width :] for index in range(3))
+        return RowSettings(
+            memory[:2],
+            memory[2:3],
+            tickets[:num_rows],
+            seeds[:num_rows],
+            temperatures.view(torch.float32)[:num_rows],
+        )
+
+
 class Sampler:
     """Samples by each request's own parameters."""
 
@@ -103,19 +143,48 @@ class Sampler:
         self._seed, self._vocab_size = seed, vocab_size
         self._penalties = PenaltyTable(penalty_slots, vocab_size, device)
         self._masks: _Masks | None = None
+        self._graph_settings = _GraphSettings(0, device)  # of no sequence, without graphs
+        self._sent: tuple[list[Request], float | None] = [], None  # for which the device has settings
         self.mask_wait_s: float | None = None  # how long the next step waits for masks; None if the host has waited
 
     def allocate_masks(self, rows: int, num_ids: int) -> MaskTable:
         """Allocate the masks of grammars: a bit for each of `num_ids` token ids in each row of the runner."""
-        self._masks = _Masks.allocate(rows, -(-num_ids // WORD_BITS), self.device)
+        masks = _Masks.allocate(rows, -(-num_ids // WORD_BITS), self.device)
+        self._masks = masks if self._masks is None else self._masks._replace(masks=masks.masks)  # graphs read the rest
         return MaskTable(*(part.numpy() for part in self._masks))
 
     def warm_up_masks(self) -> None:
         """Launch the kernels of masks, as no request of the warm-up has a grammar."""
         masks = _Masks.allocate(2, 1, self.device)
-        mask_rows, tickets = to_device_together([[1], [1]], self.device)
-        wait_for_masks(mask_rows, tickets, masks.filled, masks.outcomes, 0.0)
+        rows, tickets, positions, limit_ns = to_device_together([[1], [1], [0], [0]], self.device)
+        mask_rows = wait_for_masks(rows, tickets, positions, masks.filled, masks.outcomes, limit_ns)
         mask_logits(torch.zeros(1, self._vocab_size, device=self.device), masks.masks, mask_rows)
+
+    def prepare_graphs(self, max_num_seqs: int) -> None:
+        """Allocate what graphs of `resample` read."""
+        self._masks = self._masks or _Masks.allocate(max_num_seqs + 1, 0, self.device)
+        self._graph_settings, self._sent = _GraphSettings(max_num_seqs, self.device), ([], None)
+
+    def resample(self, logits: torch.Tensor, tokens: StepTokens) -> None:
+        """Launch what a graph does after a decode step, for the requests of `send_settings`."""
+        assert self._masks is not None
+        resample(logits, self._graph_settings.of_rows(len(logits)), tokens, self._masks.filled, self._masks.outcomes)
+
+    def send_settings(self, requests: list[Request]) -> bool:
+        """Send what graphs of `resample` need to know of a step's requests, unless the device has it.
+
+        Return False and send nothing if some request needs more than a temperature and a mask, or if the host waits for
+        masks.
+        """
+        if (requests, self.mask_wait_s) == self._sent:
+            return True
+        has_masks = any(request.constraint is not None for request in requests)
+        if (has_masks and self.mask_wait_s is None) or not all(request.is_graph_sampled for request in requests):
+            return False
+        masks = self._masks.masks if has_masks and self._masks is not None else None
+        self._graph_settings.send(requests, masks, self.mask_wait_s or 0.0, self.seed_of)
+        self._sent = requests, self.mask_wait_s
+        return True
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
         """Sample one token per row, one row per request.
@@ -188,27 +257,24 @@ class Sampler:
         """
         constraints = [request.constraint for request in requests]
         if self.mask_wait_s is None:
-            rows = [
+            mask_rows = [
                 0 if constraint is None or not constraint.needs_mask else request.row
                 for constraint, request in zip(constraints, requests, strict=True)
             ]
-            return self._tensor(rows) if any(rows) else None
+            return self._tensor(mask_rows) if any(mask_rows) else None
         if not any(constraints):
             return None
         assert self._masks is not None
-        of_requests = list(zip(constraints, requests, strict=True))
-        mask_rows, tickets = to_device_together(
+        rows, tickets, positions, limit_ns = to_device_together(
             [
-                [0 if constraint is None else request.row for constraint, request in of_requests],
-                [
-                    0 if constraint is None else constraint.ticket(request.num_generated)
-                    for constraint, request in of_requests
-                ],
+                [request.row for request in requests],
+                [_first_ticket(request) for request in requests],
+                [request.length - 1 for request in requests],
+                [int(self.mask_wait_s * 1e9)],
             ],
             self.device,
         )
-        wait_for_masks(mask_rows, tickets, self._masks.filled, self._masks.outcomes, self.mask_wait_s)
-        return mask_rows
+        return wait_for_masks(rows, tickets, positions, self._masks.filled, self._masks.outcomes, limit_ns)
 
     def _sample(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
         sampling_params = [request.sampling for request in requests]
@@ -245,6 +311,12 @@ class Sampler:
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
+
+
+def _first_ticket(request: Request) -> int:
+    """Return the ticket of the token at position 0, if the answer follows a grammar, and else 0."""
+    constraint = request.constraint
+    return 0 if constraint is None else constraint.ticket(1 - request.prompt_length)
 
 
 def select_logprobs(

@@ -185,12 +185,26 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 @triton.jit
-def _mix_uint64(state):
+def mix_uint64(state):
     """Apply SplitMix64's output function, as `_mix`, to uint64."""
     state = state + 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
     return state ^ (state >> 31)
+
+
+@triton.jit
+def token_scores(values, temperature, seed, position, token_bits):
+    """Return the scores of float32 logits. Those of a positive temperature get noise.
+
+    token_bits: what the ids of the tokens contribute to the noise.
+    """
+    scores = values
+    if temperature > 0:
+        bits = mix_uint64(mix_uint64(mix_uint64(seed.to(tl.uint64)) + position.to(tl.uint64)) ^ token_bits)
+        uniform = ((bits >> 41).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+        scores = tl.div_rn(values, temperature) - tl.log(-tl.log(uniform))
+    return scores
 
 
 # Settings are slices at any alignment: specialized on it, each would be compiled anew.
@@ -217,20 +231,15 @@ def _gumbel_sample_kernel(
     chunk = tl.program_id(0)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     in_vocab = token < vocab
-    token_bits = _mix_uint64((first_token + token).to(tl.uint64))
+    token_bits = mix_uint64((first_token + token).to(tl.uint64))
     for row_index in tl.static_range(ROWS):
         row = tl.program_id(1).to(tl.int64) * ROWS + row_index
         if row < rows:
             row_ptr = logits_ptr + row * row_stride
             values = tl.load(row_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
-            scores = values
             temperature = tl.load(temperatures_ptr + row)
-            if temperature > 0:
-                seed = tl.load(seeds_ptr + row).to(tl.uint64)
-                position = tl.load(positions_ptr + row).to(tl.uint64)
-                bits = _mix_uint64(_mix_uint64(_mix_uint64(seed) + position) ^ token_bits)
-                uniform = ((bits >> 41).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
-                scores = tl.div_rn(values, temperature) - tl.log(-tl.log(uniform))
+            seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+            scores = token_scores(values, temperature, seed, position, token_bits)
             if FILTERED:
                 last_token = tl.load(thresholds_ptr + row)
                 threshold = tl.load(row_ptr + tl.maximum(last_token, 0)).to(tl.float32)

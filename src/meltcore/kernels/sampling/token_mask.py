@@ -38,46 +38,61 @@ def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tens
 
 
 def wait_for_masks(
-    mask_rows: torch.Tensor, tickets: torch.Tensor, filled: torch.Tensor, outcomes: torch.Tensor, limit_s: float
-) -> None:
-    """Wait on the device until the masks of a step are filled, at most `limit_s` seconds.
+    rows: torch.Tensor,
+    tickets: torch.Tensor,
+    positions: torch.Tensor,
+    filled: torch.Tensor,
+    outcomes: torch.Tensor,
+    limit_ns: torch.Tensor,
+) -> torch.Tensor:
+    """Wait on the device until the masks of a step are filled, at most `limit_ns` nanoseconds.
 
-    The host fills masks meanwhile, so it may launch the step earlier. A row whose mask is not filled, or that needs
-    none, gets the mask row 0.
+    The host fills masks meanwhile, so it may launch the step earlier.
 
     Args:
-        mask_rows: [rows] int64, the row of the mask of each row of logits, or 0; overwritten.
-        tickets: [rows] int64, which mask each row waits for. Tickets are positive, but for rows without a mask.
+        rows: [sequences] int64, the row of each sequence's mask.
+        tickets: [sequences] int64. A sequence waits for the mask of the ticket `tickets + positions`. An entry of 0
+            waits for none.
+        positions: [sequences] int64, where each sampled token will be.
         filled: [mask rows] int64, which the host writes: the ticket of the mask in each row after the mask is written,
             or the negative ticket if the row needs none.
         outcomes: [2, mask rows] int64, contiguous. Each ticket is written at its parity, negative if the row gets no
             mask.
-        limit_s: seconds of waiting.
+        limit_ns: [1] int64.
+
+    Returns [sequences] int64: the rows of the filled masks, and 0 where a mask is late or not needed.
     """
-    if not use_triton(mask_rows):
-        _wait_reference(mask_rows, tickets, filled, outcomes, limit_s)
-        return
-    rows = len(mask_rows)
+    if not use_triton(rows):
+        return _wait_reference(rows, tickets, positions, filled, outcomes, limit_ns)
+    mask_rows = torch.empty_like(rows)
     _wait_kernel[(1,)](
-        *(mask_rows, tickets, filled, outcomes, rows, outcomes.shape[1], int(limit_s * 1e9)),
+        *(rows, tickets, positions, filled, outcomes, limit_ns, mask_rows, len(rows), outcomes.shape[1]),
         BLOCK=_WAIT_BLOCK,
         num_warps=_WARPS,
     )
+    return mask_rows
 
 
 def _wait_reference(
-    mask_rows: torch.Tensor, tickets: torch.Tensor, filled: torch.Tensor, outcomes: torch.Tensor, limit_s: float
-) -> None:
-    ends_s, has_mask = time.monotonic() + limit_s, mask_rows > 0
+    rows: torch.Tensor,
+    tickets: torch.Tensor,
+    positions: torch.Tensor,
+    filled: torch.Tensor,
+    outcomes: torch.Tensor,
+    limit_ns: torch.Tensor,
+) -> torch.Tensor:
+    ends_s, has_mask = time.monotonic() + int(limit_ns) * 1e-9, tickets > 0
+    tickets = tickets + positions
     while True:
-        seen = filled[mask_rows.to(filled.device)].to(tickets.device)
+        seen = filled[rows.to(filled.device)].to(tickets.device)
         is_done = (seen.abs() == tickets) | ~has_mask
         if bool(is_done.all()) or time.monotonic() >= ends_s:
             break
-    rows = mask_rows[has_mask]
     is_masked = seen == tickets
-    outcomes[tickets[has_mask] % 2, rows] = torch.where(is_masked, tickets, -tickets)[has_mask].to(outcomes.device)
-    mask_rows[~is_masked] = 0
+    outcomes[tickets[has_mask] % 2, rows[has_mask]] = torch.where(is_masked, tickets, -tickets)[has_mask].to(
+        outcomes.device
+    )
+    return torch.where(has_mask & is_masked, rows, 0)
 
 
 def _mask_reference(logits: torch.Tensor, masks: torch.Tensor, mask_rows: torch.Tensor) -> None:
@@ -101,21 +116,43 @@ def _mask_kernel(logits_ptr, masks_ptr, mask_rows_ptr, vocab, words, row_stride,
         tl.store(logits_ptr + row * row_stride + token, float("-inf"), mask=is_excluded & (token < vocab))
 
 
-# Tickets and limits differ from step to step, so that no kernel is compiled for a value of theirs.
-@triton.jit(do_not_specialize=["rows", "table_rows", "limit_ns"])
-def _wait_kernel(mask_rows_ptr, tickets_ptr, filled_ptr, outcomes_ptr, rows, table_rows, limit_ns, BLOCK: tl.constexpr):
+# Settings are slices at any alignment, and the number of sequences differs from step to step.
+@triton.jit(
+    do_not_specialize=[
+        "rows_ptr",
+        "tickets_ptr",
+        "positions_ptr",
+        "limit_ptr",
+        "mask_rows_ptr",
+        "sequences",
+        "table_rows",
+    ]
+)
+def _wait_kernel(
+    rows_ptr,
+    tickets_ptr,
+    positions_ptr,
+    filled_ptr,
+    outcomes_ptr,
+    limit_ptr,
+    mask_rows_ptr,
+    sequences,
+    table_rows,
+    BLOCK: tl.constexpr,
+):
     """One program polls the memory that the host writes. Kernels that follow it see the masks, too."""
-    start_ns = tl.extra.cuda.globaltimer()
-    for first in range(0, rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        mask_row = tl.load(mask_rows_ptr + row, mask=row < rows, other=0)
-        ticket = tl.load(tickets_ptr + row, mask=row < rows, other=0)
-        has_mask = mask_row > 0
-        seen = tl.load(filled_ptr + mask_row, mask=has_mask, other=0, volatile=True)
+    start_ns, limit_ns = tl.extra.cuda.globaltimer(), tl.load(limit_ptr)
+    for first in range(0, sequences, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        row = tl.load(rows_ptr + index, mask=index < sequences, other=0)
+        ticket = tl.load(tickets_ptr + index, mask=index < sequences, other=0)
+        has_mask = ticket > 0
+        ticket += tl.load(positions_ptr + index, mask=has_mask, other=0)
+        seen = tl.load(filled_ptr + row, mask=has_mask, other=0, volatile=True)
         is_done = (seen == ticket) | (seen == -ticket)
         while (tl.min(is_done.to(tl.int32), 0) == 0) & (tl.extra.cuda.globaltimer() - start_ns < limit_ns):
-            seen = tl.load(filled_ptr + mask_row, mask=has_mask, other=0, volatile=True)
+            seen = tl.load(filled_ptr + row, mask=has_mask, other=0, volatile=True)
             is_done = (seen == ticket) | (seen == -ticket)
-        outcome = tl.where(is_done & (seen == ticket), ticket, -ticket)
-        tl.store(outcomes_ptr + ticket % 2 * table_rows + mask_row, outcome, mask=has_mask)
-        tl.store(mask_rows_ptr + row, tl.where(seen == ticket, mask_row, 0), mask=row < rows)
+        is_masked = is_done & (seen == ticket)
+        tl.store(outcomes_ptr + ticket % 2 * table_rows + row, tl.where(is_masked, ticket, -ticket), mask=has_mask)
+        tl.store(mask_rows_ptr + index, tl.where(has_mask & is_masked, row, 0), mask=index < sequences)
