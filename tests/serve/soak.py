@@ -277,7 +277,11 @@ class Soak:
             subprocess.run(["umount", "-l", str(self.folder / "disk")], check=False, timeout=10)
 
     async def run(self, seconds: float) -> None:
-        """Start the fleet, run it for some seconds, and end it."""
+        """Start the fleet, run it for some seconds or until SIGINT or SIGTERM, and end it."""
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         self.start()
         try:
             assert self.process.stdout is not None
@@ -382,7 +386,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--log", type=Path, default=Path("soak.jsonl"))
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="soak") as folder:
+    # A run that is ended early is judged by what it has logged.
+    with tempfile.TemporaryDirectory(prefix="soak") as folder, suppress(asyncio.CancelledError):
         asyncio.run(Soak(Path(folder), args.log).run(args.seconds))
     lines = [json.loads(line) for line in args.log.read_text().splitlines()]
     found = verdict([line for line in lines if line["event"] != "verdict"])

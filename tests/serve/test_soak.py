@@ -4,9 +4,11 @@ import asyncio
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_harness import RunningServer, chat_body, scripted_server
+from soak import verdict
 
 CLIENTS = 40
 REQUESTS_EACH = 15
@@ -58,3 +60,35 @@ def test_mixed_load_with_client_disconnects_leaks_nothing() -> None:
         assert found["requests_accepted_total"] <= 1 + CLIENTS * REQUESTS_EACH - bad
         assert found["requests_finished_total"] >= CLIENTS
         assert open_files(server) <= files + 1  # the connection that reads this
+
+
+def soak_lines(left: float = 0.0, ended: str = "200", **last: float) -> list[dict[str, Any]]:
+    """A log of two hours whose last hour differs by `last`."""
+    roles = [f"{role}_{unit}" for role in ("supervisor", "api") for unit in ("bytes", "descriptors", "threads")]
+    sample = dict.fromkeys(roles, 100) | {"event": "sample", "load": 0.6}
+    lines = [sample | {"s": 10 * index, "ended": {"200": 5}} for index in range(360)]
+    lines += [sample | last | {"s": 3600 + 10 * index, "ended": {ended: 5}} for index in range(360)]
+    # Connections of clients come and go.
+    return [line | {"api_descriptors": line["api_descriptors"] + line["s"] % 70} for line in lines] + [
+        {"event": "end", "left": left}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (soak_lines(), "PASS"),
+        (soak_lines(api_bytes=101.9), "PASS"),
+        (soak_lines(api_bytes=102.1), "FAIL"),
+        (soak_lines(supervisor_bytes=102.1), "FAIL"),
+        (soak_lines(api_descriptors=102), "PASS"),
+        (soak_lines(api_descriptors=103), "FAIL"),
+        (soak_lines(supervisor_threads=103), "FAIL"),
+        (soak_lines(left=1.0), "FAIL"),
+        (soak_lines(ended="lost: no answer"), "FAIL"),
+        (soak_lines(ended="503"), "PASS"),
+        (soak_lines()[:12], "UNKNOWN"),
+    ],
+)
+def test_soak_fails_for_what_grows_stays_or_is_lost(lines: list[dict[str, Any]], expected: str) -> None:
+    assert verdict(lines)["verdict"] == expected
