@@ -62,7 +62,7 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: str) -> None:
     else:
         add_options(parser, ThroughputConfig, "model", "api_key")
     if evaluation == "problems":
-        add_options(parser, Gsm8kConfig, "concurrency", group="Problems")
+        add_options(parser, Gsm8kConfig, "concurrency", group="problems")
         parser.add_argument(
             "--min-accuracy",
             type=number(float, minimum=0, maximum=1),

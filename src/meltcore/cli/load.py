@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "\n".join([f"{parser.epilog}\n\nworkloads:", *workloads])
     parser.add_argument("url", metavar="URL", help="Address of the server, with or without /v1.")
     add_options(parser, LoadConfig)
-    group = parser.add_argument_group("Fleet")
+    group = parser.add_argument_group("fleet")
     group.add_argument(
         "--fleet",
         dest="act",
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gpu", metavar="ID,...", help="GPUs of --monitor: indices or UUIDs (default: those that this job may use)."
     )
-    group = parser.add_argument_group("Output")
+    group = parser.add_argument_group("output")
     group.add_argument("--out", default="runs", metavar="DIR", help="Parent of the run folder (default: runs).")
     group.add_argument("--json", action="store_true", help="Print the result as JSON instead of a table.")
 

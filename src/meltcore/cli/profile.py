@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Time limit of COMMAND under nsys; with --url, also of the server's start (default: 900).",
     )
     nsys.add_argument("--out", default="runs", metavar="DIR", help="Folder for the report of nsys (default: runs).")
-    server = parser.add_argument_group("Server")
+    server = parser.add_argument_group("server")
     server.add_argument("--url", metavar="URL", help="Record a trace of this server, which must run on this machine.")
     server.add_argument(
         "--seconds",
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--gpu", metavar="ID", help="GPU whose own counters are read meanwhile, to check the trace.")
     server.add_argument("--api-key", metavar="KEY", help="API key of the server.")
     add_options(parser, ProfileOptions)
-    output = parser.add_argument_group("Output")
+    output = parser.add_argument_group("output")
     output.add_argument(
         "--page", metavar="FILE", help="Path of the page; its JSON goes beside it (default: gaps.html)."
     )

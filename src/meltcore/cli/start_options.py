@@ -65,10 +65,10 @@ def add_start_options(parser: argparse.ArgumentParser, concurrency: str = "1,32"
         "model",
         "seed",
         "continuous_usage",
-        group="Load of each start",
+        group="load of each start",
         defaults={"concurrency": parse_numbers(concurrency, "--concurrency", int), "workload": None},
     )
-    group = parser.add_argument_group("Start")
+    group = parser.add_argument_group("start")
     group.add_argument(
         "--start-timeout",
         type=number(float, exclusive_minimum=0),

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from meltcore.settings.server_templates import TEMPLATES
 
     parser.add_argument("model", metavar="MODEL", help="Checkpoint of the model: a folder, a file or a hub id.")
-    group = parser.add_argument_group("Backends")
+    group = parser.add_argument_group("backends")
     group.add_argument(
         "--backends",
         default=",".join(TEMPLATES),
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="Time limit from the start of a server to its first answer (default: 900).",
     )
-    group = parser.add_argument_group("Set-ups")
+    group = parser.add_argument_group("set-ups")
     group.add_argument("--set-ups", metavar="NAME,...", help="Set-ups to measure (default: all six).")
     group.add_argument(
         "--skip", action="append", default=[], metavar="NAME=SET-UP", help="Leave a backend out of a set-up."
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Highest concurrency that counts as several sessions; above it is batching (default: 16).",
     )
-    group = parser.add_argument_group("Equal settings")
+    group = parser.add_argument_group("equal settings")
     for flag, text in (
         ("--max-model-len", "Context length in tokens (default: 2048)."),
         ("--max-num-seqs", "Sequences per step (default: the highest concurrency)."),
@@ -97,10 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         LoadConfig,
         *("concurrency", "num_prompts", "workload", "max_tokens", "seed", "processes"),
-        group="Load",
+        group="load",
         defaults={"concurrency": parse_numbers(LEVELS, "--concurrency", int), "workload": WORKLOAD},
     )
-    group = parser.add_argument_group("Output")
+    group = parser.add_argument_group("output")
     group.add_argument("--out", default="runs", metavar="DIR", help="Parent of the run folder (default: runs).")
     group.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
 

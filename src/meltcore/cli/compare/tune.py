@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, options in OPTIONS.items():
         kind = kinds.add_parser(name, help=KINDS[name], description=KINDS[name], allow_abbrev=False)
         kind.add_argument("checkpoint", nargs="?", metavar="MODEL", help="Model to serve with our engine.")
-        server = kind.add_argument_group("Server")
+        server = kind.add_argument_group("server")
         server.add_argument("--run", metavar="FILE", help="Command file of another server, with {port} and {args}.")
         server.add_argument("--serve-args", default="", metavar="ARGS", help="More options of our engine, in quotes.")
         server.add_argument(
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_options(kind, options, group=name.capitalize())
         add_start_options(kind, concurrency="64")
         kind.add_argument("--goodput", metavar="ttft:MS,itl:MS", help="Latency limits that a setting must meet.")
-        output = kind.add_argument_group("Output")
+        output = kind.add_argument_group("output")
         output.add_argument("--out", default="runs", metavar="DIR", help="Parent of the run folder (default: runs).")
         output.add_argument("--json", action="store_true", help="Print the result as JSON instead of a table.")
 

@@ -98,48 +98,48 @@ class LoadConfig:
     """
 
     url: str
-    concurrency: tuple[int, ...] = option((10,), "Closed-loop levels: requests in flight.", group="Load")
-    request_rate: tuple[float, ...] = option((), "Open-loop levels: requests per second.", group="Load")
-    arrivals: ArrivalProcess = option("poisson", "Arrival process of an open loop.", group="Load")
+    concurrency: tuple[int, ...] = option((10,), "Closed-loop levels: requests in flight.", group="load")
+    request_rate: tuple[float, ...] = option((), "Open-loop levels: requests per second.", group="load")
+    arrivals: ArrivalProcess = option("poisson", "Arrival process of an open loop.", group="load")
     num_prompts: tuple[int, ...] = option(
-        (), "Requests per level: one number for all, or one each (default: levels send for 10 s).", group="Load"
+        (), "Requests per level: one number for all, or one each (default: levels send for 10 s).", group="load"
     )
     num_warmups: int | None = option(
-        None, "Requests before each level that stay out of its results.", group="Load", limits={"minimum": 0}
+        None, "Requests before each level that stay out of its results.", group="load", limits={"minimum": 0}
     )
     slo_ms: dict[str, float] = option(
         {},
         "Latency limits of a good request in ms; also itl, e2e and first_audio.",
-        group="Load",
+        group="load",
         flag="--goodput",
         type=parse_slo,
         metavar="ttft:MS,tpot:MS",
     )
-    processes: int = option(1, "Client processes.", group="Load")
+    processes: int = option(1, "Client processes.", group="load")
     workload: str = option(
         "problems:short",
         "Prompts: problems:short, random:in=128-1024,out=128, FILE.jsonl, or what another task's models get, below.",
-        group="Prompts",
+        group="prompts",
     )
-    max_tokens: int | None = option(None, "Output limit of prompts that set none.", group="Prompts")
-    seed: int = option(0, "Seed of prompts and arrivals.", group="Prompts")
-    model: str | None = option(None, "Model to ask for (default: the first of /v1/models).", group="Server")
-    api_key: str | None = option(None, "Bearer token.", group="Server", metavar="KEY")
+    max_tokens: int | None = option(None, "Output limit of prompts that set none.", group="prompts")
+    seed: int = option(0, "Seed of prompts and arrivals.", group="prompts")
+    model: str | None = option(None, "Model to ask for (default: the first of /v1/models).", group="server")
+    api_key: str | None = option(None, "Bearer token.", group="server", metavar="KEY")
     extra_body: dict[str, Any] = option(
-        {}, "Fields added to every request.", group="Server", type=parse_extra_body, metavar="JSON"
+        {}, "Fields added to every request.", group="server", type=parse_extra_body, metavar="JSON"
     )
-    stream: bool = option(True, "Ask for unstreamed answers: TTFT, ITL and TPOT are not measured.", group="Server")
+    stream: bool = option(True, "Ask for unstreamed answers: TTFT, ITL and TPOT are not measured.", group="server")
     continuous_usage: bool = option(
-        True, "Do not ask for token counts with every event; some servers refuse the field.", group="Server"
+        True, "Do not ask for token counts with every event; some servers refuse the field.", group="server"
     )
     tokenizer: str | None = option(
         None,
         "A tokenizer.json or its folder, a hub id or a bundled model: checks the server's token counts, and replaces "
         "them where it sends none.",
-        group="Results",
+        group="results",
         metavar="PATH",
     )
-    record_event_times: bool = option(False, "Keep the time of every event in requests.jsonl.", group="Results")
+    record_event_times: bool = option(False, "Keep the time of every event in requests.jsonl.", group="results")
     timeouts: Timeouts = Timeouts()  # noqa: RUF009 - a NamedTuple cannot be changed
     temperature: float | None = 0.0  # None: left to the server
     has_chats: bool = True  # else the texts of messages go to /v1/completions

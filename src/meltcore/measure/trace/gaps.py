@@ -45,7 +45,7 @@ from meltcore.measure.trace.trace import (
 MAX_PAIRS = 10
 _NS = 1000.0
 _NS_PER_MS = 1e6
-_GROUP = "Trace"
+_GROUP = "trace"
 
 AFTER_LAST_KERNEL = "after the last kernel"
 # Ranges that mark a step: ours, vLLM's, and those of torch.profiler's step().

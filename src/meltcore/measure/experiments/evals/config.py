@@ -16,7 +16,7 @@ GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/g
 LEVELS = tuple(WEIGHTS)
 NUM_SPOT_CHECKS = 2  # per level
 
-_LOAD_GROUP = "Load"
+_LOAD_GROUP = "load"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class ThroughputConfig:
         metavar="PATH",
     )
     seed: int = option(0, "Seed of the prompts (default: a new one each run).", group=_LOAD_GROUP)
-    model: str | None = option(None, "Model to ask for (default: the first of /v1/models).", group="Server")
-    api_key: str | None = option(None, "Bearer token.", group="Server", metavar="KEY")
+    model: str | None = option(None, "Model to ask for (default: the first of /v1/models).", group="server")
+    api_key: str | None = option(None, "Bearer token.", group="server", metavar="KEY")
 
     def __post_init__(self) -> None:
         if not self.levels or min(self.levels) < 1 or len(set(self.levels)) != len(self.levels):
@@ -116,11 +116,11 @@ class SubmissionConfig:
     """Holds the settings of a submission, which are also options of `meltcore submit`."""
 
     rules: Literal["none", "hackathon"] = option(
-        "none", "hackathon: refuse FP8, 4-bit and speculative decoding in the served process.", group="Submission"
+        "none", "hackathon: refuse FP8, 4-bit and speculative decoding in the served process.", group="submission"
     )
     source: str | None = option(
         None,
         "Checkout that holds docs/ and scripts/ (default: the one that meltcore runs from).",
-        group="Submission",
+        group="submission",
         metavar="DIR",
     )

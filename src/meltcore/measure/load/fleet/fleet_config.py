@@ -15,7 +15,7 @@ from meltcore.measure.load.tasks.task import ServedModel, Sizes, tasks
 DEFAULT_MIX = {name: task.share for name, task in tasks().items()}
 PAIRS = "pairs"
 LIMITED_METRICS = ("ttft", "first_audio", "e2e")
-_GROUP = "Fleet"
+_GROUP = "fleet"
 
 
 def parse_mix(text: str) -> dict[str, float]:
