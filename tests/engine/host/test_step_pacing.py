@@ -316,3 +316,21 @@ def test_steps_of_every_size_have_a_kind() -> None:
     found = sums_by_kind(counts.packed())
     assert set(found) == {("decode", 1), ("decode", 4), ("decode", 512), ("prompt", 2), ("prompt", 32768), ("paced", 0)}
     assert total_steps(found) == StepSums(6, 6.0, 1 + 7 + 4096 + 1 + 4096 + 3, 2 + (1 << 20) + 9)
+
+
+def test_a_step_waits_between_its_parts_and_earns_nothing_meanwhile(marks: Path) -> None:
+    """A higher class works from 1 ms to 6 ms, and from 30 ms on without a rest."""
+    world = World(marks, lambda since_s: 0.001 < since_s < 0.006 or since_s > 0.030, max_wait_ms=10.0)
+    world.now_s += 0.002
+    wait = world.step(0.0).wait  # steps are short now
+    assert wait is not None
+    world.now_s = world.began_s + 0.0295
+    world.pacing.begin_step()
+    assert wait() == 0.0, "no mark stands"
+    world.now_s += 0.001
+    assert 0.003 < wait() < 0.009, "what the first wait has left of 10 ms"
+    assert wait() < 0.001, "the credit is spent, and this step has not ended"
+    spent_s = world.pacing._credit_s
+    world.now_s += 0.001
+    world.pacing.end_step(has_work=True)
+    assert world.pacing._credit_s - spent_s == pytest.approx(0.002, rel=0.01)

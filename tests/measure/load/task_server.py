@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "translations" in behavior:
             answer["translations"] = behavior["translations"]
         if "tokens" in behavior:
-            answer["usage"] = {"prompt_tokens": behavior["tokens"]}
+            answer["usage"] = {"prompt_tokens": behavior["tokens"], "completion_tokens": 3 * len(sentences)}
         self._reply(json.dumps(answer).encode())
 
     def _transcribe(self, body: bytes) -> None:

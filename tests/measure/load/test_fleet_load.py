@@ -428,7 +428,7 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert "Interference: x" in html
     # Each request is one step of 2 ms: the ideal scheduler batches what arrives together.
     [busy_ideal, speech_ideal] = result.experiment.simulated
-    assert 0.5 < (busy_ideal.throughput_ratio or 0) <= 1
+    assert 0.5 < (busy_ideal.throughput_ratio or 0) < 1.1, "three steps more or less of a loop of 100"
     assert speech_ideal.throughput_ratio is None
     assert speech_ideal.e2e_ms.n == 10
     assert speech_ideal.outside_ms > 0, "the server's delay is no step"

@@ -19,10 +19,15 @@ from meltcore.common import tasks as declared
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.schema import LevelResult, TaskLoad
 from meltcore.measure.load.config import LoadConfig
+from meltcore.measure.load.fleet.bound import jobs_of
 from meltcore.measure.load.fleet.fleet_config import parse_mix
+from meltcore.measure.load.fleet.simulation import Job
+from meltcore.measure.load.record import RequestRecord, TaskWork
 from meltcore.measure.load.run.loops import ClosedLoop
 from meltcore.measure.load.run.runner import run_levels
 from meltcore.measure.load.tasks.task import check_workload, open_workload, tasks
+from meltcore.measure.load.tasks.translation import TranslationResponse
+from meltcore.measure.load.wire.response import COMPLETE
 from meltcore.measure.load.workloads.clips import encode_wav
 from meltcore.measure.report.comparisons.compare_runs import metrics_of
 from meltcore.measure.report.render import render
@@ -252,3 +257,13 @@ def test_bad_manifests_are_refused(tmp_path: Path, entry: str, message: str) -> 
     manifest.write_text(entry)
     with pytest.raises(ConfigError, match=message):
         check_workload(LoadConfig(url="", workload=f"transcribe:language=kn,manifest={manifest}"))
+
+
+def test_steps_of_a_translation_are_its_target_tokens() -> None:
+    work = TaskWork(sentences=2, source_chars=80)
+    record = RequestRecord(index=0, intended_s=5.0, ended_s=6.0, work=work)
+    response = TranslationResponse(record, lambda _: None, keep_text=False)
+    answer = {"translations": ["a", "b"], "usage": {"prompt_tokens": 20, "completion_tokens": 14}}
+    assert response._read(json.dumps(answer).encode()) == (["a", "b"], COMPLETE)
+    assert record.work == TaskWork(sentences=2, source_chars=80, target_tokens=14)
+    assert jobs_of([record], 4.0) == [Job(1.0, 2, 80.0, 7)]

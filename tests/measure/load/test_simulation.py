@@ -176,25 +176,29 @@ STEPS = {
 
 def test_step_costs_are_those_behind_the_metrics() -> None:
     """The engine counts 5,400 prompt tokens for 2,700 units of its clients: two tokens each."""
-    fitted = fit_step_costs(AloneSteps(sums=STEPS, rows=1, units=2700.0))
+    fitted = fit_step_costs(AloneSteps(sums=STEPS, row_tokens=1081, units=2700.0))
     assert fitted is not None
     assert fitted.decode_s == [(1.0, pytest.approx(0.0045)), (6.0, pytest.approx(0.007))]
     assert fitted.prompt_s == [(20.0, pytest.approx(0.005)), (50.0, pytest.approx(0.011))]
     assert fitted.max_units == 2048.0, "twice the largest kind of step"
-    assert fitted.row_steps is None
+    assert fitted.row_steps == pytest.approx((100 + 300 + 20 + 120 + 1) / 1081)
     for rows, tokens in ((1, 0), (6, 0), (2, 40), (6, 100), (3, 70), (8, 160)):
         kind = prompts(1, rows, tokens) if tokens else decode(1, rows)
         assert fitted.step_s(rows, tokens / 2) == pytest.approx(kind.seconds)
     assert fit_step_costs(AloneSteps()) is None, "a server without metrics"
 
 
-def test_rows_of_other_tasks_take_the_mean_number_of_steps() -> None:
+def test_rows_take_as_many_steps_as_their_tokens_took() -> None:
     alone = AloneSteps()
-    for _ in range(2):
-        alone.add({StepKind("prompt", 64): StepSums(10, 0.1, 14, 700)}, [Job(0.0, 2, 350.0, 0)])
+    for tokens in (3, 1):
+        alone.add({StepKind("prompt", 64): StepSums(10, 0.1, 14, 700)}, [Job(0.0, 2, 350.0, tokens)])
     fitted = fit_step_costs(alone)
     assert fitted is not None
-    assert fitted.row_steps == pytest.approx(28 / 4)
+    assert fitted.row_steps == pytest.approx(28 / 8)
+    spec = StreamSpec(name="a", model="a", rate=1.0)
+    jobs = [Job(0.0, 2, 350.0, tokens) for tokens in (1, 2, 4)]
+    stream = MeasuredStream(spec=spec, costs=fitted, alone=jobs, together=jobs, alone_s=1.0, alone_mean_ms=None)
+    assert [job.steps for job in stream.load(jobs).jobs] == [4, 7, 14]
     assert (fitted.decode_s, fitted.prompt_s) == ([], [(35.0, pytest.approx(0.01))])
     assert fitted.is_measured, "an encoder alone has no decode steps"
     assert fitted.step_s(3, 70.0) == pytest.approx(0.01)

@@ -18,14 +18,8 @@ from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.distributed.rank_messages import SamplingStep
 from meltcore.engine.distributed.ranks import Ranks
-from meltcore.engine.worker.model_runner import (
-    Event,
-    LaunchedStep,
-    LogitsAt,
-    ModelRunner,
-    ModelRunnerConfig,
-    PrepareSampling,
-)
+from meltcore.engine.worker.launched_step import Event, LaunchedStep
+from meltcore.engine.worker.model_runner import LogitsAt, ModelRunner, ModelRunnerConfig, PrepareSampling
 from meltcore.engine.worker.sampler import Sampler, SampleResult
 from meltcore.engine.worker.transfer import to_device, to_device_together
 from meltcore.kernels.sampling.draw import argmax_candidates, candidate_tokens, sampled_candidates

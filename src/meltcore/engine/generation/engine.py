@@ -19,7 +19,7 @@ from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, PagePool, Prefi
 from meltcore.engine.core.pacing import PromptSpeed
 from meltcore.engine.core.recurrent_states import RecurrentStatePool
 from meltcore.engine.core.request import Request, RequestStatus, TokenMask
-from meltcore.engine.core.scheduler import Chunk, Scheduler, prompt_tokens
+from meltcore.engine.core.scheduler import Scheduler, prompt_tokens
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
@@ -32,8 +32,9 @@ from meltcore.engine.host.device import (
 from meltcore.engine.host.sleep import SleepResult
 from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_memory
 from meltcore.engine.host.step_pacing import StepCounts, StepTurn
+from meltcore.engine.worker.launched_step import Event, LaunchedStep
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
-from meltcore.engine.worker.model_runner import Event, LaunchedStep, ModelRunner, ModelRunnerConfig
+from meltcore.engine.worker.model_runner import ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
 from meltcore.engine.worker.warm_up import (
     KernelCompiler,
@@ -123,9 +124,7 @@ class GenerationEngine:
         self._overlap = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._launched: LaunchedStep | None = None
         self._launched_s = 0.0
-        self._returned_s = 0.0  # when `step` last returned
         self._prompt_speed = PromptSpeed(self.scheduler.max_num_batched_tokens)
-        self._was_held = False  # the engine waited for others while a step of its own was in flight
         self._requests: dict[str, Request] = {}
         self._dropped = Dropped([], [])  # from the step that is being launched
         self._tokens: tuple[list[int], dict[int, TokenLogprobs]] | None = None  # of the step that is read next
@@ -243,9 +242,10 @@ class GenerationEngine:
     def take_turn(self, turn: StepTurn) -> None:
         """Limit the prompt tokens of the next step if an engine of a higher class is using the same GPU."""
         limit_s, budget = turn.limit_s, self.scheduler.max_num_batched_tokens
-        self.scheduler.max_prompt_tokens = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s)
-        self._was_held = turn.waited_s > 0 and self._launched is not None
-        self._step_counts.begin(turn)
+        wait = self._step_counts.begin(turn)
+        whole = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s)
+        parts = self.runner.yield_between_layers(wait if self._ranks is None else None, whole)
+        self.scheduler.max_prompt_tokens = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s * parts)
 
     def step(self) -> StepOutputs:
         """Launch the next step, then read the previous step. Without async scheduling, read the launched step itself.
@@ -283,16 +283,10 @@ class GenerationEngine:
         outputs, self._ended_outputs = self._ended_outputs, []
         if step_to_read is not None:
             outputs += self._read(step_to_read)
-        end_s = time.monotonic()
-        if step_to_read is not None and not self._was_held:  # else it may have ended during the wait
-            self._record_time(step_to_read.chunks, self._read_s - max(launched_s, self._returned_s))
-        if step_to_read is not None:
-            chunks, goes_on = step_to_read.chunks, bool(self._launched or self.scheduler.running)
-            self._step_counts.end(launched_s, self._read_s, len(chunks), prompt_tokens(chunks), goes_on=goes_on)
-        self._returned_s = end_s
+            self._record_time(step_to_read, launched_s)
         if not scheduled and step_to_read is None and not outputs:
             self._constraints.wait_idle()
-        return StepOutputs(outputs, self.stats(), end_s)
+        return StepOutputs(outputs, self.stats(), time.monotonic())
 
     def _prepare_sampling(self, requests: list[Request], record_event: Callable[[], Event | None]) -> None:
         """Wait for the masks of a step between its forward pass and its sampling.
@@ -334,10 +328,17 @@ class GenerationEngine:
         self.scheduler.finish(request, reason)
         self._ended_outputs.append(self._last_output(request, []))
 
-    def _record_time(self, chunks: list[Chunk], took_s: float) -> None:
-        self._prompt_speed.record(took_s, prompt_tokens(chunks))
-        if self.scheduler.pacer is not None:
-            self.scheduler.record_step_time(chunks, took_s)
+    def _record_time(self, step: LaunchedStep, launched_s: float) -> None:
+        tokens, goes_on = prompt_tokens(step.chunks), bool(self._launched or self.scheduler.running)
+        took_s = self._step_counts.end(launched_s, self._read_s, len(step.chunks), tokens, goes_on=goes_on)
+        if step.yielded_s is not None:  # its launch waited for most of its layers
+            took_s = self._read_s - launched_s - step.yielded_s
+        elif self._launched is not None and self._launched.yielded_s is not None:
+            took_s = None  # it has ended before its tokens were read
+        if took_s is not None:
+            self._prompt_speed.record(took_s, tokens)
+            if self.scheduler.pacer is not None:
+                self.scheduler.record_step_time(step.chunks, took_s)
 
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""

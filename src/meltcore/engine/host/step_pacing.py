@@ -8,7 +8,8 @@ it may wait for t (1 - share) / share. So at least `min_share` of any time with 
 one wait of `max_wait_ms`, which bounds the credit. A mark lapses after HOLD_S. So an engine that died or was stopped
 delays other engines by at most this time.
 
-An engine can wait only between steps. So its steps are also shorter while a higher class is at work.
+An engine can wait between steps, and between the layers of a step whose layers are launched one by one. So other steps
+are also shorter while a higher class is at work.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ SHORT_STEPS_S = 2.0
 class StepTurn(NamedTuple):
     """The seconds that the engine waited before a step, and the time limit of the step in seconds.
 
-    A `limit_s` of None sets no limit.
+    A `limit_s` of None sets no limit. Else a step may be longer if it calls `wait` at least twice in that time. This
+    waits for higher classes and returns the seconds that it took.
     """
 
     waited_s: float
     limit_s: float | None
+    wait: Callable[[], float] | None = None
 
 
 NO_WAIT = StepTurn(0.0, None)
@@ -54,23 +57,40 @@ class StepCounts:
     def __init__(self) -> None:
         """Start at 0."""
         self._turn = NO_WAIT
+        self._waited_s = 0.0  # since the last step ended
         self._last_end_s: float | None = None  # None if the engine had no more work then
         self._sums = array("d", NO_STEPS)
 
-    def begin(self, turn: StepTurn) -> None:
-        """Note what the engine waited before a step, and how its step is limited."""
-        self._turn = turn
+    def begin(self, turn: StepTurn) -> Callable[[], float] | None:
+        """Note what the engine waited before a step, and whether its step is limited.
 
-    def end(self, launched_s: float, ended_s: float, rows: int, prompt_tokens: int, *, goes_on: bool) -> None:
+        Return the function with which a step waits between its parts, if `turn` has one.
+        """
+        self._turn = turn
+        if self._last_end_s is not None:
+            self._waited_s += turn.waited_s
+        return None if turn.wait is None else self._wait_in_step
+
+    def _wait_in_step(self) -> float:
+        assert self._turn.wait is not None
+        waited_s = self._turn.wait()
+        self._waited_s += waited_s
+        return waited_s
+
+    def end(self, launched_s: float, ended_s: float, rows: int, prompt_tokens: int, *, goes_on: bool) -> float | None:
         """Count a step with at least one row, which was launched and has ended at these times.
 
-        `goes_on` says whether the engine has more work now.
+        `goes_on` says whether the engine has more work now. Return the time of the step. Return None if the engine has
+        waited since it began, since the step may have ended during the wait.
         """
-        began_s = launched_s if self._last_end_s is None else self._last_end_s + self._turn.waited_s
+        began_s = launched_s if self._last_end_s is None else self._last_end_s
+        waited_s, self._waited_s = self._waited_s, 0.0
+        took_s = max(0.0, ended_s - began_s - waited_s)
         kind = kind_of_step(rows, prompt_tokens, is_paced=self._turn.limit_s is not None)
-        for at, value in enumerate((1.0, max(0.0, ended_s - began_s), rows, prompt_tokens), 4 * kind):
+        for at, value in enumerate((1.0, took_s, rows, prompt_tokens), 4 * kind):
             self._sums[at] += value
         self._last_end_s = ended_s if goes_on else None
+        return None if waited_s else took_s
 
     def packed(self) -> bytes:
         """Return the sums for the statistics of an engine."""
@@ -114,7 +134,7 @@ class StepPacing:
         self._began_s = now_s
         if now_s >= self._short_until_s:
             return NO_WAIT
-        return StepTurn(now_s - began_s, self._step_s)
+        return StepTurn(now_s - began_s, self._step_s, self._wait_in_step)
 
     def end_step(self, *, has_work: bool) -> None:
         """End a step. If the engine has no more work, its mark is removed."""
@@ -124,6 +144,15 @@ class StepPacing:
         if not has_work:
             for board in self._boards:
                 board.clear()
+
+    def _wait_in_step(self) -> float:
+        """Wait for steps of higher classes within a step of this engine. Return the seconds that it took."""
+        began_s = self._clock()
+        if not any(board.wait_until_s() > began_s for board in self._boards):
+            return 0.0
+        waited_s = self._wait(began_s) - began_s
+        self._began_s += waited_s
+        return waited_s
 
     def _wait(self, began_s: float) -> float:
         """Wait while a higher class marks a GPU and there is credit. Return the seconds that were waited."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,6 @@ from meltcore.engine.core.batch import (
     PromptTargets,
     Step,
     build_batch,
-    scored_positions,
     sort_longest_first,
     take_new_pages,
 )
@@ -24,6 +23,13 @@ from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.memory.graph_sizes import MAX_GRAPH_TOKENS, capture_sizes
 from meltcore.engine.worker.caches import RecurrentStateCache, allocate_caches
 from meltcore.engine.worker.cuda_graphs import DecodeGraphs, DecodeOutput
+from meltcore.engine.worker.launched_step import (
+    MAX_LAYERS_IN_FLIGHT,
+    Event,
+    LaunchedStep,
+    LayerYield,
+    PromptLogprobs,
+)
 from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets
 from meltcore.engine.worker.sampler import Sampler, SampleResult, select_logprobs
 from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_together, to_host
@@ -33,7 +39,6 @@ from meltcore.kernels.sampling.argmax import argmax
 from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.models.decoders.kv_cache_specs import group_layers
 from meltcore.models.decoders.model import Model
-from meltcore.protocol.generation import TokenLogprobs
 
 # On GPUs of less memory the largest prefill graph has an eighth of the tokens: they cannot spare its memory.
 _LARGE_BYTES = 32 * 2**30
@@ -41,62 +46,10 @@ _LARGE_BYTES = 32 * 2**30
 # Prompt tokens scored in one block: with a vocabulary of 152,000 tokens their float32 logits take 0.3 GB.
 _SCORED_TOKENS = 256
 
-# Of prompt tokens [n]: their log-probabilities [n], and the highest ones and their ids [n, num_logprobs].
-PromptLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Gets the requests that a step samples, and a function that records an event after its forward pass (None on a CPU).
-PrepareSampling = Callable[[list[Request], Callable[[], "Event | None"]], None]
+PrepareSampling = Callable[[list[Request], Callable[[], Event | None]], None]
 # From indices of sampled rows ([rows] int64 on the device, or a slice) to their logits [rows, vocab] float32.
 LogitsAt = Callable[[torch.Tensor | slice], torch.Tensor]
-
-
-class Event(Protocol):
-    """A point in the work queued on the device."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed this point."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed this point."""
-
-
-class LaunchedStep(NamedTuple):
-    """A step in flight on the device. `dropped` are those of its `requests` whose sampled tokens are not used."""
-
-    chunks: list[Chunk]
-    requests: list[Request]
-    result: SampleResult
-    done_event: Event | None
-    prompt_logprobs: PromptLogprobs | None = None
-    dropped: frozenset[Request] = frozenset()
-
-    def read(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Wait for the step.
-
-        Returns the sampled token of each of `requests`, and log-probabilities by index of the request. Prompt
-        log-probabilities are written to their requests.
-        """
-        if self.done_event is not None:
-            self.done_event.synchronize()
-        if self.prompt_logprobs is not None:
-            self._read_prompt_logprobs(*(part.tolist() for part in self.prompt_logprobs))
-        return self.result.read(self.requests)
-
-    def without(self, requests: frozenset[Request]) -> LaunchedStep:
-        """Return the step without the sampled tokens of `requests`, either."""
-        chunks = [chunk._replace(samples=chunk.samples and chunk.request not in requests) for chunk in self.chunks]
-        return self._replace(chunks=chunks, dropped=self.dropped | requests)
-
-    def _read_prompt_logprobs(
-        self, logprobs: list[float], values: list[list[float]], token_ids: list[list[int]]
-    ) -> None:
-        rows = zip(logprobs, token_ids, values, strict=True)
-        for chunk in self.chunks:
-            positions, num_logprobs = scored_positions(chunk), chunk.request.sampling.prompt_logprobs
-            # By position: a preempted request computes the same ones again.
-            chunk.request.prompt_logprobs[positions.start : positions.stop] = [
-                TokenLogprobs(logprob, ids[:num_logprobs], top_values[:num_logprobs])
-                for _, (logprob, ids, top_values) in zip(positions, rows, strict=False)
-            ]
 
 
 class ModelRunnerConfig(NamedTuple):
@@ -163,6 +116,9 @@ class ModelRunner:
         self._decoded: DecodeOutput | None = None  # of the newest step, if a decode graph ran it
         self._logits: torch.Tensor | None = None  # [sequences, vocab], which decode graphs write
         self._prompt_logprobs: PromptLogprobs | None = None  # of the newest step
+        self._wait_in_step: Callable[[], float] | None = None
+        self._longest_whole = 0  # tokens of a step that does not wait between its layers
+        self._layer_yield: LayerYield | None = None  # of the newest step
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -242,6 +198,15 @@ class ModelRunner:
             for request in requests:
                 request.last_token_on_device = True
 
+    def yield_between_layers(self, wait: Callable[[], float] | None, longest_whole: int) -> int:
+        """Let later steps with prompts call `wait` between their layers if they have more than `longest_whole` tokens.
+
+        These are launched kernel by kernel, since a graph cannot stop. None ends this. Return into how many parts this
+        divides a step.
+        """
+        self._wait_in_step, self._longest_whole = wait, longest_whole
+        return 1 if wait is None else max(1, len(self.caches) // MAX_LAYERS_IN_FLIGHT)
+
     @torch.inference_mode()
     def launch(self, scheduled: list[Chunk], prepare_sampling: PrepareSampling | None = None) -> LaunchedStep:
         """Start a step and return without waiting for the device.
@@ -249,6 +214,9 @@ class ModelRunner:
         Between the forward pass and sampling, `prepare_sampling` may wait for what sampling needs.
         """
         chunks, step = self._build_step(scheduled)
+        wait, batch = self._wait_in_step, step.batch
+        is_long = batch is not None and len(batch.token_ids) > self._longest_whole
+        self._layer_yield = LayerYield(wait, self._record_event) if wait is not None and is_long else None
         requests = [chunk.request for chunk in chunks if chunk.samples]
         result = self._run(step, requests, prepare_sampling)
         if self._decoded is not None and all(request.is_unmasked_greedy for request in requests):
@@ -257,7 +225,10 @@ class ModelRunner:
         prompt_logprobs = self._prompt_logprobs
         if prompt_logprobs is not None:
             prompt_logprobs = (to_host(prompt_logprobs[0]), to_host(prompt_logprobs[1]), to_host(prompt_logprobs[2]))
-        return LaunchedStep(chunks, requests, host_token_ids, self._record_event(), prompt_logprobs)
+        yielded_s = None if self._layer_yield is None else self._layer_yield.waited_s
+        return LaunchedStep(
+            chunks, requests, host_token_ids, self._record_event(), prompt_logprobs, yielded_s=yielded_s
+        )
 
     def sample(self, logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
         """Replace, in place, the greedy `token_ids` [rows] of requests that are not greedy."""
@@ -352,7 +323,7 @@ class ModelRunner:
 
     def _compute_batch(self, batch: Batch, new_pages: NewPages) -> tuple[torch.Tensor, LogitsAt]:
         targets = batch.prompt_targets  # a graph keeps the hidden states of last tokens only
-        graphs = self._prefill_graphs if targets is None else None
+        graphs = self._prefill_graphs if targets is None and self._layer_yield is None else None
         if graphs is not None and (bucket := graphs.bucket_for(batch)) is not None:
             hidden, token_ids = graphs.replay(batch, bucket, new_pages)
             return token_ids, lambda at: self.model.logits(hidden[at])
@@ -423,7 +394,7 @@ class ModelRunner:
             query_start_loc=first_tokens,
             chunk_indices=chunks,
         )
-        hidden: torch.Tensor = self.model(token_ids, positions, self.caches, metadata)
+        hidden: torch.Tensor = self.model(token_ids, positions, self.caches, metadata, self._layer_yield)
         return hidden
 
     def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ class StepCosts(msgspec.Struct, kw_only=True):
             such steps.
         prompt_s: pairs of units and of the seconds that they add to the step in which they begin, by ascending units.
         max_units: the most units of one step.
-        row_steps: steps of a sentence, clip or text. None means that a row has one step per output token.
+        row_steps: steps of a row for each of its output tokens, or in all if the task has no such tokens.
         step_bytes: bytes that every step reads from the GPU's memory at least. None if unknown.
         unit_flops: operations that a unit, and a row in a step, need at least. None if unknown.
     """
@@ -28,7 +28,7 @@ class StepCosts(msgspec.Struct, kw_only=True):
     decode_s: Points = msgspec.field(default_factory=list)
     prompt_s: Points = msgspec.field(default_factory=list)
     max_units: float = UNLIMITED
-    row_steps: float | None = None
+    row_steps: float = 1.0
     step_bytes: float | None = None
     unit_flops: float | None = None
 

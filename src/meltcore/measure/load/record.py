@@ -24,6 +24,7 @@ class TaskWork(msgspec.Struct, array_like=True, frozen=True):
     sentences: int = 0
     source_chars: int = 0
     audio_s: float = 0.0  # of the clip that was sent, or of the speech that came
+    target_tokens: int = 0  # of all translations, if the server reports them
 
 
 class RequestRecord(msgspec.Struct, array_like=True):

@@ -6,7 +6,7 @@ dense feed-forwards) and by `recurrent` layers (Gated DeltaNet instead of attent
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -306,6 +306,7 @@ class Decoder(Model):
         positions: torch.Tensor,
         caches: list[tuple[torch.Tensor, torch.Tensor]],
         metadata: list[AttentionMetadata],
+        between_layers: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Compute hidden states [tokens, hidden_size].
 
@@ -314,6 +315,7 @@ class Decoder(Model):
             positions: [tokens] int64.
             caches: each layer's keys and values, or its conv_states and states.
             metadata: each layer's metadata.
+            between_layers: is called before each layer but the first, unless all layers are one launch.
         """
         residual: ResidualStream = self.embedding(token_ids)
         fused_decode, num_decodes = self._decode_layers, metadata[0].num_decodes
@@ -324,6 +326,8 @@ class Decoder(Model):
         for layer_idx, (block, cache, layer_metadata) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
             if layer_idx not in layers_to_run:
                 continue
+            if between_layers is not None and layer_idx:
+                between_layers()
             block(residual, positions, self._rotary_of(layer_idx), cache, layer_metadata)
         return residual.normalized(self.norm)
 

@@ -35,10 +35,9 @@ class MeasuredStream:
     def load(self, jobs: Sequence[Job], outside_s: float = 0.0) -> SimulatedLoad:
         """Return the load of some requests, each of which takes `outside_s` outside of steps."""
         spec, costs = self.spec, self.costs
-        steps = 1 if costs.row_steps is None else max(1, round(costs.row_steps))
         return SimulatedLoad(
             costs=costs,
-            jobs=[job if job.steps else job._replace(steps=steps) for job in jobs],
+            jobs=[job._replace(steps=max(1, round(costs.row_steps * job.steps))) for job in jobs],
             rank=URGENT if spec.max_simulated_p95_ratio or spec.max_p95_ratio else BUSY,
             connections=spec.concurrency or 0 if jobs else 0,
             outside_s=outside_s,
@@ -60,7 +59,10 @@ class MeasuredStream:
 
 
 def jobs_of(records: Sequence[RequestRecord], released_s: float) -> list[Job]:
-    """Return the answered requests of a stream as jobs. The steps of tasks without output tokens are 0: unknown."""
+    """Return the answered requests of a stream as jobs.
+
+    Their steps are the output tokens of a row, and 1 if the answers have none: `StepCosts.row_steps` is the factor.
+    """
     jobs = []
     for record in records:
         if record.failure is not None or not record.ended_s:
@@ -69,7 +71,8 @@ def jobs_of(records: Sequence[RequestRecord], released_s: float) -> list[Job]:
         if work is None:
             job = Job(0.0, 1, record.prompt_tokens - (record.cached_tokens or 0), max(1, record.output_tokens))
         else:
-            job = Job(0.0, max(1, work.sentences), work.source_chars or work.audio_s, 0)
+            rows = max(1, work.sentences)
+            job = Job(0.0, rows, work.source_chars or work.audio_s, max(1, round(work.target_tokens / rows)))
         jobs.append(job._replace(arrived_s=max(0.0, record.intended_s - released_s)))
     return jobs
 

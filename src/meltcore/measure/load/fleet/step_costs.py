@@ -41,17 +41,15 @@ class AloneSteps:
     """The steps of a model while it was alone, by kind, and what its clients sent meanwhile."""
 
     sums: dict[StepKind, StepSums] = field(default_factory=dict)
-    rows: int = 0
+    row_tokens: int = 0  # output tokens of all rows; a row without any counts as one
     units: float = 0.0
-    has_output_tokens: bool = True
 
     def add(self, sums: SumsByKind, jobs: Sequence[Job]) -> None:
         """Add the steps of one level and the requests that its clients have sent."""
         for kind, each in sums.items():
             self.sums[kind] = StepSums(*np.add(each, self.sums.get(kind, StepSums())).tolist())
-        self.rows += sum(job.rows for job in jobs)
+        self.row_tokens += sum(job.rows * job.steps for job in jobs)
         self.units += sum(job.units for job in jobs)
-        self.has_output_tokens = self.has_output_tokens and all(job.steps for job in jobs)
 
 
 def parse_step_sums(text: str) -> dict[str, dict[StepKind, StepSums]]:
@@ -104,8 +102,7 @@ def fit_step_costs(alone: AloneSteps) -> StepCosts | None:
     ]
     if prompt:  # at most twice the largest kind that was seen: costs of larger steps are unknown
         costs.max_units = 2 * max(kind.size for kind in prompt) / tokens_per_unit
-    if not alone.has_output_tokens:
-        costs.row_steps = total.rows / max(1, alone.rows)
+    costs.row_steps = total.rows / max(1, alone.row_tokens)
     return costs
 
 

@@ -38,6 +38,7 @@ _SMALL_WORDS = "3-8"  # of one sentence
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int | float | None = None
+    completion_tokens: int | float | None = None
 
 
 class _Translations(msgspec.Struct):
@@ -48,7 +49,7 @@ class _Translations(msgspec.Struct):
 class TranslationResponse(JsonResponse):
     """Reads the answer of POST /v1/translate, which has one translation per sentence of the request.
 
-    If the server reports `usage`, the record gets its count of source tokens.
+    If the server reports `usage`, the record gets its counts of source and target tokens.
     """
 
     __slots__ = ()
@@ -63,6 +64,9 @@ class TranslationResponse(JsonResponse):
             self.record.prompt_tokens, self.record.saw_usage = prompt_tokens, True
             if self.record.prompt_tokens <= 0:
                 return [], ("implausible usage", f"prompt_tokens {self.record.prompt_tokens}")
+        target_tokens = None if answer.usage is None else whole_count(answer.usage.completion_tokens)
+        if target_tokens is not None and self.record.work is not None:
+            self.record.work = msgspec.structs.replace(self.record.work, target_tokens=max(0, target_tokens))
         return answer.translations, COMPLETE
 
 

@@ -1,0 +1,97 @@
+"""A step in flight on the device, and how its layers are launched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from meltcore.engine.core.batch import scored_positions
+from meltcore.engine.core.request import Request
+from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.worker.sampler import SampleResult
+from meltcore.protocol.generation import TokenLogprobs
+
+# Of a step that yields between its layers: enough for the device to have the next one when it ends one.
+MAX_LAYERS_IN_FLIGHT = 2
+# Of prompt tokens [n]: their log-probabilities [n], and the highest ones and their ids [n, num_logprobs].
+PromptLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Event(Protocol):
+    """A point in the work queued on the device."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed this point."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed this point."""
+
+
+class LaunchedStep(NamedTuple):
+    """A step in flight on the device. `dropped` are those of its `requests` whose sampled tokens are not used.
+
+    `yielded_s` is the time for which the step waited between its layers, and None if it could not.
+    """
+
+    chunks: list[Chunk]
+    requests: list[Request]
+    result: SampleResult
+    done_event: Event | None
+    prompt_logprobs: PromptLogprobs | None = None
+    dropped: frozenset[Request] = frozenset()
+    yielded_s: float | None = None
+
+    def read(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """Wait for the step.
+
+        Returns the sampled token of each of `requests`, and log-probabilities by index of the request. Prompt
+        log-probabilities are written to their requests.
+        """
+        if self.done_event is not None:
+            self.done_event.synchronize()
+        if self.prompt_logprobs is not None:
+            self._read_prompt_logprobs(*(part.tolist() for part in self.prompt_logprobs))
+        return self.result.read(self.requests)
+
+    def without(self, requests: frozenset[Request]) -> LaunchedStep:
+        """Return the step without the sampled tokens of `requests`, either."""
+        chunks = [chunk._replace(samples=chunk.samples and chunk.request not in requests) for chunk in self.chunks]
+        return self._replace(chunks=chunks, dropped=self.dropped | requests)
+
+    def _read_prompt_logprobs(
+        self, logprobs: list[float], values: list[list[float]], token_ids: list[list[int]]
+    ) -> None:
+        rows = zip(logprobs, token_ids, values, strict=True)
+        for chunk in self.chunks:
+            positions, num_logprobs = scored_positions(chunk), chunk.request.sampling.prompt_logprobs
+            # By position: a preempted request computes the same ones again.
+            chunk.request.prompt_logprobs[positions.start : positions.stop] = [
+                TokenLogprobs(logprob, ids[:num_logprobs], top_values[:num_logprobs])
+                for _, (logprob, ids, top_values) in zip(positions, rows, strict=False)
+            ]
+
+
+class LayerYield:
+    """Launches the layers of a step few at a time, and lets engines of higher classes run between two layers.
+
+    Without it the host launches all layers at once. An engine that becomes urgent would wait for all of them.
+    """
+
+    def __init__(self, wait: Callable[[], float], record_event: Callable[[], Event | None]) -> None:
+        """Create the callback of one step. `wait` returns the seconds for which it waited for higher classes."""
+        self._wait = wait
+        self._record_event = record_event
+        self._layers_in_flight: deque[Event] = deque()
+        self.waited_s: float | None = None  # None before the first call
+
+    def __call__(self) -> None:
+        """Wait until few layers are in flight, and while a higher class is at work."""
+        event = self._record_event()
+        if event is not None:
+            self._layers_in_flight.append(event)
+            if len(self._layers_in_flight) > MAX_LAYERS_IN_FLIGHT:
+                self._layers_in_flight.popleft().synchronize()
+        self.waited_s = (self.waited_s or 0.0) + self._wait()
