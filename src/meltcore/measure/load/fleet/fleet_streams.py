@@ -45,7 +45,13 @@ class Stream:
                 drain_limit_s=drain_limit_s,
                 retry_refused=True,
             )
-        return Level(concurrency=0, rate=self.rate, num_requests=max(1, round(self.rate * send_s)), retry_refused=True)
+        return Level(
+            concurrency=0,
+            rate=self.rate,
+            num_requests=max(1, round(self.rate * send_s)),
+            drain_limit_s=drain_limit_s,
+            retry_refused=True,
+        )
 
 
 @contextmanager

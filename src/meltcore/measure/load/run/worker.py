@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import signal
 import threading
 import time
@@ -117,7 +116,7 @@ class LocalWorker:
     async def run(self, release_at_s: float) -> WorkerResult:
         """Send requests from `release_at_s` (time.monotonic) on. Return the result once all requests have records."""
         level = self._settings.level
-        drain_ends_s = math.inf if level.duration_s is None else release_at_s + level.duration_s + level.drain_limit_s
+        drain_ends_s = release_at_s + level.least_s + level.drain_limit_s
         with without_collection():  # with 10,000 open streams it stops the client for tens of ms
             wait_s = release_at_s - time.monotonic()
             if wait_s > 0:
