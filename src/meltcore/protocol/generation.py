@@ -20,6 +20,7 @@ from meltcore.protocol.step_sums import NO_STEPS, NUM_SUMS
 # Packed token ids are unsigned integers of 32 bits, little endian: the engine may run on another machine.
 _TOKEN_TYPECODE = "I"
 _TOKEN_BYTES = array(_TOKEN_TYPECODE).itemsize
+_CELL_BYTES = 8  # of a double
 _IS_SWAPPED = sys.byteorder == "big"  # this machine has the other byte order
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -144,8 +145,16 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
 
     def cells(self) -> "memoryview[float]":
         """Return all numbers of the statistics, in the order of `ENGINE_CELLS`."""
+        cells = memoryview(bytearray(_CELL_BYTES * len(ENGINE_CELLS))).cast("d")
+        self.write(cells, 0)
+        return cells
+
+    def write(self, cells: "memoryview[float]", first: int) -> None:
+        """Write all numbers of the statistics into `cells` from index `first` on, in the order of `ENGINE_CELLS`."""
         *numbers, step_sums = msgspec.structs.astuple(self)
-        return memoryview(array("d", [*numbers, *memoryview(step_sums).cast("d")]))
+        for index, number in enumerate(numbers, first):
+            cells[index] = number
+        cells[first + len(numbers) : first + len(ENGINE_CELLS)] = memoryview(step_sums).cast("d")
 
     @classmethod
     def of_cells(cls, cells: Sequence[float]) -> Self:

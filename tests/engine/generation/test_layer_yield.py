@@ -27,7 +27,7 @@ def pacing_of(marks: Path, priority_class: PriorityClass, clock: list[float]) ->
     return StepPacing(config, clock=lambda: clock[0], sleep=sleep)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_urgent_step_begins_between_the_layers_of_a_long_one(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:

@@ -77,7 +77,7 @@ class LaunchedStep(NamedTuple):
 class LayerYield:
     """Launches the layers of a step few at a time, and lets engines of higher classes run between two layers.
 
-    Without it the host launches all layers at once. An engine that becomes urgent would wait for all of them.
+    Without it the host launches all layers without a wait, and an engine that becomes urgent waits for all of them.
     """
 
     def __init__(self, wait: Callable[[], float], record_event: Callable[[], Event | None]) -> None:

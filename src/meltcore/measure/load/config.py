@@ -241,9 +241,9 @@ class Level:
     """Describes one level of load.
 
     A closed loop has `concurrency` connections. An open loop has `rate` arrivals per second and a concurrency of 0.
-    With `duration_s` a closed loop sends for that time, at least one request per connection. Requests that are in
-    flight for more than `drain_limit_s` after that time, or after the last arrival, fail. With `retry_refused` a
-    request refused by a 429 or 503 is sent again after its Retry-After.
+    With `duration_s` a closed loop sends for that time, at least one request per connection. Requests fail that end
+    more than `drain_limit_s` after that time, or after the last arrival of an open loop. With `retry_refused` a request
+    refused by a 429 or 503 is sent again after its Retry-After.
     """
 
     concurrency: int

@@ -319,7 +319,7 @@ class ModelStats(_Columns):
         self._row[self._last_message_columns[replica]] = time.monotonic()
         first = self._engine_columns[replica]
         self._row[first] = ended_s
-        self._row[first + 1 : first + len(_ENGINE_COLUMNS)] = stats.cells()
+        stats.write(self._row, first + 1)
 
     def engine(self, replica: int) -> EngineStats:
         """Return the newest statistics of a replica. If the replica is dead or asleep, only the counters remain."""
