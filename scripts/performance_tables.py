@@ -45,6 +45,7 @@ _GENERATED = re.compile(
 _HEADLINE_WORK = re.compile(r"([\d,]+) requests?, 128 to 1024 in / 128 out")
 _HEADLINE_LEVELS = ("1", "10", "100", "400", "1,000", "2,000")
 _TABLES = {**gpu_types.TABLES, **code_tables.TABLES, **result_tables.TABLES, **backend_tables.TABLES}
+_MOST_OPEN_ROWS = 13  # of a table that is not folded
 _MAIN_VERSIONS = ("meltcore", "vllm", "torch", "triton")
 
 
@@ -140,6 +141,8 @@ def run_table(script: str, run: dict[str, Any], wanted: re.Pattern[str]) -> list
     align = "|".join("---" if name in ("work", "unit", "peer", "target") else "--:" for name in columns)
     lines = [f"| {' | '.join(columns)} |", f"|{align}|"]
     lines += [f"| {' | '.join(cells)} |" for cells in zip(*columns.values(), strict=True)]
+    if len(rows) > _MOST_OPEN_ROWS:  # else a phone shows one table for ten screens
+        lines = [f'<details markdown="1"><summary>{len(rows)} rows</summary>', "", *lines, "", "</details>"]
     return [*lines, "", source(script, run), ""]
 
 
