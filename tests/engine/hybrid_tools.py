@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,9 @@ class Hybrid(Qwen3):
         positions: torch.Tensor,
         caches: list[tuple[torch.Tensor, torch.Tensor]],
         metadata: list[AttentionMetadata],
+        between_layers: Callable[[], None] | None = None,
     ) -> torch.Tensor:
+        assert between_layers is None, "no class is above these engines' class"
         residual = self.embedding(token_ids)
         for layer, (block, cache, of_layer) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
             if layer in RECURRENT:

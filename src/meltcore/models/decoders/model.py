@@ -38,8 +38,8 @@ class Model(nn.Module, ABC):
     """A language model. `forward` computes hidden states, and `logits` computes their logits.
 
     The engine holds all caches. `forward` takes token_ids and positions [tokens] int64, each layer's cache (keys and
-    values in pages, or conv_states and states), and each layer's attention metadata. A layer has the page table of its
-    cache group. `forward` returns [tokens, hidden_size].
+    values in pages, or conv_states and states), each layer's attention metadata, and a function to call between two
+    layers (default: None). A layer has the page table of its cache group. `forward` returns [tokens, hidden_size].
     """
 
     config: DecoderConfig
