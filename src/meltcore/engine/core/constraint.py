@@ -35,7 +35,8 @@ class Constraint:
     """The grammar of one request and its state.
 
     `num_taken` counts the sampled tokens that the host has taken. `filling` is the newest task that fills a mask, and
-    `is_filling` says whether it still uses the matcher. `is_over` is True when the grammar allows no further token, or
+    `is_filling` says whether it still uses the matcher. `is_slow` is True if that took long for it, or for a mask that
+    was filled together with it. `is_over` is True when the grammar allows no further token, or
     has failed. `failure` is why no mask could be filled.
     """
 
@@ -46,7 +47,7 @@ class Constraint:
         self.num_taken = 0
         self.rows = [0, 0]  # of the runner, in which the tokens of even and odd numbers were last sampled
         self.filling: Future[None] | None = None
-        self.is_filling = self.is_over = False
+        self.is_filling = self.is_slow = self.is_over = False
         self.failure: str | None = None
         self._is_reasoning = grammar.starts_in_reasoning
         ids = grammar.reasoning_ids

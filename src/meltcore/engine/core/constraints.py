@@ -30,14 +30,15 @@ from meltcore.engine.core.request import Request, RequestStatus
 from meltcore.protocol.sampling_params import Grammar
 from meltcore.text.grammar import GrammarCompiler
 
-_COMPILE_THREADS, _MAX_MASK_THREADS = 2, 16
-_GROUPS, _MIN_GROUP = 4, 16  # of masks that are filled together; a slow mask makes its group late
+_COMPILE_THREADS, _MAX_MASK_THREADS = 2, 8  # on a host of 16 cores, 15 threads fill 256 masks no faster than 8
+_GROUPS = 4  # of masks that are filled together; a slow mask makes its group late
+_SLOW_S = 0.002  # a group that takes longer has a slow mask
+_FEW_TOKENS = 64  # up to this many the engine's thread takes faster than it wakes other threads
 # After its forward pass a step waits this long for masks. Most take 5 to 200 us, masks of hard schemas up to 34 ms.
 _GRACE_S, _POLL_S = 0.001, 0.0002
 _CPU_GRACE_S = 0.01  # a forward pass takes longer there, and uses the cores of the threads
-# The engine's thread, which goes on while the device waits, lets the threads of masks begin first. They need the GIL to
-# begin and to end, and Python would take it from a busy thread after 5 ms only.
-_GIVE_WAY_S, _SWITCH_S = 0.00002, 0.0001
+# Threads of masks need the GIL to begin and to end. Python would take it from the busy engine's thread after 5 ms only.
+_SWITCH_S = 0.00002
 # A step waits longer if it would sample nothing else, or if the model cannot compute a token again.
 _ALONE_S, _LIMIT_S = 0.1, 30.0
 _IDLE_S = 0.01  # while no step can run
@@ -78,8 +79,9 @@ class Constraints:
         self._table: MaskTable | None = None
         self._compiling: dict[Request, Future[Constraint]] = {}
         self._held: list[Request] = []  # until their masks are filled
-        # Of rows, what threads and the engine write under the lock: the ticket of the mask in the row, the ticket for
-        # which the device waits, and whether a thread writes the mask.
+        # Of rows, what threads and the engine write: the ticket of the mask in the row, negative if it could not be
+        # filled, the ticket for which the device waits, and whether a thread writes the mask. Under the lock the device
+        # is released from its wait.
         self._lock = Lock()
         self._tickets: dict[int, int] = {}
         self._waited: dict[int, int] = {}
@@ -216,7 +218,10 @@ class Constraints:
 
     def _consume(self, taken: list[_Sampled]) -> list[Request]:
         """Advance grammars. Return the requests whose grammars have failed."""
-        accepted = self._executor.consume_token_par([(constraint.matcher, token) for _, constraint, token in taken])
+        if len(taken) <= _FEW_TOKENS:
+            accepted = [constraint.matcher.consume_token(token) for _, constraint, token in taken]
+        else:
+            accepted = self._executor.consume_token_par([(each.matcher, token) for _, each, token in taken])
         failed = []
         for (request, constraint, _), is_accepted in zip(taken, accepted, strict=True):
             constraint.is_over = constraint.matcher.is_stopped()  # also by an error
@@ -237,25 +242,27 @@ class Constraints:
         missing = [
             (constraint, request.row)
             for request in requests
-            if (constraint := request.constraint) is not None and not self._is_ready(request)
+            if (constraint := request.constraint) is not None and constraint.needs_mask
         ]
         self._begin(missing, is_alone=len(requests) == 1 and not self.does_device_wait)
 
     def _begin(self, missing: list[tuple[Constraint, int]], *, is_alone: bool) -> None:
-        """Begin to fill masks in rows. The engine's own thread fills the mask of a request that is alone."""
+        """Begin to fill masks that are not filled. The engine's own thread fills that of a request which is alone."""
         missing = [
             (constraint, row)
             for constraint, row in missing
             # The matcher may be busy for a row that the request has left, and the row with a request that has left it.
+            # A thread that has ended has noted its ticket before.
             if not (constraint.is_filling or constraint.failure or row in self._busy_rows)
+            and self._tickets.get(row) != constraint.ticket(constraint.num_taken + 1)
         ]
         if not missing:
             return
-        with self._lock:
-            for constraint, row in missing:
-                constraint.is_filling = True
-                self._tickets[row] = 0
-                self._busy_rows.add(row)
+        rows = [row for _, row in missing]
+        self._tickets.update(dict.fromkeys(rows, 0))
+        self._busy_rows.update(rows)
+        for constraint, _ in missing:
+            constraint.is_filling = True
         self.num_masks += len(missing)
         if is_alone:
             # Nothing else waits for it, and another thread costs more than a mask.
@@ -263,14 +270,13 @@ class Constraints:
             self._fill(missing)
             missing[0][0].filling.set_result(None)
             return
-        size = max(_MIN_GROUP, -(-len(missing) // min(_GROUPS, self._num_threads)))
-        for first in range(0, len(missing), size):
-            group = missing[first : first + size]
-            task = self._mask_pool.submit(self._fill, group)
-            for constraint, _ in group:
-                constraint.filling = task
-        if self.does_device_wait:
-            time.sleep(_GIVE_WAY_S)
+        fast = [each for each in missing if not each[0].is_slow]
+        slow = [each for each in missing if each[0].is_slow]
+        for group in (fast, *(slow[first::_GROUPS] for first in range(_GROUPS))):
+            if group:
+                task = self._mask_pool.submit(self._fill, group)
+                for constraint, _ in group:
+                    constraint.filling = task
 
     def device_wait_s(self, requests: Sequence[Request]) -> float | None:
         """Return how long the device waits for the masks of the sampled requests of a step.
@@ -298,10 +304,10 @@ class Constraints:
             if number != constraint.num_taken + 1 or not constraint.needs_mask or self._tickets.get(row) == ticket:
                 self._release(request, number)
             else:
-                self._waited[row] = ticket
                 waiting.append(request)
                 rows.append(row)
                 tickets.append(ticket)
+        self._waited.update(zip(rows, tickets, strict=True))
         constraints = [_constraint(request) for request in waiting]
         self._begin(list(zip(constraints, rows, strict=True)), is_alone=len(requests) == 1)
         for request, constraint in zip(waiting, constraints, strict=True):
@@ -365,17 +371,19 @@ class Constraints:
                 return
             group[0][0].failure = f"{type(error).__name__}: {error}"
         assert self._table is not None
-        for constraint, _ in group:
+        filled, waited, tickets = self._table.filled, self._waited, dict[int, int]()
+        for constraint, row in group:
             if constraint.failure is None and constraint.matcher.is_error():
                 constraint.failure = constraint.matcher.get_error()
+            tickets[row] = constraint.ticket(constraint.num_taken + 1) * (1 if constraint.failure is None else -1)
         with self._lock:
-            for constraint, row in group:
-                ticket, is_filled = constraint.ticket(constraint.num_taken + 1), constraint.failure is None
-                self._tickets[row] = ticket if is_filled else 0
-                self._busy_rows.discard(row)
+            self._tickets.update(tickets)
+            for row, ticket in tickets.items():
+                if waited.get(row) == abs(ticket):
+                    filled[row] = ticket
+            for constraint, _ in group:
                 constraint.is_filling = False
-                if self._waited.get(row) == ticket:
-                    self._table.filled[row] = ticket if is_filled else -ticket
+            self._busy_rows.difference_update(tickets)
 
     def _fill_group(self, group: list[tuple[Constraint, int]]) -> None:
         """Fill masks in the library's threads, without the GIL."""
@@ -392,7 +400,10 @@ class Constraints:
             if constraint.optional_id is not None:
                 word, bit = divmod(constraint.optional_id, 32)
                 masks[row].view(np.uint32)[word] |= np.uint32(1 << bit)
-        self.mask_s += time.monotonic() - start_s
+        took_s = time.monotonic() - start_s
+        self.mask_s += took_s
+        for constraint, _ in group:
+            constraint.is_slow = took_s > _SLOW_S
 
 
 def _constraint(request: Request) -> Constraint:

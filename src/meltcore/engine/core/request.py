@@ -137,8 +137,3 @@ class Request:
     def num_remaining(self) -> int:
         """The number of tokens that must be computed before the next token can be sampled."""
         return self.length - self.num_computed_tokens
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether the host must read the last token before the next token can be sampled."""
-        return self.token_mask is not None

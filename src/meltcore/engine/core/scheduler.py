@@ -248,7 +248,7 @@ class Scheduler:
             if (
                 request.status is not RequestStatus.RUNNING
                 or length != request.num_computed_tokens + 1
-                or not self._can_schedule(request)
+                or not self._can_schedule(request, length)
             ):
                 continue
             while length > request.capacity and not self._allocate_pages(request, length):
@@ -258,11 +258,13 @@ class Scheduler:
                 if victim is request:
                     break
             if request.status is RequestStatus.RUNNING:
-                scheduled.append(Chunk(request, request.num_computed_tokens, 1, samples=True))
+                scheduled.append(Chunk(request, length - 1, 1, True))
                 budget -= 1
         return budget
 
     def _schedule_prompts(self, scheduled: list[Chunk], budget: int) -> int:
+        if len(scheduled) == len(self.running):
+            return budget
         scheduled_ids = {chunk.request.id for chunk in scheduled}
         for request in list(self.running):
             if budget == 0:
@@ -350,16 +352,16 @@ class Scheduler:
 
     # --- single sequences ---
 
-    def _can_schedule(self, request: Request) -> bool:
-        """Return whether the request can compute its next token now.
+    def _can_schedule(self, request: Request, length: int) -> bool:
+        """Return whether a request of this length can compute its next token now.
 
         It cannot if the token in flight is known to be the last, or must be read before the next token is sampled, or
         if its mask is late.
         """
         if not request.in_flight:
             return not request.is_held
-        ends_with_token = request.num_generated >= request.sampling.max_tokens or request.length >= self.max_model_len
-        return not (ends_with_token or request.needs_host)
+        has_next = length < self.max_model_len and length - request.prompt_length < request.sampling.max_tokens
+        return has_next and request.token_mask is None  # which the host computes from the token in flight
 
     def _make_chunk(self, request: Request, num_tokens: int) -> Chunk:
         if self.pacer is not None and request.id in self._long_prompt_ids:

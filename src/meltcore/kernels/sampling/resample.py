@@ -15,7 +15,7 @@ from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.sampling.argmax import first_largest, require_contiguous_rows
 from meltcore.kernels.sampling.draw import gumbel_sample, mix_uint64, token_scores
-from meltcore.kernels.sampling.token_mask import mask_logits, wait_for_masks
+from meltcore.kernels.sampling.token_mask import WORD_BITS, mask_logits, wait_for_masks
 
 _CHUNK, _ROWS, _WARPS = 1024, 4, 4  # as in draw.py
 
@@ -87,6 +87,7 @@ def resample(
         *(rows, vocab, logits.stride(0)),
         ROWS=_ROWS,
         CHUNK=_CHUNK,
+        WORD_BITS=WORD_BITS,
         num_warps=_WARPS,
     )
     slots, width = tokens.ring.shape
@@ -135,6 +136,7 @@ def _resample_kernel(
     row_stride,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    WORD_BITS: tl.constexpr,
 ):
     """Each program finds score and id of the best allowed token of CHUNK tokens, for each of ROWS rows."""
     chunk = tl.program_id(0)
@@ -150,8 +152,11 @@ def _resample_kernel(
                 if mask_row > 0:
                     words = tl.load(masks_ptr + 1)
                     mask_ptr = tl.load(masks_ptr).to(tl.pointer_type(tl.int32)) + mask_row * words
-                    word = tl.load(mask_ptr + token // 32, mask=is_allowed & (token // 32 < words), other=0)
-                    is_allowed = is_allowed & (((word >> (token % 32)) & 1) != 0)
+                    # Each word is read once, since PCIe carries a limited number of reads.
+                    word_index = chunk * (CHUNK // WORD_BITS) + tl.arange(0, CHUNK // WORD_BITS)
+                    word = tl.load(mask_ptr + word_index, mask=word_index < words, other=0)
+                    bits = (word[:, None] >> tl.arange(0, WORD_BITS)[None, :]) & 1
+                    is_allowed = is_allowed & (tl.reshape(bits, (CHUNK,)) != 0)
                 values = tl.load(logits_ptr + row * row_stride + token, mask=is_allowed, other=float("-inf"))
                 scores = token_scores(
                     values.to(tl.float32),
