@@ -105,10 +105,12 @@ class WaitingQueue(Generic[Request]):
         for padded_cost in sorted(self._heaps, reverse=True):
             if not first.padded_cost >= padded_cost > first.padded_cost / _MAX_PADDING:
                 continue
-            while len(batch) < max_rows and (top := self._first_waiting(padded_cost)) is not None:
-                heapq.heappop(self._heaps[padded_cost])
-                self.remove(top[-1].request.request_id)
-                batch.append(top[-1])
+            heap = self._heaps[padded_cost]
+            while heap and len(batch) < max_rows:
+                waiting = heapq.heappop(heap)[-1]
+                if self._waiting.get(waiting.request.request_id) is waiting:
+                    self.remove(waiting.request.request_id)
+                    batch.append(waiting)
         return batch
 
     def _first_waiting(self, padded_cost: int) -> tuple[int, float, int, WaitingRequest[Request]] | None:

@@ -106,7 +106,7 @@ class EmbeddingTask(DeviceTask, BatchTask[Embed, EmbeddingResult]):
             raise RequestError(
                 f"an input has {len(token_ids)} tokens; it must have 1 to {self._max_tokens}", param="input"
             )
-        if np.maximum.reduce(token_ids) >= sizes.vocab_size:  # negative ones are large
+        if token_ids[token_ids.argmax()] >= sizes.vocab_size:  # negative ones are large
             raise RequestError(
                 f"an input has token ids outside the model's, 0 to {sizes.vocab_size - 1}", param="input"
             )
