@@ -188,6 +188,14 @@ def test_step_costs_are_those_behind_the_metrics() -> None:
     assert fit_step_costs(AloneSteps()) is None, "a server without metrics"
 
 
+def test_units_that_cost_less_in_several_steps_cost_no_more() -> None:
+    """One step of a new shape took 0.4 s: on an H200 such steps gave urgent streams a bound of 69 instead of 32 ms."""
+    sums = {StepKind("prompt", 32): StepSums(9, 0.09, 9, 9 * 40), StepKind("prompt", 64): StepSums(5, 0.48, 5, 5 * 80)}
+    fitted = fit_step_costs(AloneSteps(sums=sums, row_tokens=14, units=760.0))
+    assert fitted is not None
+    assert fitted.prompt_s == [(40.0, pytest.approx(0.01)), (80.0, pytest.approx(0.02))]
+
+
 def test_rows_take_as_many_steps_as_their_tokens_took() -> None:
     alone = AloneSteps()
     for tokens in (3, 1):

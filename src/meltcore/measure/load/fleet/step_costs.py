@@ -96,10 +96,11 @@ def fit_step_costs(alone: AloneSteps) -> StepCosts | None:
     decode = _means({kind: sums for kind, sums in alone.sums.items() if kind.phase == "decode"})
     costs = StepCosts(decode_s=[(mean.rows, mean.seconds) for mean in decode])
     prompt = {kind: sums for kind, sums in alone.sums.items() if kind.phase == "prompt"}
-    costs.prompt_s = [
-        (mean.prompt_tokens / tokens_per_unit, max(0.0, mean.seconds - costs.step_s(mean.rows, 0.0)))
-        for mean in _means(prompt)
-    ]
+    for mean in _means(prompt):
+        units, added_s = mean.prompt_tokens / tokens_per_unit, max(0.0, mean.seconds - costs.step_s(mean.rows, 0.0))
+        # A step of a new shape may take longer by far. An ideal scheduler would take its units in several steps.
+        added_s = min([added_s, *(smaller_s * units / smaller for smaller, smaller_s in costs.prompt_s[-1:])])
+        costs.prompt_s.append((units, added_s))
     if prompt:  # at most twice the largest kind that was seen: costs of larger steps are unknown
         costs.max_units = 2 * max(kind.size for kind in prompt) / tokens_per_unit
     costs.row_steps = total.rows / max(1, alone.row_tokens)
