@@ -180,6 +180,7 @@ def profile(model: IndicTrans2, level: int, work: Work, beams: int) -> None:
     sources = work._replace(sentences=level).sources(model.config.encoder.vocab_size, seed=1)
     options = BeamOptions(beams, max_new_tokens=work.out, min_new_tokens=work.out)
     search = BeamSearch(model, options, slots=level, max_source=work.high)
+    search.capture()
     translate(search, sources)
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
         translate(search, sources)
@@ -195,6 +196,7 @@ def measure_ours(
     options = BeamOptions(args.beams, max_new_tokens=work.out, min_new_tokens=work.out)
     graphs = False if args.eager else None
     search = BeamSearch(model, options, slots=len(sources), max_source=work.high, graphs=graphs)
+    search.capture()
     found = translate(search, sources)
     if not all(len(tokens) == work.out for tokens in found):
         raise RuntimeError(f"{work}: translations of other lengths came")

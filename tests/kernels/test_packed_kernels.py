@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from emulated_graphs import EmulatedCapturer
 from encoder_tools import write_encoder
 from kernel_tools import in_reference, in_triton
 from torch.nn import functional
@@ -101,19 +100,11 @@ def test_gelu_is_exact(device: torch.device) -> None:
     torch.testing.assert_close(found, functional.gelu(halves).half(), atol=2e-6, rtol=2**-10)
 
 
-class ImmediateCapturer:
-    """Runs a step again where a GPU replays its graph."""
-
-    def capture(self, step: Callable[[], None]) -> tuple[SimpleNamespace, None]:
-        return SimpleNamespace(replay=step), None
-
-
 @pytest.mark.slow
 def test_padding_and_what_an_earlier_batch_left_change_no_result(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder_graphs, "GraphCapturer", ImmediateCapturer)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(encoder_graphs, "GraphCapturer", EmulatedCapturer)
     monkeypatch.setattr(layer_norm, "_MANY_TOKENS", 1)
     monkeypatch.setattr(layer_norm, "_TOKENS_PER_PROGRAM", 32)
     write_encoder(tmp_path, "BertModel")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from emulated_graphs import EmulatedCapturer
 from m2m100_tools import DISTILLED, SMALL, load_model, random_sources, reference_model, write_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -264,6 +265,30 @@ def test_company_never_changes_a_result(pair: Pair, num_beams: int, overlap: boo
     encoded = pair.model.encode(torch.tensor([[7, 8, 2, 9, 9], [4, 5, 6, 7, 2]]), torch.tensor([3, 5]))
     alone_encoded = pair.model.encode(torch.tensor([[7, 8, 2]]), torch.tensor([3]))
     torch.testing.assert_close(encoded[:1, :3], alone_encoded, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_graphs_of_packed_sources_find_what_padded_sources_do(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any lengths, in graphs and beyond the largest one, in slots that others have left; alone as in company."""
+    options, seed = BeamOptions(num_beams=3, max_new_tokens=NEW_TOKENS), random.randrange(2**31)
+    sources = random_sources(26, seed=seed)
+    padded = search(pair.model, sources, options, slots=26)
+    monkeypatch.setattr(IndicTrans2, "is_packed", True)
+    state = BeamSearch(pair.model, options, slots=13, max_source=20, encoder_tokens=24)
+    assert state._encoder is not None
+    state._encoder.capture(EmulatedCapturer(), lambda _stage, _part: None)  # type: ignore[arg-type]
+    assert state._encoder._sizes == [64]
+    state._encoder_tokens = 400  # more than the graph has
+    found: dict[Any, Translation] = {}
+    chance, waiting = random.Random(seed), list(enumerate(sources))
+    while waiting or state.num_running:
+        count = min(state.num_free, len(waiting), chance.choice([1, 2, 13]))
+        batch, waiting = waiting[:count], waiting[count:]
+        state.add([key for key, _ in batch], [source for _, source in batch])
+        found |= {each.key: each for each in state.step()}
+    for key, expected in padded.items():
+        assert found[key].token_ids == expected.token_ids, seed
+        assert found[key].score == pytest.approx(expected.score, rel=1e-5, abs=1e-5), seed
 
 
 def test_a_step_ahead_leaves_what_is_done(pair: Pair) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,38 @@ def test_graphs_compute_what_eager_steps_do(folder: Path, dtype: torch.dtype) ->
     expected = search(model, sources, OPTIONS[0], graphs=False)
     found = search(model, sources, OPTIONS[0])
     assert found == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_graphs_of_packed_sources_encode_what_padded_sources_do(folder: Path, dtype: torch.dtype) -> None:
+    """Keys and values in the slots of sources: as near to float32's as those of padded rows, alone as in company."""
+    model, sources = on_gpu(folder, dtype), random_sources(30, seed=random.randrange(2**31))
+    state = BeamSearch(model, OPTIONS[0], slots=30, max_source=20, encoder_tokens=64)
+    state.capture()
+    assert state._encoder is not None
+    assert state._encoder._graphs
+
+    def values(encode: Callable[[list[int], list[Sequence[int]]], None], alone: bool) -> list[torch.Tensor]:
+        state.state.cross_kv.fill_(torch.nan)
+        slots = [*range(30)]
+        with torch.inference_mode():
+            for part in [[slot] for slot in slots] if alone else [slots]:
+                encode(part, [sources[slot] for slot in part])
+        return [state.state.cross_kv[:, :, slot, :, : len(sources[slot])].float().cpu() for slot in slots]
+
+    found, alone = values(state._encode, False), values(state._encode, True)
+    state._encoder = None
+    padded = values(state._encode, False)
+    exact_state = BeamSearch(on_gpu(folder), OPTIONS[0], slots=30, max_source=20)
+    with torch.inference_mode():
+        exact_state._encode([*range(30)], sources)
+    exact = [exact_state.state.cross_kv[:, :, slot, :, : len(each)].cpu() for slot, each in enumerate(sources)]
+
+    def error(rows: list[torch.Tensor]) -> float:
+        return sum(float((row - each).norm() ** 2) for row, each in zip(rows, exact, strict=True)) ** 0.5
+
+    assert 0 < error(found) <= SLACK * error(padded)
+    assert error(alone) <= SLACK * error(padded)
 
 
 def test_company_never_changes_the_tokens(folder: Path) -> None:

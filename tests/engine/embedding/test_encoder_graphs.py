@@ -12,7 +12,8 @@ import torch
 from encoder_tools import VOCAB, write_encoder
 
 from meltcore.engine.embedding.engine import EmbeddingTask, load_pooling_model
-from meltcore.engine.embedding.memory import MIN_ROW_TOKENS, graph_sizes, token_slots
+from meltcore.engine.embedding.memory import token_slots
+from meltcore.engine.memory.graph_sizes import MIN_ROW_TOKENS, packed_sizes
 from meltcore.engine.tasks.batch_engine import BatchEngine
 from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.tasks.encoder import TextEncoder
@@ -69,7 +70,7 @@ def values(result: EmbeddingResult) -> torch.Tensor:
 
 @pytest.mark.parametrize("batch_tokens", [30, 64, 500, 5321, 16_384, 40_000])
 def test_every_batch_has_a_graph(batch_tokens: int) -> None:
-    sizes = graph_sizes(batch_tokens)
+    sizes = packed_sizes(batch_tokens)
     assert batch_tokens <= sizes[-1] < batch_tokens + 64
     assert all(smaller < larger and smaller % 64 == 0 for smaller, larger in pairwise(sizes))
     assert len(sizes) <= 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 from meltcore.common.errors import BudgetError
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.waiting import cost_buckets
+from meltcore.engine.memory.graph_sizes import MAX_PACKED_TOKENS, MIN_ROW_TOKENS, packed_sizes
 from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import Checkpoint
@@ -26,12 +27,6 @@ from meltcore.settings.fleet_spec import ModelSection
 
 # Tokens of a batch, padding included. More do not make a device faster, and delay what arrives meanwhile.
 _MAX_BATCH_TOKENS = {"cuda": 65_536, "cpu": 8_192}
-# Of an encoder whose batches are CUDA graphs. The activations of more tokens leave a GPU's L2 cache.
-_MAX_GRAPH_TOKENS = 16_384
-# Tokens of the smallest graph, and between neighboring graphs of large batches.
-_FIRST_GRAPH_TOKENS, _GRAPH_STEP = 64, 1024
-# The tokens of a graph for each of its rows. A shorter row takes this many.
-MIN_ROW_TOKENS = 8
 # Hidden states that live together: input, sum and norm (float32 beside bfloat16), queries, keys, values, attended
 # values, their copy, output.
 _HIDDEN_TENSORS = 12
@@ -53,17 +48,6 @@ def token_slots(config: PoolingConfig, num_tokens: int) -> int:
     return max(num_tokens, MIN_ROW_TOKENS)
 
 
-def graph_sizes(batch_tokens: int) -> list[int]:
-    """Return the numbers of tokens to which batches of at most `batch_tokens` are padded, in increasing order.
-
-    All of them are multiples of the smallest, for aligned tables. The last may be a little larger than a batch.
-    """
-    most = -(-batch_tokens // _FIRST_GRAPH_TOKENS) * _FIRST_GRAPH_TOKENS
-    doubled = [_FIRST_GRAPH_TOKENS << power for power in range((_GRAPH_STEP // _FIRST_GRAPH_TOKENS).bit_length())]
-    step = -(-most // _MAX_GRAPH_TOKENS) * _GRAPH_STEP
-    return [size for size in (*doubled, *range(2 * _GRAPH_STEP, most, step)) if size < most] + [most]
-
-
 def has_graphs(config: PoolingConfig, element_size: int, device: str) -> bool:
     """Return whether batches on a device of a type are CUDA graphs: of encoders in 16 bits on a GPU."""
     return isinstance(config, EncoderConfig) and element_size == 2 and device == "cuda"
@@ -72,7 +56,7 @@ def has_graphs(config: PoolingConfig, element_size: int, device: str) -> bool:
 def graph_bytes(config: PoolingConfig, batch_tokens: int) -> int:
     """Return the bytes of the graphs of an encoder that torch does not allocate."""
     assert isinstance(config, EncoderConfig)
-    return graph_node_bytes(len(graph_sizes(batch_tokens)), config.num_layers)
+    return graph_node_bytes(len(packed_sizes(batch_tokens)), config.num_layers)
 
 
 def padded_limit(config: PoolingConfig, max_tokens: int) -> int:
@@ -83,7 +67,7 @@ def padded_limit(config: PoolingConfig, max_tokens: int) -> int:
 
 def batch_limit(config: PoolingConfig, element_size: int, device: str) -> int:
     """Return the number of tokens that a batch on a device of a type has at most, unless it is one longer input."""
-    return _MAX_GRAPH_TOKENS if has_graphs(config, element_size, device) else _MAX_BATCH_TOKENS[device]
+    return MAX_PACKED_TOKENS if has_graphs(config, element_size, device) else _MAX_BATCH_TOKENS[device]
 
 
 def _step_bytes(config: EncoderConfig | PooledDecoderConfig, element_size: int, longest: int) -> tuple[int, int]:

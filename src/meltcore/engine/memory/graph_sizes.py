@@ -15,6 +15,11 @@ DECODES = (16, 64, 128, 256, 512)
 # Buckets of up to this many decodes are captured before serving, since benchmarks often run so few sequences. A bucket
 # captured at its first use costs the host two launches of the step: 0.1 s each with routed experts on four ranks.
 CAPTURED_DECODES = 64
+# Of rows that lie one after another without padding: tokens of the largest batch whose graphs are _PACKED_STEP apart.
+# The activations of more tokens leave a GPU's L2 cache. Then tokens of the smallest graph.
+MAX_PACKED_TOKENS, _FIRST_PACKED, _PACKED_STEP = 16_384, 64, 1024
+# The tokens of a graph for each of its rows. A shorter row takes this many.
+MIN_ROW_TOKENS = 8
 
 
 def max_prefills(tokens: int) -> int:
@@ -37,3 +42,14 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     sizes = [1, 2, 4, 8, 10, 12, 16, 24, 32, 48, *range(64, 128, 8), *range(128, 256, 16), *range(256, 512, 32)]
     sizes += [*range(512, 1024, 64), *range(1024, max_num_seqs, 256)]
     return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+
+
+def packed_sizes(batch_tokens: int) -> list[int]:
+    """Return the numbers of tokens to which batches of at most `batch_tokens` are padded, in increasing order.
+
+    All of them are multiples of the smallest, for aligned tables. The last may be a little larger than a batch.
+    """
+    most = -(-batch_tokens // _FIRST_PACKED) * _FIRST_PACKED
+    doubled = [_FIRST_PACKED << power for power in range((_PACKED_STEP // _FIRST_PACKED).bit_length())]
+    step = -(-most // MAX_PACKED_TOKENS) * _PACKED_STEP
+    return [size for size in (*doubled, *range(2 * _PACKED_STEP, most, step)) if size < most] + [most]

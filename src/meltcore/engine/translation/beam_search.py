@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from meltcore.common.errors import ConfigError, RequestError
+from meltcore.engine.memory.graph_sizes import MIN_ROW_TOKENS, packed_sizes
+from meltcore.engine.tasks.packed_graphs import PackedGraphs
 from meltcore.engine.translation.beam_state import BeamOptions, BeamState
 from meltcore.kernels.graph_capture import GraphCapturer
 from meltcore.kernels.launch import use_triton
@@ -26,6 +28,8 @@ from meltcore.models.tasks.indictrans2 import EOS_ID, IndicTrans2
 
 # Tokens, with padding, that are encoded together at most: they bound the encoder's activations.
 _ENCODER_TOKENS = {"cuda": 16_384, "cpu": 2048}
+# Tokens of the largest graph of an encoder in 16 bits: a GPU computes more in a longer time than their launches take.
+_GRAPH_TOKENS = 2048
 # Steps whose inputs and flags are in host memory: one runs while those of the one before are read.
 _STEPS_IN_FLIGHT = 2
 
@@ -102,6 +106,10 @@ class BeamSearch:
         has_graphs = self._is_gpu and use_triton(self.state.self_kv) if graphs is None else graphs
         self._capturer = GraphCapturer() if has_graphs else None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._encoder: PackedGraphs | None = None
+        if model.is_packed:
+            sizes = packed_sizes(max(max_source, min(self._encoder_tokens, _GRAPH_TOKENS)))
+            self._encoder = PackedGraphs(self.state.begin_packed, sizes, (3, 2), model.device)
         self._sizes = graph_rows(slots)
         self._free_slots = list(range(slots))
         self._running: dict[int, _Sentence] = {}  # by slot, in the order in which they began
@@ -135,12 +143,14 @@ class BeamSearch:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, float], None] = lambda _stage, _part: None) -> None:
-        """Capture the graphs of all sizes, the largest first, so that smaller graphs fit into its memory.
+        """Capture the graphs of the encoder and of steps of all sizes, the largest first, which share memory.
 
         No source may be running. If graphs are off, nothing happens.
         """
         assert not self._running
         if self._capturer is not None:
+            if self._encoder is not None:
+                self._encoder.capture(self._capturer, progress)
             for index, size in enumerate(reversed(self._sizes)):
                 self._graph(size)
                 progress("capturing graphs", (index + 1) / len(self._sizes))
@@ -160,7 +170,7 @@ class BeamSearch:
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
         max_tokens = self._encoder_tokens
         while order:
-            count = max(1, min(len(order), max_tokens // len(sources[order[-1]])))
+            count = max(1, min(len(order), max_tokens // max(MIN_ROW_TOKENS, len(sources[order[-1]]))))
             part, order = order[-count:], order[:-count]
             slots = [self._free_slots.pop() for _ in part]
             self._encode(slots, [sources[i] for i in part])
@@ -172,6 +182,14 @@ class BeamSearch:
         self._rows = None
 
     def _encode(self, slots: list[int], sources: list[Sequence[int]]) -> None:
+        if self._encoder is not None:
+            lengths = np.array([len(source) for source in sources], np.int32)
+            distances = self.state.spare - np.array(slots, np.int32)
+            positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+            token_ids = np.concatenate([np.array(source, np.int32) for source in sources])
+            tokens = np.stack([token_ids, positions, distances.repeat(lengths)])
+            self._encoder.launch(tokens, np.stack([distances, lengths]), lengths)
+            return
         longest = max(map(len, sources))
         # In one array, which one copy brings to the device: the tokens, then slot and length of each
         inputs = self._host(len(sources), longest + 2, dtype=torch.int64)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from meltcore.common.errors import ConfigError
+from meltcore.engine.tasks.packed_graphs import PackedBatch
 from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.sampling.beam_top_k import log_softmax_top_k
 from meltcore.models.configs.task_configs import MAX_NEW_TOKENS, NUM_BEAMS
@@ -117,6 +118,24 @@ class BeamState:
         encoded = self.model.encode(token_ids, lengths)
         for cache, keys_values in zip(self.cross_kv, self.model.cross_keys_values(encoded), strict=True):
             cache[:, slots, :, : encoded.shape[1]] = keys_values
+        self._begin(slots, lengths)
+
+    def begin_packed(self, batch: PackedBatch) -> None:
+        """Encode sources that lie one after another into slots.
+
+        The values of a token are its id, its position, and how far its slot is before the spare one. Those of a row are
+        that distance, and its length. So padding, which has zeros, goes to the spare slot.
+        """
+        (token_ids, positions, distances), (row_distances, lengths) = batch.tokens, batch.rows
+        encoded = self.model.encode_packed(token_ids, positions, batch.tiles)
+        places = self.spare - distances.long(), positions.long()
+        for cache, keys_values in zip(self.cross_kv, self.model.cross_keys_values(encoded[None]), strict=True):
+            cache.permute(1, 3, 0, 2, 4)[places] = keys_values[:, 0].permute(2, 0, 1, 3)
+        # A source without tokens would give the spare slot values that are no numbers.
+        self._begin(self.spare - row_distances.long(), lengths.long().clamp(min=1))
+
+    def _begin(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Set the tables of slots whose sources were encoded."""
         self._source_lengths[slots] = lengths
         if self._synthetic_lengths is not None:
             target_lengths = (lengths + _SYNTHETIC_EXTRA).clamp(min=_SYNTHETIC_LEAST)

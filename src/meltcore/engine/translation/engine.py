@@ -13,14 +13,18 @@ from functools import partial
 from meltcore.common.errors import RequestError
 from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.host.device import byte_budget, has_budget
-from meltcore.engine.memory.workspace import graph_node_bytes
 from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
 from meltcore.engine.tasks.device_task import DeviceTask
 from meltcore.engine.translation.beam_search import BeamSearch
 from meltcore.engine.translation.beam_state import BeamOptions
-from meltcore.engine.translation.memory import BUDGET_ENCODER_TOKENS, MAX_SLOTS, plan_slots, translation_workspace
+from meltcore.engine.translation.memory import (
+    BUDGET_ENCODER_TOKENS,
+    MAX_SLOTS,
+    plan_slots,
+    translation_graph_bytes,
+    translation_workspace,
+)
 from meltcore.engine.translation.translation import load_translation_model
-from meltcore.models.configs.task_configs import graph_rows
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
 from meltcore.settings.config import EngineConfig
@@ -71,7 +75,7 @@ class TranslationTask(DeviceTask, BatchTask[Translate, Translated]):
             ),
             *self._sleep_rows(),
         ]
-        self.outside_bytes = graph_node_bytes(len(graph_rows(self.slots)), sizes.decoder.num_layers) if is_exact else 0
+        self.outside_bytes = translation_graph_bytes(sizes, self.slots) if is_exact else 0
         if is_exact:
             self.memory.append(MemoryRow("workspace", workspace(self.slots), "of the encoder, graphs and libraries"))
         with self._building():

@@ -11,6 +11,7 @@ from functools import partial
 
 from meltcore.common.errors import BudgetError
 from meltcore.common.sizes import size_text
+from meltcore.engine.memory.graph_sizes import packed_sizes
 from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import Checkpoint
@@ -42,7 +43,7 @@ def translation_workspace(config: IndicTrans2Config, element_size: int, slots: i
     encoder = BUDGET_ENCODER_TOKENS * (8 * hidden + 2 * ffn + 4 * hidden) * element_size
     values = (12 * hidden + 2 * ffn) * element_size
     step_bytes = slots * num_beams * (config.decoder.vocab_size * (element_size + 4) + values)
-    nodes = graph_node_bytes(len(graph_rows(slots)), config.decoder.num_layers)
+    nodes = translation_graph_bytes(config, slots)
     # The tokens of all beams: two tables, and seven copies in a step and in its graph each. In large models the bound
     # of the activations holds them and the segments. The bundled one ran out of 512 MiB at its first graph (H200).
     tokens = slots * num_beams * config.max_target_positions * _TOKEN_BYTES
@@ -53,6 +54,12 @@ def translation_workspace(config: IndicTrans2Config, element_size: int, slots: i
     )
     tables = (config.max_source_positions + config.max_target_positions + 2) * hidden * element_size
     return encoder + step_bytes + nodes + gaps + tables + LIBRARY_BYTES
+
+
+def translation_graph_bytes(config: IndicTrans2Config, slots: int) -> int:
+    """Return the bytes of the graphs of steps and of the encoder that torch does not allocate."""
+    steps = graph_node_bytes(len(graph_rows(slots)), config.decoder.num_layers)
+    return steps + graph_node_bytes(len(packed_sizes(BUDGET_ENCODER_TOKENS)), config.encoder.num_layers)
 
 
 def plan_slots(

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from meltcore.kernels.attention.beam import beam_cross_attention, beam_self_attention
+from meltcore.kernels.attention.packed import MAX_HEAD_DIM, packed_attention
+from meltcore.kernels.launch import use_triton
 from meltcore.kernels.layer_norm import add_layer_norm
 from meltcore.layers.embedding import make_embedding
 from meltcore.layers.weight_loader import WeightLoader
@@ -167,6 +169,17 @@ class EncoderLayer(nn.Module):
         hidden = hidden + self.self_attn.output(attended)
         return hidden.add(self.mlp(hidden))
 
+    def forward_packed(self, hidden: torch.Tensor, normed: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+        """Return the feed-forward's output [tokens, size], which the caller adds to `hidden`.
+
+        Args:
+            hidden: [tokens, size], changed in place.
+            normed: the norm of `hidden`.
+            tiles: the tiles of rows from `make_row_tiles`.
+        """
+        attended = packed_attention(self.self_attn.qkv_proj(normed), tiles, self.self_attn.num_heads)
+        return self.mlp.of_normed(_add_norm(hidden, self.self_attn.out_proj(attended), self.mlp.norm))
+
 
 class DecoderLayer(nn.Module):
     """A layer of the decoder, for one new position of each beam."""
@@ -256,6 +269,12 @@ class IndicTrans2(nn.Module):
         """The device of the weights."""
         return self.decoder_norm.weight.device
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether kernels encode sources of different lengths without padding, in shapes that depend on no length."""
+        head_dim = self.config.hidden_size // self.config.encoder.num_heads
+        return use_triton(self.decoder_norm.weight) and self.dtype.itemsize == 2 and head_dim <= MAX_HEAD_DIM
+
     def prepare(self) -> None:
         """Build computed tensors. Weights must not change afterwards."""
         self.encoder_embedding.prepare(self.config.max_source_positions)
@@ -274,6 +293,22 @@ class IndicTrans2(nn.Module):
             hidden = layer(hidden, mask)
         encoded: torch.Tensor = self.encoder_norm(hidden)
         return encoded
+
+    def encode_packed(self, token_ids: torch.Tensor, positions: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+        """Return the encoded sources [tokens, size] of sources that lie one after another without padding.
+
+        Args:
+            token_ids: [tokens].
+            positions: [tokens], the position of each token in its source.
+            tiles: the tiles of the sources from `make_row_tiles`.
+        """
+        hidden = self.encoder_embedding(token_ids, positions)
+        layers = cast("list[EncoderLayer]", list(self.encoder_layers))
+        norms = [*(layer.self_attn.norm for layer in layers), self.encoder_norm]
+        normed = norms[0](hidden)
+        for layer, next_norm in zip(layers, norms[1:], strict=True):
+            normed = _add_norm(hidden, layer.forward_packed(hidden, normed, tiles), next_norm)
+        return normed
 
     def cross_keys_values(self, encoded: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield each decoder layer's keys and values of the sources: [2, rows, heads, positions, head_dim].
