@@ -12,8 +12,12 @@ import torch
 class EmulatedCapturer:
     """Runs a step again where a GPU replays its graph, and writes to the tensors that the capture has returned."""
 
+    def __init__(self) -> None:
+        self.count = 0
+
     def capture(self, step: Callable[[], Any]) -> tuple[SimpleNamespace, Any]:
         outputs = step()
+        self.count += 1
 
         def replay() -> None:
             for kept, new in zip(outputs or (), step() or (), strict=True):

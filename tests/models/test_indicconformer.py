@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from emulated_graphs import EmulatedCapturer
 from parakeet_tools import CONFIG, build, feature_extractor, nemo_names, pad, reference_ctc, reference_rnnt, speech
 
 from meltcore.common.errors import ConfigError
 from meltcore.engine.transcription import transducer
 from meltcore.engine.transcription.ctc import Emissions, ctc_greedy, make_emissions
-from meltcore.engine.transcription.transducer import transducer_greedy
+from meltcore.engine.transcription.speech_encoding import EncoderGraphs, encode_samples
+from meltcore.engine.transcription.transducer import TransducerGraphs, transducer_greedy
+from meltcore.kernels import graph_capture
 from meltcore.models.tasks import conformer, log_mel
 from meltcore.models.tasks.indicconformer import IndicConformer
 
@@ -168,6 +172,48 @@ def test_rnnt_emits_the_tokens_of_transformers_at_its_frames(language: int) -> N
     per_frame = [frames.count(frame) for frame in range(expected_encoded()[1][3])]
     assert 0 in per_frame
     assert max(per_frame) > 1
+
+
+@pytest.mark.parametrize("sizes", [(1, 6, 3, 2, 1), (5, 6, 1, 1, 0)])
+def test_convolutions_are_gemms(sizes: tuple[int, int, int, int, int]) -> None:
+    layer, hidden = torch.nn.Conv2d(*sizes), torch.randn(3, sizes[0], 11, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(conformer.convolve(layer, hidden), layer(hidden), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_graphs_of_more_and_longer_clips_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and in company, in graphs and loops that others have used, and in batches that no graph has."""
+    monkeypatch.setattr(graph_capture, "GraphCapturer", EmulatedCapturer)
+    model, seed, capturer = ours(), random.randrange(2**31), EmulatedCapturer()
+    encoder = EncoderGraphs(model, [(1, 12), (1, 40), (4, 40)])
+    loops = TransducerGraphs(model, limit=2)
+    encoder.capture(capturer, lambda _stage, _part: None)  # type: ignore[arg-type]
+    loops.capture(capturer, (1, 4), 40)  # type: ignore[arg-type]
+    chance = random.Random(seed)
+    clips = speech(*(chance.uniform(0.3, 2.9) for _ in range(6)), seed=seed)
+    samples = [(clip.clamp(-1, 1) * 32767).to(torch.int16) for clip in clips]
+    languages = [chance.randrange(len(CONFIG.languages)) for _ in samples]
+
+    def found(rows: list[int]) -> tuple[list[torch.Tensor], list[Emissions]]:
+        batch, lengths = pad([samples[row] for row in rows])
+        with torch.inference_mode():
+            encoded, frames = encoder.encode(batch, lengths)
+            chosen = torch.tensor([languages[row] for row in rows])
+            emissions = transducer_greedy(model, encoded, frames, chosen, graphs=loops)
+            return [each[:count].clone() for each, count in zip(encoded, frames.tolist(), strict=True)], emissions
+
+    for rows in ([0], [1, 2, 3], [4, 5], [2], [*range(6)], [3]):
+        for row, encoded, emissions in zip(rows, *found(rows), strict=True):
+            with torch.inference_mode():
+                alone, frames = encode_samples(model, samples[row][None], torch.tensor([len(samples[row])]))
+                [expected] = transducer_greedy(model, alone, frames, torch.tensor([languages[row]]))
+            torch.testing.assert_close(encoded, alone[0, : len(encoded)], rtol=0, atol=TOLERANCE)
+            assert emissions == expected, seed
+            assert emissions.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
+            assert emissions.blank_logprobs == pytest.approx(expected.blank_logprobs, abs=TOLERANCE)
+    assert len(loops._cache._kept) == 1, "six clips have a loop of their own"
+    assert capturer.count == 3 + 2 + 1, "which shares the memory of the others"
 
 
 @pytest.mark.parametrize("window", [1, 3, 64])

@@ -11,7 +11,6 @@ import torch
 
 from meltcore.common.errors import RequestError
 from meltcore.engine.host.device import byte_budget, has_budget
-from meltcore.engine.memory.workspace import graph_node_bytes
 from meltcore.engine.tasks.batch_engine import BatchEngine, OneStepTask
 from meltcore.engine.tasks.device_task import DeviceTask
 from meltcore.engine.transcription.ctc import Emissions, ctc_greedy
@@ -20,12 +19,15 @@ from meltcore.engine.transcription.memory import (
     MAX_CLIP_S,
     MAX_TRANSCRIPTION_COST,
     TRANSCRIPTION_GRAPHS,
+    TranscriptionGraphs,
     plan_transcription,
     planned_config,
+    transcription_graph_bytes,
     transcription_shape,
 )
 from meltcore.engine.transcription.speech_encoding import EncoderGraphs, encode_samples
 from meltcore.engine.transcription.transducer import TransducerGraphs, transducer_greedy
+from meltcore.kernels.graph_capture import GraphCapturer
 from meltcore.models.checkpoints.checkpoint import Progress, find_transcriber, has_assets
 from meltcore.models.checkpoints.nemo_archive import NemoArchive
 from meltcore.models.configs.task_configs import IndicConformerConfig
@@ -87,19 +89,26 @@ class TranscriptionTask(DeviceTask, OneStepTask[Transcribe, Transcript]):
         )
         graphs = BUDGET_TRANSCRIPTION_GRAPHS if is_exact else TRANSCRIPTION_GRAPHS
         self.model.encoder.pre_encode.max_elements = graphs.subsampling
-        num_graphs = graphs.encoder + graphs.transducer
-        self.outside_bytes = graph_node_bytes(num_graphs, model_config.encoder.num_layers) if is_exact else 0
+        self.outside_bytes = transcription_graph_bytes(model_config, graphs) if is_exact else 0
         self.model.prepare(max_shape)
         is_cuda = device.type == "cuda"
         synthetic_frames = max(1, round(_SYNTHETIC_TOKEN_S / model_config.frame_s))
         self._frames_per_token = synthetic_frames if self._is_dummy else None
         self.memory += self._sleep_rows()
-        with self._building():
-            self._encoder_graphs = EncoderGraphs(self.model, graphs.encoder, graphs.clips) if is_cuda else None
-            self._rnnt_graphs = (
-                TransducerGraphs(self.model, graphs.transducer, self._frames_per_token) if is_cuda else None
-            )
+        self._encoder_graphs: EncoderGraphs | None = None
+        self._rnnt_graphs: TransducerGraphs | None = None
+        if is_cuda:
+            with self._building():
+                self._capture(graphs, max_shape, progress)
         self._load_s = time.monotonic() - self._start_s
+
+    def _capture(self, graphs: TranscriptionGraphs, max_shape: int, progress: Callable[[str, float], None]) -> None:
+        """Capture the graphs of few clips, so that no request waits for one."""
+        capturer = GraphCapturer()
+        self._encoder_graphs = EncoderGraphs(self.model, graphs.encoder_shapes(max_shape))
+        self._encoder_graphs.capture(capturer, progress)
+        self._rnnt_graphs = TransducerGraphs(self.model, graphs.transducer, self._frames_per_token)
+        self._rnnt_graphs.capture(capturer, graphs.clips, max_shape)
 
     def cost(self, request: Transcribe) -> int:
         """Return the number of encoder frames of a clip.

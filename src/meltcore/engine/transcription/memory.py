@@ -40,23 +40,34 @@ _SUBSAMPLING_TENSORS = 2.25
 _HIDDEN_TENSORS, _FEED_FORWARD_TENSORS, _SCORE_TENSORS = 10, 2, 5
 
 
-class TranscriptionGraphs(NamedTuple):
-    """The numbers of CUDA graphs of the encoder and of the RNN-T, and the maximum number of clips of an encoder graph.
+# Frames of the smallest graph of the encoder, 5 s. The weights take longer to read than these frames to compute.
+_FIRST_FRAMES = 64
 
-    More clips keep a GPU busy for longer than their launches take. `subsampling` is the number of elements of a
-    convolution layer that are computed together.
+
+class TranscriptionGraphs(NamedTuple):
+    """The CUDA graphs of an engine.
+
+    Args:
+        clips: the numbers of clips of graphs that are captured before serving, of the encoder and of the RNN-T.
+        frames: the encoder frames of the encoder's largest graph. More keep a GPU busy for longer than their launches.
+        transducer: the number of graphs of the RNN-T for more clips.
+        subsampling: the number of elements of a convolution layer that are computed together.
     """
 
-    encoder: int
+    clips: tuple[int, ...]
+    frames: int
     transducer: int
-    clips: int
     subsampling: int = MAX_SUBSAMPLING_ELEMENTS
 
+    def encoder_shapes(self, max_shape: int) -> list[tuple[int, int]]:
+        """Return the clips and encoder frames of the encoder's graphs. The longest clip has `max_shape` frames."""
+        sizes = cost_buckets(max_shape, first=_FIRST_FRAMES, per_doubling=1)
+        most = max(self.frames, max_shape)
+        return [(clips, size) for clips in self.clips for size in sizes if clips * size <= most]
 
-TRANSCRIPTION_GRAPHS = TranscriptionGraphs(32, 16, 4)
-# Clips of the longest kind in a loop of the RNN-T that a graph is planned for.
-MAX_LOOP_CLIPS = 16
-BUDGET_TRANSCRIPTION_GRAPHS = TranscriptionGraphs(4, 4, 2, 2**25)
+
+TRANSCRIPTION_GRAPHS = TranscriptionGraphs((1, 2, 4, 8, 16, 32), 4096, 16)
+BUDGET_TRANSCRIPTION_GRAPHS = TranscriptionGraphs((1, 4, 16), 1280, 1, 2**25)
 
 
 def transcription_shape(config: IndicConformerConfig) -> int:
@@ -145,22 +156,27 @@ def _transcription_workspace(
     config: IndicConformerConfig, element_size: int, max_shape: int, graphs: TranscriptionGraphs
 ) -> int:
     """Return the bytes of graphs with their inputs, and of libraries."""
-    encoder = config.encoder
+    encoder, shapes = config.encoder, graphs.encoder_shapes(max_shape)
     frame_bytes, subsampled_bytes, part_bytes = _transcription_sizes(config, element_size, max_shape, graphs)
-    frames = graphs.clips * max_shape
-    pool = frames * frame_bytes + min(part_bytes, frames * subsampled_bytes)
-    graph_bytes = frames * (encoder.hidden_size * element_size + encoder.subsampling_factor * config.features.hop * 2)
-    graph_bytes += graph_node_bytes(1, encoder.num_layers)
-    # Tables of the RNN-T, and the kernels of its iterations: about those of as many layers as the encoder's.
-    decode_loop_bytes = MAX_LOOP_CLIPS * max_shape * (config.joint_size * element_size + _loop_frame_bytes(config))
-    decode_loop_bytes += graph_node_bytes(1, encoder.num_layers)
-    return (
-        pool
-        + graphs.encoder * graph_bytes
-        + graphs.transducer * decode_loop_bytes
-        + LIBRARY_BYTES
-        + LEAST_BATCH_GAP_BYTES
-    )
+    frames = max(clips * size for clips, size in shapes)
+    # The graphs share the memory of their activations and inputs. Each has outputs of its own.
+    pool = frames * (frame_bytes + encoder.subsampling_factor * config.features.hop * 2)
+    pool += min(part_bytes, frames * subsampled_bytes)
+    outputs = sum(clips * size for clips, size in shapes) * encoder.hidden_size * element_size
+    # Tables of the RNN-T. More clips are shorter: their tables are counted as those of twice as many long ones.
+    loop_clips = sum(graphs.clips) + graphs.transducer * 2 * graphs.clips[-1]
+    loops = loop_clips * max_shape * (config.joint_size * element_size + _loop_frame_bytes(config))
+    return pool + outputs + loops + transcription_graph_bytes(config, graphs) + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES
+
+
+def transcription_graph_bytes(config: IndicConformerConfig, graphs: TranscriptionGraphs) -> int:
+    """Return the bytes of the graphs that torch does not allocate.
+
+    The iterations of an RNN-T's graph have about as many kernels as the encoder.
+    """
+    max_shape = transcription_shape(config)
+    num_graphs = len(graphs.encoder_shapes(max_shape)) + len(graphs.clips) + graphs.transducer
+    return graph_node_bytes(num_graphs, config.encoder.num_layers)
 
 
 def planned_config(name: str, *, is_dummy: bool) -> IndicConformerConfig:

@@ -9,10 +9,12 @@ graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from meltcore.engine.core.waiting import cost_buckets
 from meltcore.engine.transcription.ctc import Emissions
 from meltcore.kernels.graph_capture import GraphCache, GraphCapturer
 from meltcore.models.tasks.indicconformer import IndicConformer
@@ -73,15 +75,15 @@ class _Loop:
         self.is_running = torch.zeros((), dtype=torch.bool, device=device)
 
     def load(self, encoded: torch.Tensor, frames: torch.Tensor, languages: torch.Tensor, start: int) -> None:
-        """Begin a batch. `start` is the prediction network's first input."""
-        model = self.model
-        self._projected.copy_(model.joint.enc(encoded))
-        self._frames.copy_(frames)
-        self._languages.copy_(languages)
-        for zeroed in (self._frame, self._symbols, self.count, *self._state):
+        """Begin a batch of at most as many clips and frames. `start` is the prediction network's first input."""
+        model, (clips, size, _) = self.model, encoded.shape
+        for zeroed in (self._frames, self._languages, self._frame, self._symbols, self.count, *self._state):
             zeroed.zero_()
+        self._projected[:clips, :size].copy_(model.joint.enc(encoded))
+        self._frames[:clips].copy_(frames)
+        self._languages[:clips].copy_(languages)
         self._start = start
-        self._keep(_advance(model, torch.full_like(frames, start), self._state))
+        self._keep(_advance(model, torch.full_like(self._frames, start), self._state))
         self.is_running.fill_(True)
 
     def iterate(self, iterations: int) -> None:
@@ -131,30 +133,51 @@ class _Loop:
 
 
 class TransducerGraphs:
-    """Keeps a `_Loop` for each shape of a batch, with several of its iterations as a CUDA graph."""
+    """Keeps a `_Loop` for each number of clips, with several of its iterations as a CUDA graph.
+
+    Few clips have loops of the longest kind, which `capture` makes. Those of more clips are made at their first use.
+    """
 
     def __init__(self, model: IndicConformer, limit: int = 16, frames_per_token: int | None = None) -> None:
-        """Keep `limit` graphs, one per number of clips and frames. `transducer_greedy` explains frames_per_token."""
+        """Keep `limit` loops of many clips. `transducer_greedy` explains frames_per_token."""
         self._model, self._frames_per_token = model, frames_per_token
         self._cache: GraphCache[tuple[_Loop, torch.cuda.CUDAGraph]] = GraphCache(limit)
+        self._few: dict[int, tuple[_Loop, torch.cuda.CUDAGraph]] = {}
+        # Whose memory all loops share. That of the cache ends with its only loop, when another one takes its place.
+        self._capturer: GraphCapturer | None = None
+
+    @torch.inference_mode()
+    def capture(self, capturer: GraphCapturer, clip_counts: Sequence[int], size: int) -> None:
+        """Make loops of these numbers of clips, which increase, each of at most `size` encoder frames."""
+        self._capturer = capturer
+        for clips in reversed(clip_counts):
+            self._few[clips] = self._make(capturer, clips, size, self._model.config.vocab_size)
+        self._few = dict(sorted(self._few.items()))
 
     def get(
         self, encoded: torch.Tensor, frames: torch.Tensor, languages: torch.Tensor, start: int
     ) -> tuple[_Loop, torch.cuda.CUDAGraph]:
-        """Return the loop of the shape of these inputs, loaded with them, and its graph of several iterations."""
+        """Return a loop that is loaded with these inputs, and the graph of several of its iterations."""
         clips, size, _ = encoded.shape
+        kept = next((self._few[count] for count in self._few if count >= clips), None)
+        if kept is None or kept[0].size < size or start != self._model.config.vocab_size:
+            rounded = next(count for count in cost_buckets(2 * clips, first=1) if count >= clips)
+            kept = self._cache.get(
+                (rounded, size, start),
+                lambda capturer: self._make(self._capturer or capturer, rounded, size, start),
+            )
+        kept[0].load(encoded, frames, languages, start)
+        return kept
 
-        def make(capturer: GraphCapturer) -> tuple[_Loop, torch.cuda.CUDAGraph]:
-            loop = _Loop(self._model, clips, size, self._frames_per_token)
-            loop.load(encoded, frames, languages, start)
-            loop.iterate(_GPU_ITERATIONS)  # so that nothing is loaded or chosen during the capture
+    def _make(self, capturer: GraphCapturer, clips: int, size: int, start: int) -> tuple[_Loop, torch.cuda.CUDAGraph]:
+        loop, model = _Loop(self._model, clips, size, self._frames_per_token), self._model
+        zeros = loop.count.new_zeros(clips)
+        encoded = torch.zeros(clips, 1, model.config.encoder.hidden_size, dtype=model.dtype, device=model.device)
+        loop.load(encoded, zeros, zeros, start)
+        loop.iterate(_GPU_ITERATIONS)  # so that nothing is loaded or chosen during the capture
+        if loop.is_running.is_cuda:
             torch.cuda.synchronize()
-            graph, _ = capturer.capture(lambda: loop.iterate(_GPU_ITERATIONS))
-            return loop, graph
-
-        loop, graph = self._cache.get((clips, size, start), make)
-        loop.load(encoded, frames, languages, start)
-        return loop, graph
+        return loop, capturer.capture(lambda: loop.iterate(_GPU_ITERATIONS))[0]
 
 
 def transducer_greedy(
@@ -193,7 +216,7 @@ def transducer_greedy(
         loop, graph = graphs.get(encoded, frames, languages, start)
         while bool(loop.is_running):
             graph.replay()
-    counts = loop.count.tolist()
+    counts = loop.count[: len(frames)].tolist()
     longest = max(counts)
     tokens, places, scores = (each[:, :longest].cpu() for each in (loop.tokens, loop.places, loop.logprobs))
     blanks = loop.blank_logprobs.cpu()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from meltcore.kernels.launch import without_cudnn
 from meltcore.models.configs.task_configs import MAX_SUBSAMPLING_ELEMENTS, ConformerConfig
 
 _SUBSAMPLING_KERNEL, _SUBSAMPLING_STRIDE = 3, 2
@@ -65,7 +66,7 @@ class Subsampling(nn.Module):
     def _subsample(self, features: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
         hidden = features[:, None]
         for layer in self.conv:
-            hidden = layer(hidden)
+            hidden = convolve(layer, hidden) if isinstance(layer, nn.Conv2d) and hidden.is_cuda else layer(hidden)
             if isinstance(layer, nn.Conv2d) and layer.stride[0] > 1:
                 frames = subsampled_frames(frames)
             elif isinstance(layer, nn.ReLU):  # the next convolution reads a frame beyond a clip's last one
@@ -201,16 +202,35 @@ class ConformerEncoder(nn.Module):
         Returns [clips, encoded frames, hidden_size] and the clips' encoded frame counts. Frames of the result after a
         clip's end are undefined.
         """
-        hidden, encoded_frames = self.pre_encode(features, frames)
-        if self.config.scales_input:
-            hidden = hidden * math.sqrt(self.config.hidden_size)
-        size = hidden.shape[1]
-        assert size <= self.max_frames, f"{size} frames, prepared for {self.max_frames}"
-        is_padding = padding_mask(encoded_frames, size)
-        first = self.max_frames - size
-        for layer, positions in zip(self.layers, self._positions, strict=True):
-            hidden = layer(hidden, positions[..., first : first + 2 * size - 1], is_padding)
+        with without_cudnn():
+            hidden, encoded_frames = self.pre_encode(features, frames)
+            if self.config.scales_input:
+                hidden = hidden * math.sqrt(self.config.hidden_size)
+            size = hidden.shape[1]
+            assert size <= self.max_frames, f"{size} frames, prepared for {self.max_frames}"
+            is_padding = padding_mask(encoded_frames, size)
+            first = self.max_frames - size
+            for layer, positions in zip(self.layers, self._positions, strict=True):
+                hidden = layer(hidden, positions[..., first : first + 2 * size - 1], is_padding)
         return hidden, encoded_frames
+
+
+def convolve(layer: nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the layer's output. Convolutions of one channel or one pixel are a GEMM of all clips.
+
+    Without cuDNN torch would compute them clip by clip. hidden: [clips, channels, rows, columns].
+    """
+    size, stride = layer.kernel_size[0], layer.stride[0]
+    if layer.groups > 1 or (size > 1 and layer.in_channels > 1):
+        convolved: torch.Tensor = layer(hidden)
+        return convolved
+    assert layer.bias is not None
+    padding = int(layer.padding[0])
+    windows = functional.pad(hidden, [padding] * 4).unfold(2, size, stride).unfold(3, size, stride)
+    clips, channels, rows, columns = windows.shape[:4]
+    pixels = windows.permute(0, 1, 4, 5, 2, 3).reshape(clips, channels * size**2, rows * columns)
+    weight = layer.weight.flatten(1).expand(clips, -1, -1)
+    return torch.baddbmm(layer.bias[:, None], weight, pixels).view(clips, -1, rows, columns)
 
 
 def sinusoids(max_frames: int, size: int, device: torch.device | None = None) -> torch.Tensor:

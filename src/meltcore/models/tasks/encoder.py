@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meltcore.kernels.activation import gelu
 from meltcore.kernels.attention.packed import MAX_HEAD_DIM, make_row_tiles, mean_of_rows, packed_attention
-from meltcore.kernels.launch import use_triton
+from meltcore.kernels.launch import use_triton, without_cudnn
 from meltcore.kernels.layer_norm import add_layer_norm, embed_layer_norm
 from meltcore.layers.embedding import make_embedding
 from meltcore.layers.weight_loader import WeightLoader
@@ -26,8 +25,6 @@ from meltcore.models.tasks.indictrans2 import linear_tensors, norm_tensors
 from meltcore.models.tasks.pooling_model import PoolingModel
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": gelu, "relu": functional.relu}
-# Without cuDNN, which compiles a kernel for each shape: 4 ms of CPU time for each of a batch's layers (H200).
-_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _PREFIXES = ("bert.", "roberta.")
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}  # of LayerNorms in checkpoints converted from TensorFlow
 _HEADS_OF_TRAINING = ("cls.", "lm_head.", "pooler.")
@@ -89,7 +86,7 @@ class TextEncoderLayer(nn.Module):
             qkv = qkv.new_zeros(num_rows * max_row_len, qkv.shape[1]).index_copy_(0, batch.slots, qkv)
         split = qkv.view(num_rows, max_row_len, 3, self.num_heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-        with sdpa_kernel(_KERNELS):
+        with without_cudnn():
             attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=batch.mask)
         flat = attended.transpose(1, 2).reshape(num_rows * max_row_len, -1)
         return flat if batch.slots is None else flat.index_select(0, batch.slots)

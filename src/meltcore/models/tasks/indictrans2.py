@@ -305,7 +305,7 @@ class IndicTrans2(nn.Module):
         hidden = self.encoder_embedding(token_ids, positions)
         layers = cast("list[EncoderLayer]", list(self.encoder_layers))
         norms = [*(layer.self_attn.norm for layer in layers), self.encoder_norm]
-        normed = norms[0](hidden)
+        normed: torch.Tensor = norms[0](hidden)
         for layer, next_norm in zip(layers, norms[1:], strict=True):
             normed = _add_norm(hidden, layer.forward_packed(hidden, normed, tiles), next_norm)
         return normed
