@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,6 +128,10 @@ class TooLongError(BaseException):
     """Reports an input that takes more than LIMIT_S. No parser catches it."""
 
 
+class TimeIsOverError(BaseException):
+    """Ends a round. Hypothesis would otherwise draw the rest of its inputs."""
+
+
 @contextmanager
 def limited() -> Iterator[None]:
     """Raise TooLongError in Python code that runs for more than LIMIT_S of CPU time, and in C code at its end."""
@@ -164,7 +168,7 @@ def run_round(target: Target, number: int, inputs: int, last: Path | None = None
     def attempt(drawn: bytes) -> None:
         nonlocal tried
         if time.monotonic() > end_s:
-            return
+            raise TimeIsOverError
         tried += 1
         data = edited(drawn, target)
         if file is not None:
@@ -174,7 +178,8 @@ def run_round(target: Target, number: int, inputs: int, last: Path | None = None
             target.check(data)
         assert sorted(Path().iterdir()) == files, "a file is left"
 
-    attempt()
+    with suppress(TimeIsOverError):
+        attempt()
     if file is not None:
         os.close(file)
     return tried
