@@ -252,6 +252,7 @@ class Soak:
                 sums[f"{role}_bytes"] += pages * os.sysconf("SC_PAGE_SIZE")
                 sums[f"{role}_descriptors"] += len(list(Path(f"/proc/{pid}/fd").iterdir()))
                 sums[f"{role}_threads"] += len(list(Path(f"/proc/{pid}/task").iterdir()))
+        sums["clients"] = len(self.tasks)
         return sums
 
     def cpu_seconds(self) -> float:
@@ -341,8 +342,7 @@ def verdict(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Judge the lines of a log: growth since the first hour, and what was lost.
 
     The first minute warms up. Medians of the first hour, or of the first third of a shorter run, are compared with
-    medians of as long a time at the end. Descriptors and threads are compared by their least numbers, since each open
-    connection of a client has a descriptor.
+    medians of as long a time at the end. Descriptors of API servers are counted without those of clients.
     """
     samples = [line for line in lines if line["event"] == "sample" and line["s"] > _MINUTE_S]
     if len(samples) < 6:
@@ -355,7 +355,7 @@ def verdict(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ]
     parts = {
         name: [
-            (statistics.median if name.endswith("bytes") else min)(each[name] for each in part)
+            statistics.median(each[name] - each.get("clients", 0) * (name == "api_descriptors") for each in part)
             for part in (samples[:size], samples[-size:])
         ]
         for name in names

@@ -69,9 +69,10 @@ def soak_lines(left: float = 0.0, ended: str = "200", **last: float) -> list[dic
     lines = [sample | {"s": 10 * index, "ended": {"200": 5}} for index in range(360)]
     lines += [sample | last | {"s": 3600 + 10 * index, "ended": {ended: 5}} for index in range(360)]
     # Connections of clients come and go.
-    return [line | {"api_descriptors": line["api_descriptors"] + line["s"] % 70} for line in lines] + [
-        {"event": "end", "left": left}
-    ]
+    for line in lines:
+        line["clients"] = line["s"] // 100
+        line["api_descriptors"] += line["clients"]
+    return [*lines, {"event": "end", "left": left}]
 
 
 @pytest.mark.parametrize(
