@@ -263,14 +263,14 @@ def penalties_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 def token_mask_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     masks = meta(65, VOCAB // token_mask.WORD_BITS, dtype=torch.int32)
     return [
-        partial(token_mask.wait_for_masks, *[indices(64)] * 3, indices(65), indices(2, 65), indices(1)),
+        partial(token_mask.wait_for_masks, *[indices(64)] * 3, indices(65), indices(2, 65), indices(2)),
         partial(token_mask.mask_logits, meta(64, VOCAB), masks, indices(64)),
     ]
 
 
 def resample_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     some, rings = indices(64), (indices(1), indices(4, 1024))
-    settings = resample.RowSettings(indices(2), indices(1), some, some, meta(64))
+    settings = resample.RowSettings(indices(2), indices(2), some, some, meta(64))
     tokens = resample.StepTokens(some, some, some, indices(1025), *rings)
     logits = meta(64, VOCAB, dtype=torch.float32)
     return [partial(resample.resample, logits, settings, tokens, indices(65), indices(2, 65))]

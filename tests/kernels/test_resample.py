@@ -35,7 +35,7 @@ def test_sampled_rows_get_new_tokens_and_others_keep_theirs(
     old_ids, ring, last_tokens = torch.arange(-6, 0), torch.full((4, 9), -7), torch.full((7,), -8)
     host = [tensor.pin_memory() if device.type == "cuda" else tensor for tensor in (masks, filled, outcomes, ring)]
     address = torch.tensor([host[0].data_ptr(), masks.shape[1]])
-    settings = [address, torch.tensor([0]), first_tickets, seeds, temperatures]
+    settings = [address, torch.tensor([0, 0]), first_tickets, seeds, temperatures]
     tokens = [old_ids.clone(), rows, positions, last_tokens, torch.tensor([7])]
     on_device = StepTokens(*(tensor.to(device) for tensor in tokens), host[3])
     resample(logits.to(device), RowSettings(*(each.to(device) for each in settings)), on_device, host[1], host[2])

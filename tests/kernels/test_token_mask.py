@@ -50,12 +50,29 @@ def test_device_waits_for_each_mask_and_says_which_were_late(is_pinned: bool) ->
         [ticket and ticket - at for ticket, at in zip(tickets, positions, strict=True)],
     )
     settings = [torch.tensor(values, device=device) for values in (rows, first_tickets, positions)]
-    limit_ns = torch.tensor([500_000_000], device=device)
+    limits_ns = torch.tensor([0, 500_000_000], device=device)
     timer = threading.Timer(0.02, filled.__setitem__, (4, tickets[4]))
     timer.start()
-    mask_rows = wait_for_masks(*settings, filled, outcomes, limit_ns)
+    mask_rows = wait_for_masks(*settings, filled, outcomes, limits_ns)
     timer.join()
     assert mask_rows.tolist() == [1, 0, 0, 0, 4]
     expected = torch.zeros(2, 6, dtype=torch.int64)
     expected[1, 1], expected[0, 2], expected[1, 3], expected[0, 4] = tickets[0], -tickets[1], -tickets[2], tickets[4]
     assert torch.equal(outcomes, expected)
+
+
+@pytest.mark.parametrize("is_pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_device_waits_longer_while_it_can_sample_nothing(is_pinned: bool) -> None:
+    """The mask of row 1 comes meanwhile, the one of row 2 does not. Then no time is left. Padding does not count."""
+    tickets, filled, outcomes = [7 << 32, 8 << 32, 0], torch.zeros(3, dtype=torch.int64), torch.zeros(2, 3).long()
+    device = torch.device("cuda" if is_pinned else "cpu")
+    if is_pinned:
+        filled, outcomes = filled.pin_memory(), outcomes.pin_memory()
+    settings = [torch.tensor(values, device=device) for values in ([1, 2, 0], tickets, [4, 5, -1])]
+    timer = threading.Timer(0.02, filled.__setitem__, (1, tickets[0] + 4))
+    timer.start()
+    limits_ns = torch.tensor([60_000_000_000, 0], device=device)
+    mask_rows = wait_for_masks(*settings, filled, outcomes, limits_ns)
+    timer.join()
+    assert mask_rows.tolist() == [1, 0, 0]
+    assert outcomes.tolist() == [[0, tickets[0] + 4, 0], [0, 0, -(tickets[1] + 5)]]

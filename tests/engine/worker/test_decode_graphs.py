@@ -97,7 +97,7 @@ def test_graph_samples_as_the_sampler_does() -> None:
     for request in (requests[2], requests[4]):
         assert request.constraint is not None
         table.filled[request.row] = request.constraint.ticket(3)
-    sampler.mask_wait_s = 0.0
+    sampler.mask_limits_s = 0.0, 0.0
     logits = torch.randn(len(requests) + 1, vocab)
     expected = sampler.sample(logits[:-1].clone(), requests).token_ids
     outcomes = table.outcomes.copy()
@@ -136,6 +136,6 @@ def test_graphs_sample_what_needs_masks_and_temperatures_alone(monkeypatch: pyte
         assert not sampler.send_settings([one, decoding(3, **sampling)])
     constrained = decoding(4, grammar=Grammar("start: /a/"))
     assert not sampler.send_settings([one, constrained])  # the host waits
-    sampler.mask_wait_s = 0.001
+    sampler.mask_limits_s = 0.0, 0.001
     assert sampler.send_settings([one, constrained])
     assert sent[3:] == [[one, constrained]]

@@ -30,9 +30,9 @@ from meltcore.engine.core.request import Request, RequestStatus
 from meltcore.protocol.sampling_params import Grammar
 from meltcore.text.grammar import GrammarCompiler
 
-_COMPILE_THREADS, _MAX_MASK_THREADS = 2, 8  # on a host of 16 cores, 15 threads fill 256 masks no faster than 8
+_COMPILE_THREADS, _MAX_MASK_THREADS = 2, 16
 _GROUPS = 4  # of masks that are filled together; a slow mask makes its group late
-_SLOW_S = 0.002  # a group that takes longer has a slow mask
+_SLOW_S = 0.005  # a group that takes longer has a slow mask
 _FEW_TOKENS = 64  # up to this many the engine's thread takes faster than it wakes other threads
 # After its forward pass a step waits this long for masks. Most take 5 to 200 us, masks of hard schemas up to 34 ms.
 _GRACE_S, _POLL_S = 0.001, 0.0002
@@ -136,7 +136,7 @@ class Constraints:
         running = [request for request in self._held if request.status is RequestStatus.RUNNING]
         self.fill(running)  # if their rows were not free before
         for request in self._held:
-            request.is_held = request in running and not self._is_ready(request)
+            request.is_held = request.status is RequestStatus.RUNNING and not self._is_ready(request)
         self._held = [request for request in running if request.is_held]
         for request in running:
             if not request.is_held and self.does_device_wait:
@@ -278,14 +278,13 @@ class Constraints:
                 for constraint, _ in group:
                     constraint.filling = task
 
-    def device_wait_s(self, requests: Sequence[Request]) -> float | None:
-        """Return how long the device waits for the masks of the sampled requests of a step.
+    @property
+    def device_limits_s(self) -> tuple[float, float] | None:
+        """How long the device waits for masks while it can sample no sequence of a step, and then for the others.
 
-        Returns None if the host waits, or if no request has a grammar.
+        It is None if the host waits, or if no request has a grammar.
         """
-        if not self.does_device_wait or self.num_open == 0:
-            return None
-        return _ALONE_S if len(requests) == 1 else _GRACE_S
+        return (_ALONE_S, _GRACE_S) if self.does_device_wait and self.num_open else None
 
     def launched(self, requests: Sequence[Request]) -> None:
         """Begin to fill the masks for which the device waits in the step that was launched for these requests.

@@ -264,9 +264,9 @@ class GenerationEngine:
                 chunk.request.scheduled_s = start_s
                 self._prompt_tokens += chunk.request.prompt_length
         self._dropped = Dropped([], [])
-        wait_s = self._constraints.device_wait_s([chunk.request for chunk in scheduled if chunk.samples])
-        prepare = self._prepare_sampling if self._constraints.num_open and wait_s is None else None
-        self.runner.sampler.mask_wait_s = wait_s
+        limits_s = self._constraints.device_limits_s
+        prepare = self._prepare_sampling if self._constraints.num_open and limits_s is None else None
+        self.runner.sampler.mask_limits_s = limits_s
         try:
             launched = self.runner.launch(scheduled, prepare) if scheduled else None
         except BaseException:  # in a caller's token mask, or by Ctrl-C: the offline API continues with other requests
@@ -274,7 +274,7 @@ class GenerationEngine:
             raise
         if launched is not None and any(self._dropped):
             launched = self._without(launched, self._dropped, is_read=False)
-        elif launched is not None and wait_s is not None:
+        elif launched is not None and limits_s is not None:
             if self._launched is not None:
                 self._read_tokens(self._launched)
             self._constraints.launched(launched.requests)
@@ -310,14 +310,14 @@ class GenerationEngine:
 
         The tokens of a step that is read have been used by the next step, in flight, which is without them, too.
         """
+        requests, late = frozenset([*dropped.late, *dropped.failed]), frozenset(dropped.late)
         for chunk in step.chunks:
-            if chunk.samples and chunk.request in dropped.late:
+            if chunk.samples and chunk.request in late:
                 self.scheduler.postpone(chunk, chunk.request.in_flight if is_read else 1)
                 self._constraints.hold(chunk.request)
         for request in dropped.failed:
             if request.status is not RequestStatus.FINISHED:  # as one that has failed in two steps is
                 self._end(request, "error")
-        requests = frozenset([*dropped.late, *dropped.failed])
         if is_read:
             self.runner.put_last_tokens([each for each in dropped.late if each.status is RequestStatus.RUNNING])
             self._launched = None if self._launched is None else self._launched.without(requests)

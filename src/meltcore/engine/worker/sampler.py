@@ -106,15 +106,19 @@ class _GraphSettings:
         return self._views(self._memory, num_rows)
 
     def send(
-        self, requests: list[Request], masks: torch.Tensor | None, wait_s: float, seed_of: Callable[[Request], int]
+        self,
+        requests: list[Request],
+        masks: torch.Tensor | None,
+        limits_s: tuple[float, float],
+        seed_of: Callable[[Request], int],
     ) -> None:
         """Send the settings of a step's requests, which are constant while they run."""
         staged = torch.zeros(len(self._memory), dtype=torch.int64, pin_memory=self._memory.is_cuda)
         self._views(staged, self._width).temperatures.fill_(-1.0)  # of padding
-        address, limit_ns, tickets, seeds, temperatures = (view.numpy() for view in self._views(staged, len(requests)))
+        address, limits_ns, tickets, seeds, temperatures = (view.numpy() for view in self._views(staged, len(requests)))
         if masks is not None:
             address[:] = masks.data_ptr(), masks.shape[1]
-        limit_ns[:] = wait_s * 1e9
+        limits_ns[:] = np.array(limits_s) * 1e9
         tickets[:] = [_first_ticket(request) for request in requests]
         seeds[:] = [seed_of(request) for request in requests]
         temperatures[:] = [-1.0 if request.is_unmasked_greedy else request.sampling.temperature for request in requests]
@@ -124,7 +128,7 @@ class _GraphSettings:
         tickets, seeds, temperatures = (memory[4 + index * self._width :] for index in range(3))
         return RowSettings(
             memory[:2],
-            memory[2:3],
+            memory[2:4],
             tickets[:num_rows],
             seeds[:num_rows],
             temperatures.view(torch.float32)[:num_rows],
@@ -144,8 +148,9 @@ class Sampler:
         self._penalties = PenaltyTable(penalty_slots, vocab_size, device)
         self._masks: _Masks | None = None
         self._graph_settings = _GraphSettings(0, device)  # of no sequence, without graphs
-        self._sent: tuple[list[Request], float | None] = [], None  # for which the device has settings
-        self.mask_wait_s: float | None = None  # how long the next step waits for masks; None if the host has waited
+        self._sent: tuple[list[Request], tuple[float, float] | None] = [], None  # for which the device has settings
+        # How long the device waits for masks (`Constraints.device_limits_s`). None if the host has waited.
+        self.mask_limits_s: tuple[float, float] | None = None
 
     def allocate_masks(self, rows: int, num_ids: int) -> MaskTable:
         """Allocate the masks of grammars: a bit for each of `num_ids` token ids in each row of the runner."""
@@ -156,8 +161,8 @@ class Sampler:
     def warm_up_masks(self) -> None:
         """Launch the kernels of masks, as no request of the warm-up has a grammar."""
         masks = _Masks.allocate(2, 1, self.device)
-        rows, tickets, positions, limit_ns = to_device_together([[1], [1], [0], [0]], self.device)
-        mask_rows = wait_for_masks(rows, tickets, positions, masks.filled, masks.outcomes, limit_ns)
+        rows, tickets, positions, limits_ns = to_device_together([[1], [1], [0], [0, 0]], self.device)
+        mask_rows = wait_for_masks(rows, tickets, positions, masks.filled, masks.outcomes, limits_ns)
         mask_logits(torch.zeros(1, self._vocab_size, device=self.device), masks.masks, mask_rows)
 
     def prepare_graphs(self, max_num_seqs: int) -> None:
@@ -176,14 +181,14 @@ class Sampler:
         Return False and send nothing if some request needs more than a temperature and a mask, or if the host waits for
         masks.
         """
-        if (requests, self.mask_wait_s) == self._sent:
+        if (requests, self.mask_limits_s) == self._sent:
             return True
         has_masks = any(request.constraint is not None for request in requests)
-        if (has_masks and self.mask_wait_s is None) or not all(request.is_graph_sampled for request in requests):
+        if (has_masks and self.mask_limits_s is None) or not all(request.is_graph_sampled for request in requests):
             return False
         masks = self._masks.masks if has_masks and self._masks is not None else None
-        self._graph_settings.send(requests, masks, self.mask_wait_s or 0.0, self.seed_of)
-        self._sent = requests, self.mask_wait_s
+        self._graph_settings.send(requests, masks, self.mask_limits_s or (0.0, 0.0), self.seed_of)
+        self._sent = requests, self.mask_limits_s
         return True
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
@@ -256,7 +261,7 @@ class Sampler:
         Returns None if no request has a mask.
         """
         constraints = [request.constraint for request in requests]
-        if self.mask_wait_s is None:
+        if self.mask_limits_s is None:
             mask_rows = [
                 0 if constraint is None or not constraint.needs_mask else request.row
                 for constraint, request in zip(constraints, requests, strict=True)
@@ -265,16 +270,16 @@ class Sampler:
         if not any(constraints):
             return None
         assert self._masks is not None
-        rows, tickets, positions, limit_ns = to_device_together(
+        rows, tickets, positions, limits_ns = to_device_together(
             [
                 [request.row for request in requests],
                 [_first_ticket(request) for request in requests],
                 [request.length - 1 for request in requests],
-                [int(self.mask_wait_s * 1e9)],
+                np.array(self.mask_limits_s) * 1e9,
             ],
             self.device,
         )
-        return wait_for_masks(rows, tickets, positions, self._masks.filled, self._masks.outcomes, limit_ns)
+        return wait_for_masks(rows, tickets, positions, self._masks.filled, self._masks.outcomes, limits_ns)
 
     def _sample(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
         sampling_params = [request.sampling for request in requests]

@@ -26,14 +26,14 @@ class RowSettings(NamedTuple):
     Args:
         masks: [2] int64, the address of the masks of `mask_logits` and their words per row. They are read only for
             sequences with tickets.
-        limit_ns: [1] int64, how long the device waits for masks.
+        limits_ns: [2] int64 of `wait_for_masks`.
         tickets: [sequences] int64 of `wait_for_masks`.
         seeds: [sequences] int64.
         temperatures: [sequences] float32. A sequence of a negative temperature keeps its greedy token.
     """
 
     masks: torch.Tensor
-    limit_ns: torch.Tensor
+    limits_ns: torch.Tensor
     tickets: torch.Tensor
     seeds: torch.Tensor
     temperatures: torch.Tensor
@@ -73,7 +73,7 @@ def resample(
         filled: [mask rows] int64 of `wait_for_masks`.
         outcomes: [2, mask rows] int64 of `wait_for_masks`.
     """
-    mask_rows = wait_for_masks(tokens.rows, settings.tickets, tokens.positions, filled, outcomes, settings.limit_ns)
+    mask_rows = wait_for_masks(tokens.rows, settings.tickets, tokens.positions, filled, outcomes, settings.limits_ns)
     if not use_triton(logits):
         _resample_reference(logits, settings, tokens, mask_rows)
         return

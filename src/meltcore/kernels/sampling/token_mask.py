@@ -43,9 +43,9 @@ def wait_for_masks(
     positions: torch.Tensor,
     filled: torch.Tensor,
     outcomes: torch.Tensor,
-    limit_ns: torch.Tensor,
+    limits_ns: torch.Tensor,
 ) -> torch.Tensor:
-    """Wait on the device until the masks of a step are filled, at most `limit_ns` nanoseconds.
+    """Wait on the device until the masks of a step are filled, but not long for the last ones.
 
     The host fills masks meanwhile, so it may launch the step earlier.
 
@@ -53,20 +53,20 @@ def wait_for_masks(
         rows: [sequences] int64, the row of each sequence's mask.
         tickets: [sequences] int64. A sequence waits for the mask of the ticket `tickets + positions`. An entry of 0
             waits for none.
-        positions: [sequences] int64, where each sampled token will be.
+        positions: [sequences] int64, where each sampled token will be. It is -1 for padding.
         filled: [mask rows] int64, which the host writes: the ticket of the mask in each row after the mask is written,
             or the negative ticket if the row needs none.
         outcomes: [2, mask rows] int64, contiguous. Each ticket is written at its parity, negative if the row gets no
             mask.
-        limit_ns: [1] int64.
+        limits_ns: [2] int64, how long to wait while no sequence can be sampled, and then for the others.
 
     Returns [sequences] int64: the rows of the filled masks, and 0 where a mask is late or not needed.
     """
     if not use_triton(rows):
-        return _wait_reference(rows, tickets, positions, filled, outcomes, limit_ns)
+        return _wait_reference(rows, tickets, positions, filled, outcomes, limits_ns)
     mask_rows = torch.empty_like(rows)
     _wait_kernel[(1,)](
-        *(rows, tickets, positions, filled, outcomes, limit_ns, mask_rows, len(rows), outcomes.shape[1]),
+        *(rows, tickets, positions, filled, outcomes, limits_ns, mask_rows, len(rows), outcomes.shape[1]),
         BLOCK=_WAIT_BLOCK,
         num_warps=_WARPS,
     )
@@ -79,15 +79,17 @@ def _wait_reference(
     positions: torch.Tensor,
     filled: torch.Tensor,
     outcomes: torch.Tensor,
-    limit_ns: torch.Tensor,
+    limits_ns: torch.Tensor,
 ) -> torch.Tensor:
-    ends_s, has_mask = time.monotonic() + int(limit_ns) * 1e-9, tickets > 0
-    tickets = tickets + positions
-    while True:
-        seen = filled[rows.to(filled.device)].to(tickets.device)
-        is_done = (seen.abs() == tickets) | ~has_mask
-        if bool(is_done.all()) or time.monotonic() >= ends_s:
-            break
+    has_mask = tickets > 0
+    tickets = torch.where(has_mask, tickets + positions, 0)
+    for limit_ns, is_enough in zip(limits_ns.tolist(), (torch.any, torch.all), strict=True):
+        ends_s = time.monotonic() + limit_ns * 1e-9
+        while True:
+            seen = filled[rows.to(filled.device)].to(tickets.device)
+            is_done = (seen.abs() == tickets) | ~has_mask
+            if bool(is_enough(is_done[positions >= 0])) or time.monotonic() >= ends_s:
+                break
     is_masked = seen == tickets
     outcomes[tickets[has_mask] % 2, rows[has_mask]] = torch.where(is_masked, tickets, -tickets)[has_mask].to(
         outcomes.device
@@ -134,22 +136,30 @@ def _wait_kernel(
     positions_ptr,
     filled_ptr,
     outcomes_ptr,
-    limit_ptr,
+    limits_ptr,
     mask_rows_ptr,
     sequences,
     table_rows,
     BLOCK: tl.constexpr,
 ):
     """One program polls the memory that the host writes. Kernels that follow it see the masks, too."""
-    start_ns, limit_ns = tl.extra.cuda.globaltimer(), tl.load(limit_ptr)
+    first_limit_ns, limit_ns = tl.load(limits_ptr), tl.load(limits_ptr + 1)
     for first in range(0, sequences, BLOCK):
         index = first + tl.arange(0, BLOCK)
         row = tl.load(rows_ptr + index, mask=index < sequences, other=0)
         ticket = tl.load(tickets_ptr + index, mask=index < sequences, other=0)
+        position = tl.load(positions_ptr + index, mask=index < sequences, other=-1)
         has_mask = ticket > 0
-        ticket += tl.load(positions_ptr + index, mask=has_mask, other=0)
+        ticket = tl.where(has_mask, ticket + position, 0)
         seen = tl.load(filled_ptr + row, mask=has_mask, other=0, volatile=True)
         is_done = (seen == ticket) | (seen == -ticket)
+        start_ns = tl.extra.cuda.globaltimer()
+        while (tl.max((is_done & (position >= 0)).to(tl.int32), 0) == 0) & (
+            tl.extra.cuda.globaltimer() - start_ns < first_limit_ns
+        ):
+            seen = tl.load(filled_ptr + row, mask=has_mask, other=0, volatile=True)
+            is_done = (seen == ticket) | (seen == -ticket)
+        start_ns = tl.extra.cuda.globaltimer()
         while (tl.min(is_done.to(tl.int32), 0) == 0) & (tl.extra.cuda.globaltimer() - start_ns < limit_ns):
             seen = tl.load(filled_ptr + row, mask=has_mask, other=0, volatile=True)
             is_done = (seen == ticket) | (seen == -ticket)
