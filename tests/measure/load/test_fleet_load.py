@@ -45,6 +45,7 @@ from meltcore.measure.load.fleet.fleet_gates import (
     experiment_gates,
     fleet_health,
     load_experiment,
+    make_experiment,
 )
 from meltcore.measure.load.fleet.fleet_run import judge, measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import NUM_WARMUPS, FleetLevels, Stream
@@ -299,6 +300,57 @@ def test_limits_beside_the_simulation_are_judged_in_one_run(
         missed = experiment_gates(spec, alone, together, simulated(off))
         assert [missed[0].status, missed[2].status] == ["NOT RUN", "NOT RUN"], "a simulation that is off is no bound"
         assert "of transcription alone it gives" in missed[2].detail
+    for ratio, words in ((0.0, "leaves it no throughput"), (None, "no simulated throughput alone")):
+        ideal[1].throughput_ratio = ratio
+        gate = experiment_gates(spec, alone, together, ideal)[2]
+        assert (gate.status, words in gate.detail) == ("NOT RUN", True), gate.detail
+
+
+def test_a_simulation_that_is_no_bound_gives_no_ratios() -> None:
+    """Its numbers stood in the page as a bound."""
+    spec = ExperimentSpec(
+        name="x",
+        streams=[
+            StreamSpec(name="chat", task="generation", rate=2, max_simulated_p95_ratio={"first": 2}),
+            StreamSpec(name="busy", task="generation", concurrency=8, min_simulated_share=0.9),
+        ],
+    )
+    loads = [load("a", level(100.0, rate=10.0)), load("b", level(100.0, rate=10.0))]
+
+    def page_of(alone_p95_ms: float | str) -> tuple[FleetExperiment, str]:
+        latency = Distribution(n=1000, p50=50.0, p95=80.0)
+        ideal: list[SimulatedStream] | str = (
+            alone_p95_ms
+            if isinstance(alone_p95_ms, str)
+            else [
+                SimulatedStream(
+                    first_ms=Distribution(n=1000, p50=30.0, p95=40.0),
+                    e2e_ms=latency,
+                    throughput_ratio=0.5,
+                    alone_e2e_ms=Distribution(n=1000, p50=50.0, p95=alone_p95_ms),
+                    alone_requests_per_s=100.0,
+                )
+                for _ in loads
+            ]
+        )
+        experiment = make_experiment(spec, 10.0, loads, loads, ideal)
+        result = FleetLoad(
+            status="complete", started="2026-01-01T00:00:00+00:00", duration_s=1, fingerprint=take_fingerprint(),
+            settings={}, models=[], experiment=experiment,
+        )  # fmt: skip
+        return experiment, render_html(fleet_load_page(result))
+
+    valid, html = page_of(100.0)
+    assert valid.simulation_error == ""
+    assert all(words in html for words in ("share of its throughput alone", "first token, p95, ms", "2.50 x"))
+    missed, html = page_of(130.0)
+    assert "of chat alone it gives 130" in missed.simulation_error
+    assert "The simulation is no bound: of chat alone it gives 130" in html
+    assert "alone: end to end, p95, ms" in html, "what is off"
+    assert not any(words in html for words in ("share of its throughput alone", "first token, p95, ms", "2.50 x"))
+    failed, html = page_of("not simulated: time must advance")
+    assert {gate.status for gate in failed.gates if "simulated" in gate.name} == {"NOT RUN"}
+    assert (failed.simulated, "Not simulated: time must advance." in html) == ([], True)
 
 
 def test_experiment_chooses_models_by_name() -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import msgspec
 import pytest
 
+from meltcore.common.errors import ConfigError
+from meltcore.common.files import SCHEMA_VERSION
 from meltcore.engine.host.step_pacing import StepCounts
 from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
 from meltcore.measure.load.fleet import simulation
@@ -21,6 +25,7 @@ from meltcore.measure.load.fleet.step_costs import (
     fit_step_costs,
     merge_step_costs,
     parse_step_sums,
+    read_step_costs,
     steps_between,
 )
 from meltcore.protocol.generation import EngineStats
@@ -144,6 +149,43 @@ def test_step_costs_are_linear_between_points() -> None:
     assert StepCosts(prompt_s=[(10, 0.5)]).step_s(4, 30) == 0.5
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decode_s": [(1, 0.1), (8, 0.1), (8, 0.2)]}, "the size 8 after 8: sizes must ascend"),
+        ({"prompt_s": [(9, 0.1), (8, 0.2)]}, "the size 8 after 9: sizes must ascend"),
+        ({"decode_s": [(1, 0.0)]}, "more than 0 s"),
+        ({"prompt_s": [(1, 0.0)]}, "more than 0 s"),
+        ({"decode_s": [(1, -0.1)]}, ">= 0"),
+        ({"decode_s": [(1, 0.1)], "prompt_s": [(1, -0.1)]}, ">= 0"),
+        ({"max_units": 0}, "> 0"),
+        ({"row_steps": 0}, "> 0"),
+        ({"step_bytes": -1.0}, ">= 0"),
+    ],
+)
+def test_a_file_with_impossible_step_costs_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    """Two equal sizes were a ZeroDivisionError, and with a step of no time the simulation did not end."""
+    path = tmp_path / "costs.json"
+    document = {"document": "step-costs", "schema_version": SCHEMA_VERSION, "gpus": {"a": {"models": {"m": fields}}}}
+    path.write_bytes(msgspec.json.encode(document))
+    with pytest.raises(ConfigError, match=message):
+        read_step_costs(path)
+    decode = {"decode_s": [(1, 0.1)], "prompt_s": [(1, 0.0)]}  # prompts that add nothing
+    path.write_bytes(msgspec.json.encode({**document, "gpus": {"a": {"models": {"m": decode}}}}))
+    assert read_step_costs(path).gpus["a"].models["m"].step_s(1, 5) == 0.1
+
+
+def test_a_simulation_whose_time_does_not_advance_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder has costs of units alone: a request without units takes no time."""
+    encoder = SimulatedLoad(costs=StepCosts(prompt_s=[(1, 0.1)]), jobs=[Job(0, 1, 0.0, 1)], connections=1)
+    with pytest.raises(ValueError, match="time must advance"):
+        simulate([encoder], 1.0)
+    monkeypatch.setattr(simulation, "MAX_STEPS", 50)
+    with pytest.raises(ValueError, match="after 50 steps"):
+        simulate([SimulatedLoad(costs=costs(1e-9), jobs=[Job(0, 1, 0.0, 1)], connections=1)], 1.0)
+    assert len(simulate([SimulatedLoad(costs=costs(), jobs=[Job(0, 1, 0.0, 50)])], 1.0)[0].e2e_s) == 1
+
+
 def test_bytes_and_operations_bound_what_overlaps() -> None:
     """Of 100 bytes per second an urgent stream reads 30: a busy one that reads 100 alone keeps 70 %."""
     busy = SimulatedLoad(costs=costs(step_bytes=10.0, unit_flops=1.0), jobs=[], rank=1)
@@ -186,6 +228,8 @@ def test_step_costs_are_those_behind_the_metrics() -> None:
         kind = prompts(1, rows, tokens) if tokens else decode(1, rows)
         assert fitted.step_s(rows, tokens / 2) == pytest.approx(kind.seconds)
     assert fit_step_costs(AloneSteps()) is None, "a server without metrics"
+    with pytest.raises(ValueError, match="more than 0 s"):
+        fit_step_costs(AloneSteps(sums={StepKind("decode", 1): StepSums(9, 0.0, 9, 0)}, row_tokens=9))
 
 
 def test_units_that_cost_less_in_several_steps_cost_no_more() -> None:

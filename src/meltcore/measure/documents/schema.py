@@ -464,7 +464,7 @@ class SimulatedStream(msgspec.Struct, kw_only=True):
 class FleetExperiment(msgspec.Struct, kw_only=True):
     """A named experiment. Each stream runs alone, then all run together, and gates limit the change.
 
-    `simulated` has one entry per stream, or none if the step costs of a model are unknown.
+    `simulated` has one entry per stream, or none if there is no simulation. `simulation_error` says why it is no bound.
     """
 
     name: str
@@ -472,6 +472,7 @@ class FleetExperiment(msgspec.Struct, kw_only=True):
     alone: list[StreamLoad]
     together: list[StreamLoad]
     simulated: list[SimulatedStream] = msgspec.field(default_factory=list)
+    simulation_error: str = ""
     gates: list[CheckResult]
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 UNLIMITED = 1e9  # units; JSON has no infinity
-Points = list[tuple[float, float]]  # sizes with their seconds, by ascending size
+_Positive = Annotated[float, Meta(gt=0)]
+_NotNegative = Annotated[float, Meta(ge=0)]
+Points = list[tuple[_NotNegative, _NotNegative]]  # sizes with their seconds, by ascending size
 
 
 class StepCosts(msgspec.Struct, kw_only=True):
     """The seconds of a step of one model on one type of GPU, measured while no other model was at work.
 
-    A unit is a prompt token of generation, a second of audio of speech, and a character of other tasks.
+    A unit is a prompt token of generation, a second of audio of speech, and a character of other tasks. Raises
+    ValueError for sizes that do not ascend, and for steps that take no time.
 
     Args:
         decode_s: pairs of rows and of seconds of a step without new units, by ascending rows. Empty if the model has no
@@ -27,10 +33,20 @@ class StepCosts(msgspec.Struct, kw_only=True):
 
     decode_s: Points = msgspec.field(default_factory=list)
     prompt_s: Points = msgspec.field(default_factory=list)
-    max_units: float = UNLIMITED
-    row_steps: float = 1.0
-    step_bytes: float | None = None
-    unit_flops: float | None = None
+    max_units: _Positive = UNLIMITED
+    row_steps: _Positive = 1.0
+    step_bytes: _NotNegative | None = None
+    unit_flops: _NotNegative | None = None
+
+    def __post_init__(self) -> None:
+        for name, points in (("decode_s", self.decode_s), ("prompt_s", self.prompt_s)):
+            for (size, _), (larger, _) in pairwise(points):
+                if size >= larger:
+                    raise ValueError(f"{name} has the size {larger:g} after {size:g}: sizes must ascend")
+        name, points = ("decode_s", self.decode_s) if self.decode_s else ("prompt_s", self.prompt_s)
+        for size, seconds in points:
+            if seconds <= 0:
+                raise ValueError(f"{name} has {seconds:g} s for the size {size:g}: a step takes more than 0 s")
 
     @property
     def is_measured(self) -> bool:
@@ -62,5 +78,5 @@ class GpuStepCosts(msgspec.Struct, kw_only=True):
     """
 
     models: dict[str, StepCosts] = msgspec.field(default_factory=dict)
-    bytes_per_s: float | None = None
-    flops_per_s: float | None = None
+    bytes_per_s: _Positive | None = None
+    flops_per_s: _Positive | None = None

@@ -211,15 +211,15 @@ def experiment_gates(
     spec: ExperimentSpec,
     alone: Sequence[StreamLoad],
     together: Sequence[StreamLoad],
-    simulated: Sequence[SimulatedStream] = (),
+    simulated: Sequence[SimulatedStream] | str = NOT_SIMULATED,
 ) -> list[CheckResult]:
     """Return one gate per limit, with the measured ratio and the limit.
 
-    A gate with too few samples is NOT RUN. So is one of a simulation that was not possible, or that does not give what
-    was measured of each stream alone.
+    A gate with too few samples is NOT RUN. So is one of a simulation that was not possible, whose reason `simulated` is
+    then, or that does not give what was measured of each stream alone.
     """
     gates = []
-    error = _alone_error(spec, alone, simulated) if simulated else NOT_SIMULATED
+    error = simulation_error(spec, alone, simulated)
     ideal_streams: Sequence[SimulatedStream | str] = [error] * len(together) if error else simulated
     for stream, before, after, ideal in zip(spec.streams, alone, together, ideal_streams, strict=True):
         name = f"{stream.name} ({before.model})"
@@ -237,8 +237,12 @@ def experiment_gates(
     return gates
 
 
-def _alone_error(spec: ExperimentSpec, alone: Sequence[StreamLoad], simulated: Sequence[SimulatedStream]) -> str:
+def simulation_error(
+    spec: ExperimentSpec, alone: Sequence[StreamLoad], simulated: Sequence[SimulatedStream] | str
+) -> str:
     """Say why the simulation is no bound, or return an empty text: it must give what was measured alone."""
+    if isinstance(simulated, str):
+        return simulated
     for stream, load, ideal in zip(spec.streams, alone, simulated, strict=False):
         for name, measured, found in ideal.pairs_alone(load.level):
             if measured and found and abs(found / measured - 1) > MAX_ALONE_ERROR:
@@ -309,8 +313,13 @@ def _simulated_share_gate(
 ) -> CheckResult:
     title = f"{name}: share of the simulated throughput"
     before, after = alone.level.steady_throughput, together.level.steady_throughput
-    if isinstance(ideal, str) or not ideal.throughput_ratio or not before:
-        detail = ideal if isinstance(ideal, str) else "no throughput alone"
+    if isinstance(ideal, str):
+        return CheckResult(name=title, status="NOT RUN", detail=ideal)
+    if not before or ideal.throughput_ratio is None:
+        detail = "no throughput alone" if not before else "no simulated throughput alone, which only closed loops have"
+        return CheckResult(name=title, status="NOT RUN", detail=detail)
+    if not ideal.throughput_ratio:
+        detail = "the ideal scheduler leaves it no throughput beside the others: there is no share to compare with"
         return CheckResult(name=title, status="NOT RUN", detail=detail)
     measured = after / before
     ratio = measured / ideal.throughput_ratio
@@ -327,10 +336,16 @@ def make_experiment(
     send_s: float,
     alone: list[StreamLoad],
     together: list[StreamLoad],
-    simulated: list[SimulatedStream],
+    simulated: list[SimulatedStream] | str,
 ) -> FleetExperiment:
     """Return the result of an experiment with its gates."""
     gates = experiment_gates(spec, alone, together, simulated)
     return FleetExperiment(
-        name=spec.name, send_s=send_s, alone=alone, together=together, simulated=simulated, gates=gates
+        name=spec.name,
+        send_s=send_s,
+        alone=alone,
+        together=together,
+        simulated=[] if isinstance(simulated, str) else simulated,
+        simulation_error=simulation_error(spec, alone, simulated),
+        gates=gates,
     )

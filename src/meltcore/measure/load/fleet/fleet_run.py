@@ -30,6 +30,7 @@ from meltcore.measure.documents.verdicts import SCORED, Verdict, worst_verdict
 from meltcore.measure.load.fleet.bound import MeasuredStream, simulate_experiment
 from meltcore.measure.load.fleet.fleet_config import PAIRS, FleetLoadConfig, shares_of, split_connections
 from meltcore.measure.load.fleet.fleet_gates import (
+    NOT_SIMULATED,
     ExperimentSpec,
     choose_models,
     fleet_health,
@@ -320,7 +321,11 @@ class _FleetRun:
         """Return the step costs that the run has measured, and add them to the file of --step-costs."""
         measured = {}
         for model in self.plan.models:
-            costs = fit_step_costs(self._steps_alone.get(model.name, AloneSteps()))
+            try:
+                costs = fit_step_costs(self._steps_alone.get(model.name, AloneSteps()))
+            except ValueError as error:
+                self.notes.append(f"{model.name}: the server's step metrics give no step costs: {error}")
+                continue
             if costs is not None:
                 gpu = self._gpu_costs(model)
                 measured[model.name] = costs
@@ -332,14 +337,14 @@ class _FleetRun:
     def _gpu_costs(self, model: ModelUnderLoad) -> GpuStepCosts:
         return self._known_costs.gpus.setdefault(str(model.facts.get("device", "unknown")), GpuStepCosts())
 
-    def simulate(self, spec: ExperimentSpec) -> list[SimulatedStream]:
-        """Return what an ideal scheduler gives each stream, or nothing if the step costs of a model are unknown."""
+    def simulate(self, spec: ExperimentSpec) -> list[SimulatedStream] | str:
+        """Return what an ideal scheduler gives each stream, or the reason why this is unknown."""
         models = {model.name: model for model in self.plan.models}
         gpus = [self._gpu_costs(models[stream.model]) for stream in self.plan.experiment_streams]
         costs = [gpu.models.get(stream.model) for gpu, stream in zip(gpus, self.plan.experiment_streams, strict=True)]
         known = [each for each in costs if each is not None and each.is_measured]
         if len(known) < len(costs):
-            return []
+            return NOT_SIMULATED
         if any(gpu is not gpus[0] for gpu in gpus):
             self.notes.append(
                 "the simulation takes all streams to share one GPU, and their models name several devices"
@@ -357,7 +362,10 @@ class _FleetRun:
             )
             for at, spec_stream in enumerate(spec.streams)
         ]
-        return simulate_experiment(measured, send_s, gpus[0])
+        try:
+            return simulate_experiment(measured, send_s, gpus[0])
+        except (ArithmeticError, ValueError) as error:  # what was measured is not lost with it
+            return f"not simulated: {error}; the step costs are wrong (--step-costs)"
 
 
 def _stream(model: ModelUnderLoad, connections: int) -> Stream:

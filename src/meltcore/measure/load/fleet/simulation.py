@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from meltcore.measure.documents.step_costs import StepCosts
 
+# With more steps a simulation ends with an error: an experiment of 300 s has 300,000 steps of 1 ms.
+MAX_STEPS = 5_000_000
 # A closed loop is judged after this share of its time: all of its connections begin in one step.
 WARM_UP_SHARE = 0.2
 
@@ -145,15 +147,24 @@ class _StreamState:
 
 
 def simulate(loads: Sequence[SimulatedLoad], send_s: float) -> list[StreamTrace]:
-    """Return what each of the streams gets. Closed loops send for `send_s` seconds, and all requests end."""
+    """Return what each of the streams gets. Closed loops send for `send_s` seconds, and all requests end.
+
+    Raises ValueError if a step takes no time, or after `MAX_STEPS` steps: such costs are wrong.
+    """
     streams = [_StreamState(load, index, send_s) for index, load in enumerate(loads)]
     now_s = 0.0
+    num_steps = 0
     while True:
         for stream in streams:
             stream.admit(now_s)
         chosen = choose_stream([stream for stream in streams if stream.has_work])
         if chosen is not None:
-            now_s = chosen.step(now_s)
+            began_s, now_s = now_s, chosen.step(now_s)
+            num_steps += 1
+            if now_s <= began_s:
+                raise ValueError(f"a simulated step after {began_s:g} s took {now_s - began_s:g} s: time must advance")
+            if num_steps > MAX_STEPS:
+                raise ValueError(f"after {MAX_STEPS:,} steps the simulation is at {now_s:g} s: its steps are too short")
             continue
         next_s = min((stream.next_arrival_s for stream in streams), default=math.inf)
         if next_s == math.inf:

@@ -87,7 +87,7 @@ def fit_step_costs(alone: AloneSteps) -> StepCosts | None:
     """Return the costs of a model's steps, or None if it had none.
 
     A decode step costs the mean of its kind. What a step with prompts costs more than the decode step of its rows is
-    the cost of its units.
+    the cost of its units. Raises ValueError if the sums contradict each other.
     """
     if not alone.sums:
         return None
@@ -95,16 +95,20 @@ def fit_step_costs(alone: AloneSteps) -> StepCosts | None:
     tokens_per_unit = total.prompt_tokens / alone.units if alone.units and total.prompt_tokens else 1.0
     decode = _means({kind: sums for kind, sums in alone.sums.items() if kind.phase == "decode"})
     costs = StepCosts(decode_s=[(mean.rows, mean.seconds) for mean in decode])
+    prompt_s: Points = []
     prompt = {kind: sums for kind, sums in alone.sums.items() if kind.phase == "prompt"}
     for mean in _means(prompt):
         units, added_s = mean.prompt_tokens / tokens_per_unit, max(0.0, mean.seconds - costs.step_s(mean.rows, 0.0))
         # A step of a new shape may take longer by far. An ideal scheduler would take its units in several steps.
-        added_s = min([added_s, *(smaller_s * units / smaller for smaller, smaller_s in costs.prompt_s[-1:])])
-        costs.prompt_s.append((units, added_s))
-    if prompt:  # at most twice the largest kind that was seen: costs of larger steps are unknown
-        costs.max_units = 2 * max(kind.size for kind in prompt) / tokens_per_unit
-    costs.row_steps = total.rows / max(1, alone.row_tokens)
-    return costs
+        added_s = min([added_s, *(smaller_s * units / smaller for smaller, smaller_s in prompt_s[-1:])])
+        prompt_s.append((units, added_s))
+    return StepCosts(
+        decode_s=costs.decode_s,
+        prompt_s=prompt_s,
+        # At most twice the largest kind that was seen: costs of larger steps are unknown.
+        max_units=2 * max(kind.size for kind in prompt) / tokens_per_unit if prompt else UNLIMITED,
+        row_steps=total.rows / max(1, alone.row_tokens),
+    )
 
 
 def _means(sums: SumsByKind) -> list[StepSums]:

@@ -162,9 +162,14 @@ def _experiment_sections(result: FleetLoad) -> list[Section]:
 
 
 def _bound_blocks(experiment: FleetExperiment) -> list[Block]:
-    """Return the table of what was measured beside what an ideal scheduler gives the same arrivals."""
+    """Return the table of what was measured beside what an ideal scheduler gives the same arrivals.
+
+    A simulation that is no bound shows only where it differs from what was measured alone.
+    """
+    error = experiment.simulation_error
+    errors: list[Block] = [Text(error[:1].upper() + error[1:] + ".")] if error else []
     if not experiment.simulated:
-        return []
+        return errors
     columns = [
         Column("stream", align="text"),
         Column("", align="text"),
@@ -174,6 +179,8 @@ def _bound_blocks(experiment: FleetExperiment) -> list[Block]:
     for before, after, ideal in zip(experiment.alone, experiment.together, experiment.simulated, strict=True):
         for label, measured_alone, ideal_alone in ideal.pairs_alone(before.level):
             rows.append(_bound_row(after, f"alone: {label}", measured_alone, ideal_alone, format_number))
+        if error:
+            continue
         alone = before.level.steady_throughput
         share = after.level.steady_throughput / alone if alone else None
         for label, bound in (
@@ -182,10 +189,13 @@ def _bound_blocks(experiment: FleetExperiment) -> list[Block]:
         ):
             if bound is not None:
                 rows.append(_bound_row(after, label, share, bound, format_percent))
-        for name in ("p50", "p95"):
-            measured_ms, ideal_ms = (getattr(each, name) for each in (after.level.e2e_ms, ideal.e2e_ms))
-            rows.append(_bound_row(after, f"end to end, {name}, ms", measured_ms, ideal_ms, format_number))
-    return [Text(_BOUND_TEXT, "small"), Table(columns, rows, is_compact=True)]
+        first = first_latency(after.level)
+        latencies = [] if first is None else [(task_of(after.level).first_word, first, ideal.first_ms)]
+        for word, measured, simulated in [*latencies, ("end to end", after.level.e2e_ms, ideal.e2e_ms)]:
+            for name in ("p50", "p95"):
+                measured_ms, ideal_ms = getattr(measured, name), getattr(simulated, name)
+                rows.append(_bound_row(after, f"{word}, {name}, ms", measured_ms, ideal_ms, format_number))
+    return [*errors, Text(_BOUND_TEXT, "small"), Table(columns, rows, is_compact=True)]
 
 
 def _bound_row(
