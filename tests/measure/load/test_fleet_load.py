@@ -494,6 +494,48 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert gpu.models["mt"].step_bytes == 1e6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("interference", "last", "labels"),
+    [
+        ("x.yaml", "x: rehearsal", ["x: rehearsal"]),
+        ("x.yaml", "x: together", ["x: busy alone", "x: speech alone", "x: together"]),
+        ("pairs", "ears beside mt", ["ears alone", "ears beside mt"]),
+    ],
+)
+def test_levels_of_an_incomplete_experiment_stay_in_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interference: str, last: str, labels: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(
+        "name: x\nstreams:\n- {name: busy, model: mt, concurrency: 2}\n- {name: speech, model: ears, concurrency: 2}\n"
+    )
+    levels: list[FleetLevel] = []
+    run_level = FleetLevels.run
+    with serve_tasks(models=CARDS[2:4], delay_s=0.01) as server:
+
+        async def run(self: FleetLevels, part: Any, label: str, *arguments: Any) -> FleetLevel:
+            if label == last:
+                server.behavior["drop"] = True
+                server.shutdown()
+                server.server_close()
+            return await run_level(self, part, label, *arguments)
+
+        monkeypatch.setattr(FleetLevels, "run", run)
+        settings: dict[str, Any] = {"parts": ("interference",), "interference": interference, "interference_s": 0.1}
+        result = measure_fleet(config(server.url, **settings), [], on_level=levels.append)
+    assert (result.status, result.verdict, result.experiment) == ("partial", "SERVER_DIED", None)
+    assert levels[-1].label == last, "a killed run leaves it too"
+    assert [level.label for level in result.levels] == labels
+    assert [level.streams[0].level.verdict for level in result.levels][-1] == "SERVER_DIED"
+    lost = sum(stream.level.failed for stream in result.levels[-1].streams)
+    sent = sum(stream.level.requests for level in levels for stream in level.streams)
+    assert lost > 0
+    fleet = result.health[-1].detail
+    assert fleet.startswith(f"{sent:,} requests, {lost:,} lost"), "each level is counted once"
+    assert last in render_html(fleet_load_page(result))
+
+
 def _step_metrics(server: Any) -> str:
     """Counters of an engine that takes 2 ms and one step for each request."""
     names = {"steps": 1, "step_seconds": 0.002, "step_rows": 1, "step_prompt_tokens": 0}

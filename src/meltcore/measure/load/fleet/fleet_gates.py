@@ -41,7 +41,7 @@ def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[
     enough samples.
     """
     models = [_model_line(model.name, result, p95_limits_ms) for model in result.models]
-    loads = list(_loads(result))
+    loads = list(measured_loads(result))
     failed = [line.name for line in models if line.status == "FAIL"]
     not_run = [line.name for line in models if line.status == "NOT RUN"]
     detail = f"{_counts(loads)}; {len(models) - len(failed) - len(not_run)} of {len(models)} models are well"
@@ -54,7 +54,7 @@ def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[
 
 
 def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> CheckResult:
-    loads = [load for load in _loads(result) if load.model == name]
+    loads = [load for load in measured_loads(result) if load.model == name]
     if not sum(load.level.requests for load in loads):
         return CheckResult(name=name, status="NOT RUN", detail="no requests")
     details, passes = [_counts(loads)], not any(load.lost for load in loads)
@@ -84,7 +84,7 @@ def _against_limit(name: str, result: FleetLoad, metric: str, limit: float) -> t
         if load.model == name and (distribution := _latency(load, metric)) is not None and distribution.p95 is not None
     ]
     if not measured:
-        has_samples = any(_latency(load, metric) is not None for load in _loads(result) if load.model == name)
+        has_samples = any(_latency(load, metric) is not None for load in measured_loads(result) if load.model == name)
         return (True, f"p95 of {metric}: too few samples, {SAMPLES_NEEDED['p95']} needed") if has_samples else None
     passing_connections = []
     for connections, p95 in measured:
@@ -103,7 +103,8 @@ def _latency(load: StreamLoad, metric: str) -> Distribution | None:
     return first_latency(load.level) if has_audio == (metric == "first_audio") else None
 
 
-def _loads(result: FleetLoad) -> Iterator[StreamLoad]:
+def measured_loads(result: FleetLoad) -> Iterator[StreamLoad]:
+    """Yield the load of each stream in a result, of which its levels, pairs and experiment hold each once."""
     for level in result.levels:
         yield from level.streams
     seen_victims: set[str] = set()

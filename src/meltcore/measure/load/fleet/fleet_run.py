@@ -36,6 +36,7 @@ from meltcore.measure.load.fleet.fleet_gates import (
     fleet_health,
     load_experiment,
     make_experiment,
+    measured_loads,
 )
 from meltcore.measure.load.fleet.fleet_streams import FleetLevels, Stream
 from meltcore.measure.load.fleet.simulation import Job
@@ -98,7 +99,6 @@ def measure_fleet(
         fingerprint=take_fingerprint(arguments, config.seed),
         settings=config.settings,
         models=run.plan.models,
-        levels=[level for level in run.levels if level.part != "interference"],
         interference=run.interference,
         notes=run.notes,
         gpu_note="GPUs were not measured: the server is on another machine, or there is no NVIDIA driver.",
@@ -108,6 +108,8 @@ def measure_fleet(
         alone, together = run.experiment_loads
         simulated = run.simulate(run.plan.experiment)
         result.experiment = make_experiment(run.plan.experiment, config.interference_s, alone, together, simulated)
+    shown = {id(load) for load in measured_loads(result)}  # in complete pairs or a complete experiment
+    result.levels = [level for level in run.levels if not shown.issuperset(map(id, level.streams))]
     verdicts: list[Verdict] = [stream.level.verdict for level in run.levels for stream in level.streams]
     judge(result, config.p95_limits_ms, [*verdicts, "PARTIAL"] if run.has_ended_early else verdicts)
     return result
@@ -283,9 +285,11 @@ class _FleetRun:
         streams, send_s = self.plan.experiment_streams, self._config.interference_s
         alone: list[StreamLoad] = []
         alone_jobs: list[list[Job]] = []
-        rehearsal = f"{spec.name}: rehearsal"  # is in no result
         if not self._runner.has_ended:
-            await self._runner.run("interference", rehearsal, streams, min(REHEARSAL_S, send_s))
+            send_rehearsal_s = min(REHEARSAL_S, send_s)
+            rehearsal = await self._runner.run("interference", f"{spec.name}: rehearsal", streams, send_rehearsal_s)
+            if self._runner.has_ended:  # else it is in no result
+                self._add_level(rehearsal)
         for stream, each in zip(streams, spec.streams, strict=True):
             label = f"{spec.name}: {stream.name} alone"
             level = await self._level("interference", label, [stream], each.alone_s or send_s)
@@ -312,10 +316,13 @@ class _FleetRun:
                 load.prompt_tokens_per_step = total.prompt_tokens / total.steps
             if len(streams) == 1:
                 self._steps_alone.setdefault(load.model, AloneSteps()).add(sums, jobs)
+        self._add_level(level)
+        return None if self._runner.has_ended else level
+
+    def _add_level(self, level: FleetLevel) -> None:
         self.levels.append(level)
         if self._on_level is not None:
             self._on_level(level)
-        return None if self._runner.has_ended else level
 
     def save_step_costs(self) -> dict[str, StepCosts]:
         """Return the step costs that the run has measured, and add them to the file of --step-costs."""

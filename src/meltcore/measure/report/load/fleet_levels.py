@@ -22,7 +22,11 @@ from meltcore.measure.report.page.page import (
     verdict_cell,
 )
 
-_PART_TITLES: dict[Part, str] = {"mixed": "All models, mixed", "per-model": "Each model alone"}
+_PART_TITLES: dict[Part, str] = {
+    "mixed": "All models, mixed",
+    "per-model": "Each model alone",
+    "interference": "Interference, incomplete",
+}
 LOSS_TEXT = (
     "Lost: requests without a whole answer. Refused at first: a 429 or 503 whose Retry-After was obeyed, and the "
     "request sent again; its latency counts from the first try."
@@ -49,17 +53,17 @@ def part_section(levels: Sequence[FleetLevel], part: Part) -> Section:
         return Section()
     tables: list[Block] = []
     groups: dict[str, list[FleetLevel]] = {}
-    for level in levels:  # a table per mixed level, and per model alone
-        groups.setdefault(level.label if part == "mixed" else level.streams[0].name, []).append(level)
+    for level in levels:  # a table per model alone, and per level of several models
+        groups.setdefault(level.streams[0].name if part == "per-model" else level.label, []).append(level)
     for title, group in groups.items():
-        note = "; ".join(filter(None, (_gpu_text(level) for level in group))) if part == "mixed" else ""
+        note = "; ".join(filter(None, (_gpu_text(level) for level in group))) if part != "per-model" else ""
         tables += [Text(title), _level_table(group, part, note)]
-    figures = fleet_charts(levels, part)
+    figures = [] if part == "interference" else fleet_charts(levels, part)
     return Section(_PART_TITLES[part], [*([Figures(figures)] if figures else []), *tables])
 
 
 def _level_table(levels: Sequence[FleetLevel], part: Part, note: str) -> Table:
-    is_mixed = part == "mixed"
+    is_mixed = part != "per-model"
     columns = [
         Column("Model" if is_mixed else "Connections", align="text", console="model" if is_mixed else "conn."),
         *([Column("connections", console="conn.")] if is_mixed else []),

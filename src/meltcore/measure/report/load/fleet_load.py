@@ -54,7 +54,7 @@ def fleet_load_page(result: FleetLoad) -> Page:
         Section(blocks=[*_warnings(result), *([Tiles(_tiles(result))] if result.levels else [])]),
         Section("Health", [_gate_table(result.health, "model"), Text(LOSS_TEXT, "small")]),
         *_experiment_sections(result),
-        *(part_section(result.levels, part) for part in ("mixed", "per-model")),
+        *(part_section(result.levels, part) for part in ("mixed", "per-model", "interference")),
         *_matrix_sections(result.interference),
         Section("Models", [_models(result)]),
         Section(column_sections=[machine_section(result.fingerprint), _settings(result)]),
@@ -103,7 +103,7 @@ def _tiles(result: FleetLoad) -> list[tuple[str, str, str]]:
     peak = max((level.peak_in_flight for level in result.levels), default=0)
     connections = max((level.connections for level in result.levels), default=0)
     return [
-        ("Lost requests", f"{lost:,}", f"of {requests:,} in levels per model and mixed"),
+        ("Lost requests", f"{lost:,}", f"of {requests:,} in the levels below"),
         ("Refused at first", f"{refused:,}", "Retry-After obeyed, sent again"),
         ("Most connections", f"{connections:,}", f"{peak:,} requests in flight"),
     ]
