@@ -318,7 +318,7 @@ def test_steps_of_every_size_have_a_kind() -> None:
     assert total_steps(found) == StepSums(6, 6.0, 1 + 7 + 4096 + 1 + 4096 + 3, 2 + (1 << 20) + 9)
 
 
-def test_a_step_waits_between_its_parts_and_earns_nothing_meanwhile(marks: Path) -> None:
+def test_a_step_waits_between_its_parts_and_its_waits_earn_nothing(marks: Path) -> None:
     """A higher class works from 1 ms to 6 ms, and from 30 ms on without a rest."""
     world = World(marks, lambda since_s: 0.001 < since_s < 0.006 or since_s > 0.030, max_wait_ms=10.0)
     world.now_s += 0.002
@@ -329,8 +329,35 @@ def test_a_step_waits_between_its_parts_and_earns_nothing_meanwhile(marks: Path)
     assert wait() == 0.0, "no mark stands"
     world.now_s += 0.001
     assert 0.003 < wait() < 0.009, "what the first wait has left of 10 ms"
-    assert wait() < 0.001, "the credit is spent, and this step has not ended"
+    assert wait() < 0.001, "the credit is spent, and no part has run since"
     spent_s = world.pacing._credit_s
     world.now_s += 0.001
     world.pacing.end_step(has_work=True)
-    assert world.pacing._credit_s - spent_s == pytest.approx(0.002, rel=0.01)
+    assert world.pacing._credit_s - spent_s == pytest.approx(0.001, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("parts", "part_ms", "share"), [(1, 50.0, 0.5), (24, 25.0, 0.5), (48, 25.0, 0.5), (24, 25.0, 0.3)]
+)
+def test_a_step_of_many_parts_yields_the_same_share(marks: Path, parts: int, part_ms: float, share: float) -> None:
+    """Beside a class that never rests, no part runs on without a wait: each earns its own."""
+    world = World(marks, lambda _: True, min_share=share)
+    runs_s = [0.0]
+
+    def run_step() -> None:
+        wait = world.pacing.begin_step().wait
+        assert wait is not None
+        for _ in range(parts):
+            runs_s[-1] += part_ms / 1000
+            world.now_s += part_ms / 1000
+            if wait() > 0:
+                runs_s.append(0.0)
+        world.pacing.end_step(has_work=True)
+
+    run_step()  # which spends the first credit
+    world.began_s = world.now_s
+    runs_s[:] = [0.0]
+    for _ in range(200 // parts):
+        run_step()
+    assert sum(runs_s) / (world.now_s - world.began_s) == pytest.approx(share, rel=0.05)
+    assert max(runs_s) <= 2 * part_ms / 1000

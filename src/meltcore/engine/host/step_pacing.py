@@ -3,7 +3,7 @@
 Kernels of two processes take turns on a GPU, about 2 ms each, however urgent they are. So each engine marks its GPU
 before a step. An engine of a lower class waits before its next step while there is such a mark.
 
-The lower class has a guaranteed share. Waiting is paid from a credit that its own steps earn: after a step of t seconds
+The lower class has a guaranteed share. Waiting is paid from a credit that its own steps earn: after t seconds of a step
 it may wait for t (1 - share) / share. So at least `min_share` of any time with work belongs to its steps, apart from
 one wait of `max_wait_ms`, which bounds the credit. A mark lapses after HOLD_S. So an engine that died or was stopped
 delays other engines by at most this time.
@@ -118,7 +118,7 @@ class StepPacing:
         self._clock = clock
         self._sleep = sleep
         self._credit_s = self._max_wait_s if self._earned else 0.0
-        self._began_s = 0.0
+        self._began_s = 0.0  # of the step, or of its part since the last look at the marks
         self._short_until_s = 0.0
         self.waited_s = 0.0  # in total
 
@@ -139,20 +139,24 @@ class StepPacing:
     def end_step(self, *, has_work: bool) -> None:
         """End a step. If the engine has no more work, its mark is removed."""
         if self._credit_s < self._max_wait_s:
-            took_s = self._clock() - self._began_s
-            self._credit_s = min(self._max_wait_s, self._credit_s + took_s * self._earned)
+            self._earn(self._clock())
         if not has_work:
             for board in self._boards:
                 board.clear()
 
     def _wait_in_step(self) -> float:
         """Wait for steps of higher classes within a step of this engine. Return the seconds that it took."""
-        began_s = self._clock()
-        if not any(board.wait_until_s() > began_s for board in self._boards):
+        looked_s = self._clock()
+        self._earn(looked_s)
+        if not any(board.wait_until_s() > looked_s for board in self._boards):
             return 0.0
-        waited_s = self._wait(began_s) - began_s
-        self._began_s += waited_s
-        return waited_s
+        self._began_s = self._wait(looked_s)
+        return self._began_s - looked_s
+
+    def _earn(self, now_s: float) -> None:
+        """Earn credit by the part of a step since the last look at the marks."""
+        self._credit_s = min(self._max_wait_s, self._credit_s + (now_s - self._began_s) * self._earned)
+        self._began_s = now_s
 
     def _wait(self, began_s: float) -> float:
         """Wait while a higher class marks a GPU and there is credit. Return the seconds that were waited."""
