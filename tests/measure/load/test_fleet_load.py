@@ -327,6 +327,7 @@ def test_a_simulation_that_is_no_bound_gives_no_ratios() -> None:
                     first_ms=Distribution(n=1000, p50=30.0, p95=40.0),
                     e2e_ms=latency,
                     throughput_ratio=0.5,
+                    overlap_ratio=0.9,
                     alone_e2e_ms=Distribution(n=1000, p50=50.0, p95=alone_p95_ms),
                     alone_requests_per_s=100.0,
                 )
@@ -342,12 +343,13 @@ def test_a_simulation_that_is_no_bound_gives_no_ratios() -> None:
 
     valid, html = page_of(100.0)
     assert valid.simulation_error == ""
-    assert all(words in html for words in ("share of its throughput alone", "first token, p95, ms", "2.50 x"))
+    of_a_bound = ("share of its throughput alone", "by bytes and operations", "first token, p95, ms", "2.50 x")
+    assert all(words in html for words in of_a_bound)
     missed, html = page_of(130.0)
     assert "of chat alone it gives 130" in missed.simulation_error
     assert "The simulation is no bound: of chat alone it gives 130" in html
     assert "alone: end to end, p95, ms" in html, "what is off"
-    assert not any(words in html for words in ("share of its throughput alone", "first token, p95, ms", "2.50 x"))
+    assert not any(words in html for words in of_a_bound)
     failed, html = page_of("not simulated: time must advance")
     assert {gate.status for gate in failed.gates if "simulated" in gate.name} == {"NOT RUN"}
     assert (failed.simulated, "Not simulated: time must advance." in html) == ([], True)
@@ -484,9 +486,7 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert speech_ideal.throughput_ratio is None
     assert speech_ideal.e2e_ms.n == 10
     assert speech_ideal.outside_ms > 0, "the server's delay is no step"
-    assert "share of its throughput alone" in html
     assert busy_ideal.overlap_ratio == 1.0, "a thousandth of the bytes that the GPU reads"
-    assert "the same, by bytes and operations alone" in html
     assert result.step_costs["mt"].decode_s == [(1.0, pytest.approx(0.002))]
     assert speech.rows_per_step == pytest.approx(1.0)
     [gpu] = read_step_costs(costs_path).gpus.values()
@@ -536,14 +536,32 @@ def test_levels_of_an_incomplete_experiment_stay_in_the_result(
     assert last in render_html(fleet_load_page(result))
 
 
+def test_step_costs_of_a_run_with_failures_are_not_kept(tmp_path: Path) -> None:
+    """The first request after the warm-up is lost, so the level of mt gives no costs, and the file is not written."""
+    path = tmp_path / "costs.json"
+    with serve_tasks(
+        models=CARDS[2:4], refuse=(2 * NUM_WARMUPS + 1,), retry_after="soon", metrics=_step_metrics
+    ) as server:
+        settings: dict[str, Any] = {"parts": ("per-model",), "level_s": 0.05, "step_costs": str(path)}
+        result = measure_fleet(config(server.url, **settings), [])
+    assert result.verdict == "FAILED"
+    assert (list(result.step_costs), path.exists()) == (["ears"], False)
+    assert any("mt, 2 connections: left out of the step costs: 1 of" in note for note in result.notes)
+    assert f"{path} keeps its step costs: the run ended early, or a model failed" in result.notes
+
+
 def _step_metrics(server: Any) -> str:
     """Counters of an engine that takes 2 ms and one step for each request."""
     names = {"steps": 1, "step_seconds": 0.002, "step_rows": 1, "step_prompt_tokens": 0}
     labels = 'phase="decode",size="1"'
-    return "".join(
-        f'meltcore:engine_{name}_total{{model_name="{model}",{labels}}} {server.num_posts * value}\n'
+    posts = Counter("ears" if "file" in each else str(each["model"]) for each in server.received)
+    steps = "".join(
+        f'meltcore:engine_{name}_total{{model_name="{model}",{labels}}} {posts[model] * value}\n'
         for model in ("mt", "ears")
         for name, value in names.items()
+    )
+    return steps + "".join(
+        f'meltcore:requests_accepted_total{{model_name="{model}"}} {posts[model]}\n' for model in ("mt", "ears")
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import SCHEMA_VERSION
 from meltcore.engine.host.step_pacing import StepCounts
+from meltcore.measure.documents.schema import LevelResult, StreamLoad
 from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
 from meltcore.measure.load.fleet import simulation
 from meltcore.measure.load.fleet.bound import MeasuredStream, simulate_experiment
@@ -22,11 +23,13 @@ from meltcore.measure.load.fleet.fleet_gates import StreamSpec
 from meltcore.measure.load.fleet.simulation import Job, SimulatedLoad, StreamTrace, overlap_share, simulate
 from meltcore.measure.load.fleet.step_costs import (
     AloneSteps,
+    ModelCounters,
+    alone_error,
+    counted_between,
     fit_step_costs,
     merge_step_costs,
-    parse_step_sums,
+    parse_counters,
     read_step_costs,
-    steps_between,
 )
 from meltcore.protocol.generation import EngineStats
 from meltcore.protocol.step_sums import StepKind, StepSums
@@ -274,17 +277,56 @@ def test_metrics_are_read_by_model_and_kind() -> None:
     counts = StepCounts()
     for ended_s, rows, tokens in ((1.0, 3, 0), (1.5, 2, 0), (2.5, 2, 40)):
         counts.end(0.75, ended_s, rows, tokens, goes_on=True)
+    for name, value in (("accepted", 3), ("prompt_tokens", 40), ("generation_tokens", 7)):
+        stats.model(0).add(name, value)
     stats.model(0).record_step(EngineStats(step_sums=counts.packed()), 1.0)
     metrics = Metrics(stats, lambda: {'a"b': stats.model(0), "idle": stats.model(1)})
-    found = parse_step_sums(metrics.text().decode())
+    found = parse_counters(metrics.text().decode())
     expected = {StepKind("decode", 2): StepSums(2, 0.75, 5, 0), StepKind("prompt", 32): StepSums(1, 1.0, 2, 40)}
-    assert found == {'a"b': expected}, "times have no gaps while the engine has work"
-    later = {**expected, StepKind("decode", 2): StepSums(4, 1.0, 9, 0), StepKind("paced", 0): StepSums(1, 0.5, 1, 0)}
-    assert steps_between(expected, later) == {
-        StepKind("decode", 2): StepSums(2, 0.25, 4, 0),
+    assert found == {'a"b': ModelCounters(expected, 3, 40, 7), "idle": ModelCounters()}, "times have no gaps"
+    later_steps = {
+        **expected,
+        StepKind("decode", 2): StepSums(4, 1.0, 9, 0),
         StepKind("paced", 0): StepSums(1, 0.5, 1, 0),
     }
-    assert parse_step_sums('meltcore:engine_steps_total{model_name="a",phase="draft",size="4"} 1\n') == {}
+    later = ModelCounters(later_steps, 5, 60, 9)
+    steps = {StepKind("decode", 2): StepSums(2, 0.25, 4, 0), StepKind("paced", 0): StepSums(1, 0.5, 1, 0)}
+    assert counted_between(found['a"b'], later) == ModelCounters(steps, 2, 20, 2)
+    assert counted_between(found['a"b'], replace(later, steps={})) is None, "the engine has restarted"
+    assert counted_between(later, found['a"b']) is None
+    assert parse_counters('meltcore:engine_steps_total{model_name="a",phase="draft",size="4"} 1\n') == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"failed": 1}, "1 of 20 requests failed"),
+        ({"own": None}, "a counter of the server fell"),
+        ({"requests_accepted": 22}, "the server counted 22 requests, and this client 20"),
+        ({"requests_accepted": 0}, "the server counted 0 requests"),
+        ({"prompt_tokens": 1400}, "1,400 prompt tokens, and this client 1,280"),
+        ({"generation_tokens": 940}, "940 output tokens, and this client 1,020"),
+        ({"other_s": 0.1}, "b ran steps of 0.1 s meanwhile"),
+        ({"requests_accepted": 21, "prompt_tokens": 1340, "generation_tokens": 970, "other_s": 0.04}, ""),
+    ],
+)
+def test_steps_that_are_not_those_of_this_client_give_no_costs(changes: dict[str, Any], reason: str) -> None:
+    """Two loads at a time gave each row 1.8 steps for each of its tokens, and 59 lost answers of 60 gave it 500."""
+    failed, other_s = changes.pop("failed", 0), changes.pop("other_s", 0.0)
+    level = LevelResult(
+        concurrency=1, requests=20, succeeded=20 - failed, failed=failed, peak_in_flight=1, duration_s=1.0,
+        output_tokens_per_s=1.0, total_tokens_per_s=1.0, prompt_tokens=1280, output_tokens=1020,
+    )  # fmt: skip
+    jobs = [Job(0.0, 1, 64.0, 51)] * 20
+    steps = {StepKind("decode", 1): StepSums(1000, 1.0, 1000, 0)}
+    own = ModelCounters(steps, 20, 1280, 1020)
+    counted = {
+        "a": None if "own" in changes else replace(own, **changes),
+        "b": ModelCounters({StepKind("decode", 1): StepSums(10, other_s, 10, 0)}),
+    }
+    found = alone_error(StreamLoad(name="a", model="a", level=level), jobs, counted)
+    assert (reason in found) if reason else (found == ""), found
 
 
 def served(spec: StreamSpec, costs: StepCosts, jobs: list[Job], outside_s: float) -> MeasuredStream:

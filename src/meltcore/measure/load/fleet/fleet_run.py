@@ -42,12 +42,14 @@ from meltcore.measure.load.fleet.fleet_streams import FleetLevels, Stream
 from meltcore.measure.load.fleet.simulation import Job
 from meltcore.measure.load.fleet.step_costs import (
     AloneSteps,
+    ModelCounters,
     StepCostsFile,
+    alone_error,
+    counted_between,
     fit_step_costs,
     merge_step_costs,
+    read_counters,
     read_step_costs,
-    read_step_sums,
-    steps_between,
 )
 from meltcore.measure.load.record import RecordFile
 from meltcore.measure.load.run.runner import check_limits
@@ -56,7 +58,7 @@ from meltcore.measure.load.tasks.task import ServedModel, default_task, find_tas
 from meltcore.measure.load.wire.connection import HttpRequestError, Target, request, resolve_target, run_coroutine
 from meltcore.measure.load.wire.probe import PROBE_TIMEOUT_S
 from meltcore.measure.load.wire.response import BadJsonError, decode_json
-from meltcore.protocol.step_sums import total_steps
+from meltcore.protocol.step_sums import StepSums, total_steps
 
 # For so long at most an experiment runs all streams together before it measures. A step whose shape an engine meets for
 # the first time took up to 0.6 s (IndicConformer, H200, 2026-11-30), which is no step cost and no latency alone.
@@ -103,7 +105,7 @@ def measure_fleet(
         notes=run.notes,
         gpu_note="GPUs were not measured: the server is on another machine, or there is no NVIDIA driver.",
     )
-    result.step_costs = run.save_step_costs()
+    result.step_costs = run.add_step_costs()
     if run.plan.experiment is not None and len(run.experiment_loads) == 2:
         alone, together = run.experiment_loads
         simulated = run.simulate(run.plan.experiment)
@@ -112,6 +114,7 @@ def measure_fleet(
     result.levels = [level for level in run.levels if not shown.issuperset(map(id, level.streams))]
     verdicts: list[Verdict] = [stream.level.verdict for level in run.levels for stream in level.streams]
     judge(result, config.p95_limits_ms, [*verdicts, "PARTIAL"] if run.has_ended_early else verdicts)
+    run.save_step_costs(result)
     return result
 
 
@@ -305,17 +308,22 @@ class _FleetRun:
         """Run a level and return its result. Returns None if the run ended before or during the level."""
         if self._runner.has_ended:
             return None
-        earlier = await read_step_sums(self._target)
+        earlier = await read_counters(self._target)
         level = await self._runner.run(part, label, streams, send_s)
-        later = await read_step_sums(self._target)
+        later = await read_counters(self._target)
+        counted = {name: counted_between(earlier.get(name, ModelCounters()), each) for name, each in later.items()}
         for load, jobs in zip(level.streams, self._runner.jobs, strict=True):
-            sums = steps_between(earlier.get(load.model, {}), later.get(load.model, {}))
-            total = total_steps(sums)
+            own = counted.get(load.model)
+            total = StepSums() if own is None else total_steps(own.steps)
             if total.steps:
                 load.rows_per_step = total.rows / total.steps
                 load.prompt_tokens_per_step = total.prompt_tokens / total.steps
-            if len(streams) == 1:
-                self._steps_alone.setdefault(load.model, AloneSteps()).add(sums, jobs)
+            if len(streams) == 1 and load.model in counted:
+                error = alone_error(load, jobs, counted)
+                if error or own is None:
+                    self.notes.append(f"{label}: left out of the step costs: {error}")
+                else:
+                    self._steps_alone.setdefault(load.model, AloneSteps()).add(own.steps, jobs)
         self._add_level(level)
         return None if self._runner.has_ended else level
 
@@ -324,8 +332,8 @@ class _FleetRun:
         if self._on_level is not None:
             self._on_level(level)
 
-    def save_step_costs(self) -> dict[str, StepCosts]:
-        """Return the step costs that the run has measured, and add them to the file of --step-costs."""
+    def add_step_costs(self) -> dict[str, StepCosts]:
+        """Return the step costs that the run has measured, and add them to the known ones."""
         measured = {}
         for model in self.plan.models:
             try:
@@ -337,9 +345,20 @@ class _FleetRun:
                 gpu = self._gpu_costs(model)
                 measured[model.name] = costs
                 gpu.models[model.name] = merge_step_costs(gpu.models.get(model.name), costs)
-        if measured and self._config.step_costs is not None:
-            write_document(Path(self._config.step_costs), self._known_costs)
         return measured
+
+    def save_step_costs(self, result: FleetLoad) -> None:
+        """Write the step costs into the file of --step-costs if the run is complete and lost nothing."""
+        path = self._config.step_costs
+        if path is None or not result.step_costs:
+            return
+        if result.status == "partial" or any(line.status == "FAIL" for line in result.health):
+            self.notes.append(f"{path} keeps its step costs: the run ended early, or a model failed")
+            return
+        try:
+            write_document(Path(path), self._known_costs)
+        except ConfigError as error:  # the result is not lost with it
+            self.notes.append(f"the step costs were not kept: {error}")
 
     def _gpu_costs(self, model: ModelUnderLoad) -> GpuStepCosts:
         return self._known_costs.gpus.setdefault(str(model.facts.get("device", "unknown")), GpuStepCosts())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 
 from meltcore.common.files import read_document
-from meltcore.measure.documents.schema import VersionedDocument
+from meltcore.measure.documents.schema import StreamLoad, VersionedDocument
 from meltcore.measure.documents.step_costs import UNLIMITED, GpuStepCosts, Points, StepCosts
 from meltcore.measure.load.fleet.simulation import Job
 from meltcore.measure.load.wire.connection import HttpRequestError, Target, get
@@ -20,14 +21,34 @@ from meltcore.protocol.step_sums import STEP_KINDS, StepKind, StepSums, total_st
 
 # Fewer steps of a kind tell little of their cost, unless the kind is the only one.
 MIN_STEPS = 5
+# What the server counted of a model alone may differ by this share from what this client sent and got.
+MAX_COUNT_ERROR = 0.05
 _KINDS = {(kind.phase, str(kind.size)): kind for kind in STEP_KINDS}
 _LINE = re.compile(
     r"^meltcore:engine_(steps|step_seconds|step_rows|step_prompt_tokens)_total"
     r'\{model_name="((?:[^"\\]|\\.)*)",phase="(\w+)",size="(\d+)"\} (\S+)$',
     re.MULTILINE,
 )
+_COUNTER = re.compile(
+    r"^meltcore:(requests_accepted|prompt_tokens|generation_tokens)_total"
+    r'\{model_name="((?:[^"\\]|\\.)*)"\} (\S+)$',
+    re.MULTILINE,
+)
 _NAMES = ("steps", "step_seconds", "step_rows", "step_prompt_tokens")  # as the fields of StepSums
 SumsByKind = Mapping[StepKind, StepSums]
+
+
+@dataclass
+class ModelCounters:
+    """What a server has counted of one model: its steps by kind, and its requests and tokens.
+
+    A request of several sentences counts as many. A server without these counters has no requests.
+    """
+
+    steps: dict[StepKind, StepSums] = field(default_factory=dict)
+    requests_accepted: float = 0.0
+    prompt_tokens: float = 0.0
+    generation_tokens: float = 0.0
 
 
 class StepCostsFile(VersionedDocument, kw_only=True, tag_field="document", tag="step-costs"):
@@ -52,35 +73,71 @@ class AloneSteps:
         self.units += sum(job.units for job in jobs)
 
 
-def parse_step_sums(text: str) -> dict[str, dict[StepKind, StepSums]]:
-    """Return the sums of a Prometheus page by model and kind of step. Kinds of other servers are ignored."""
+def parse_counters(text: str) -> dict[str, ModelCounters]:
+    """Return the counters of a Prometheus page by model. Kinds of steps of other servers are ignored."""
     found: dict[str, dict[StepKind, dict[str, float]]] = {}
     for name, model, phase, size, value in _LINE.findall(text):
         kind = _KINDS.get((phase, size))
         if kind is not None:
             by_kind = found.setdefault(re.sub(r"\\(.)", r"\1", model), {})
             by_kind.setdefault(kind, {})[name] = float(value)
-    return {
-        model: {kind: StepSums(*(sums.get(name, 0.0) for name in _NAMES)) for kind, sums in by_kind.items()}
-        for model, by_kind in found.items()
+    counters = {
+        model: ModelCounters({kind: StepSums(*(sums.get(name, 0.0) for name in _NAMES)) for kind, sums in each.items()})
+        for model, each in found.items()
     }
+    for name, model, value in _COUNTER.findall(text):
+        setattr(counters.setdefault(re.sub(r"\\(.)", r"\1", model), ModelCounters()), name, float(value))
+    return counters
 
 
-async def read_step_sums(target: Target) -> dict[str, dict[StepKind, StepSums]]:
-    """Return the sums of a server's steps by model and kind. A server without these metrics gives none."""
+async def read_counters(target: Target) -> dict[str, ModelCounters]:
+    """Return the counters of a server by model. A server without these metrics gives none."""
     try:
         status, body = await get(target, "/metrics", PROBE_TIMEOUT_S)
     except HttpRequestError:
         return {}  # the requests themselves show whether the server is alive
-    return parse_step_sums(body.decode("utf-8", "replace")) if status == 200 else {}
+    return parse_counters(body.decode("utf-8", "replace")) if status == 200 else {}
 
 
-def steps_between(earlier: SumsByKind, later: SumsByKind) -> dict[StepKind, StepSums]:
-    """Return the sums of the steps between two readings of a model, without kinds that had none."""
-    differences = {
-        kind: StepSums(*np.subtract(sums, earlier.get(kind, StepSums())).tolist()) for kind, sums in later.items()
+def counted_between(earlier: ModelCounters, later: ModelCounters) -> ModelCounters | None:
+    """Return what a server counted of a model between two readings, without kinds of steps that had none.
+
+    Return None if a counter fell, as after the restart of an engine.
+    """
+    names = ("requests_accepted", "prompt_tokens", "generation_tokens")
+    values = [getattr(later, name) - getattr(earlier, name) for name in names]
+    steps = {
+        kind: StepSums(*np.subtract(later.steps.get(kind, StepSums()), earlier.steps.get(kind, StepSums())).tolist())
+        for kind in {**earlier.steps, **later.steps}
     }
-    return {kind: each for kind, each in differences.items() if each.steps > 0}
+    if min(itertools.chain(values, *steps.values())) < 0:
+        return None
+    return ModelCounters({kind: each for kind, each in steps.items() if each.steps > 0}, *values)
+
+
+def alone_error(load: StreamLoad, jobs: Sequence[Job], counted: Mapping[str, ModelCounters | None]) -> str:
+    """Say why a level of one model gives no step costs, or return an empty text.
+
+    The server's steps are divided by what this client got, so both must be the same work. `counted` is what the server
+    counted of each model during the level, and None where a counter fell.
+    """
+    level, own = load.level, counted.get(load.model, ModelCounters())
+    if level.failed:
+        return f"{level.failed:,} of {level.requests:,} requests failed"
+    if own is None:
+        return "a counter of the server fell, so an engine has restarted"
+    others_s = {name: total_steps(each.steps).seconds for name, each in counted.items() if each and name != load.model}
+    busiest = max(others_s, key=others_s.__getitem__, default="")
+    if busiest and others_s[busiest] > MAX_COUNT_ERROR * total_steps(own.steps).seconds:
+        return f"{busiest} ran steps of {others_s[busiest]:.2g} s meanwhile"
+    pairs = [("requests", sum(job.rows for job in jobs), own.requests_accepted)]
+    if level.task is None:
+        pairs.append(("prompt tokens", level.prompt_tokens, own.prompt_tokens))
+        pairs.append(("output tokens", level.output_tokens, own.generation_tokens))
+    for name, expected, found in pairs:
+        if abs(found - expected) > MAX_COUNT_ERROR * expected:
+            return f"the server counted {found:,.0f} {name}, and this client {expected:,.0f}: others sent some too"
+    return ""
 
 
 def fit_step_costs(alone: AloneSteps) -> StepCosts | None:
