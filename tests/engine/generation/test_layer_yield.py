@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import engine_tools as tools
 import pytest
@@ -124,3 +125,45 @@ def test_time_of_waits_within_a_step_is_no_time_of_steps(checkpoint: Path) -> No
     sums = sums_by_kind(seen.engine.stats().step_sums)
     assert sums[StepKind("paced", 0)].steps == 4
     assert sums[StepKind("paced", 0)].seconds > 0, "short steps do not wait between their layers"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("wait_s", [0.0, 0.05])
+def test_times_of_steps_that_yield_one_after_another(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool, wait_s: float
+) -> None:
+    """Each layer takes 0.1 s of a clock that only layers and waits move. The step of 200 tokens does not yield."""
+    seen, clock, recorded = tools.open_engine(checkpoint, overlap=overlap), [1000.0], list[tuple[float, int]]()
+    engine = seen.engine
+
+    def move(seconds: float) -> float:
+        clock[0] += seconds
+        return seconds
+
+    monkeypatch.setattr("meltcore.engine.generation.engine.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for block in engine.runner.model.blocks:
+        block.register_forward_pre_hook(lambda *_: move(0.1) and None)
+    monkeypatch.setattr(engine._prompt_speed, "record", lambda took_s, tokens: recorded.append((took_s, tokens)))
+    monkeypatch.setattr(engine._prompt_speed, "tokens_in", lambda limit_s: 256)
+    seen.add("a", tools.random_prompt(3 * 256 + 200, 2), max_tokens=3)
+    while engine.has_work:
+        engine.take_turn(StepTurn(move(wait_s), 0.025, lambda: move(wait_s)))
+        engine.runner._longest_whole = 255
+        engine.step()
+    long = [took_s for took_s, tokens in recorded if tokens == 256]
+    assert long == [pytest.approx(0.1 * NUM_LAYERS)] * 3
+    [paced] = sums_by_kind(engine.stats().step_sums).values()
+    assert (paced.steps, paced.prompt_tokens) == (6, 3 * 256 + 200)
+    assert paced.seconds == pytest.approx(6 * 0.1 * NUM_LAYERS), "waits are no part of steps"
+
+
+def test_each_step_is_counted_by_its_own_turn(checkpoint: Path) -> None:
+    """With async scheduling a step ends after the next one has had its turn."""
+    seen = tools.open_engine(checkpoint, overlap=True)
+    seen.add("a", tools.random_prompt(9, 2), max_tokens=3)
+    limits = iter((None, 0.025, None, None))
+    while seen.engine.has_work:
+        seen.engine.take_turn(StepTurn(0.0, next(limits)))
+        seen.engine.step()
+    sums = sums_by_kind(seen.engine.stats().step_sums)
+    assert {kind: each.steps for kind, each in sums.items()} == {("prompt", 8): 1, ("paced", 0): 1, ("decode", 1): 1}

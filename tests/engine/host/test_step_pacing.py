@@ -18,7 +18,16 @@ from waiting import WAIT_S, wait_until
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import end_group, start
 from meltcore.engine.host import shell
-from meltcore.engine.host.step_pacing import HOLD_S, MAX_POLL_S, POLL_S, SHORT_STEPS_S, StepCounts, StepPacing, StepTurn
+from meltcore.engine.host.step_pacing import (
+    HOLD_S,
+    MAX_POLL_S,
+    NO_WAIT,
+    POLL_S,
+    SHORT_STEPS_S,
+    StepCounts,
+    StepPacing,
+    StepTurn,
+)
 from meltcore.protocol.generation import EngineStats, StepOutputs, ToEngine
 from meltcore.protocol.shell import EngineReady
 from meltcore.protocol.step_marks import MAX_ENGINES, StepMarks, make_marks_file
@@ -296,23 +305,25 @@ def test_process_marks_its_steps_and_not_its_idle_time(
 
 def test_the_time_of_steps_has_no_gaps_while_there_is_work_and_no_waits() -> None:
     counts = StepCounts()
-    counts.begin(StepTurn(0.0, None))
-    counts.end(1.0, 1.5, 1, 0, goes_on=True)
-    counts.begin(StepTurn(0.25, None))  # of the second from the last end on, a quarter was waited
-    counts.end(1.25, 2.5, 1, 0, goes_on=True)
-    counts.begin(StepTurn(5.0, None))
-    counts.end(2.5, 3.0, 1, 0, goes_on=False)  # it ended during the wait
-    counts.begin(StepTurn(0.0, None))
-    counts.end(9.0, 9.5, 1, 0, goes_on=False)
-    assert sums_by_kind(counts.packed()) == {StepKind("decode", 1): StepSums(4, 0.5 + 0.75 + 0.0 + 0.5, 4, 0)}
+    counts.begin(7.0)  # before the engine had work
+    assert counts.end(1.0, 1.5, 1, 0, NO_WAIT, goes_on=True) == 0.5
+    counts.begin(0.25)  # of the second from the last end on, a quarter was waited
+    assert counts.end(1.75, 2.5, 1, 0, NO_WAIT, goes_on=True) == 0.75
+    counts.begin(5.0, is_in_flight=True)
+    assert counts.end(2.5, 3.0, 1, 0, NO_WAIT, goes_on=False) is None, "it ended during the wait"
+    counts.begin(0.0)
+    counts.begin(0.25, is_in_flight=True)  # the first step after a rest is in flight
+    assert counts.end(9.0, 9.5, 1, 0, NO_WAIT, goes_on=True) is None
+    counts.begin(0.5)
+    assert counts.end(10.0, 12.0, 1, 0, NO_WAIT, goes_on=False, yielded_s=1.0) == 1.0
+    assert sums_by_kind(counts.packed()) == {StepKind("decode", 1): StepSums(5, 0.5 + 0.75 + 0.0 + 0.25 + 1.0, 5, 0)}
 
 
 def test_steps_of_every_size_have_a_kind() -> None:
     counts = StepCounts()
     for rows, tokens in ((1, 0), (7, 0), (4096, 0), (1, 2), (4096, 1 << 20)):
-        counts.end(1.0, 2.0, rows, tokens, goes_on=False)
-    counts.begin(StepTurn(0.0, 0.025))
-    counts.end(1.0, 2.0, 3, 9, goes_on=False)
+        counts.end(1.0, 2.0, rows, tokens, NO_WAIT, goes_on=False)
+    counts.end(1.0, 2.0, 3, 9, StepTurn(0.0, 0.025), goes_on=False)
     found = sums_by_kind(counts.packed())
     assert set(found) == {("decode", 1), ("decode", 4), ("decode", 512), ("prompt", 2), ("prompt", 32768), ("paced", 0)}
     assert total_steps(found) == StepSums(6, 6.0, 1 + 7 + 4096 + 1 + 4096 + 3, 2 + (1 << 20) + 9)

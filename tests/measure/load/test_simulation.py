@@ -14,7 +14,7 @@ import pytest
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import SCHEMA_VERSION
-from meltcore.engine.host.step_pacing import StepCounts
+from meltcore.engine.host.step_pacing import NO_WAIT, StepCounts
 from meltcore.measure.documents.schema import LevelResult, StreamLoad
 from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
 from meltcore.measure.load.fleet import simulation
@@ -276,7 +276,7 @@ def test_metrics_are_read_by_model_and_kind() -> None:
     stats = ServerStats((1, 1))
     counts = StepCounts()
     for ended_s, rows, tokens in ((1.0, 3, 0), (1.5, 2, 0), (2.5, 2, 40)):
-        counts.end(0.75, ended_s, rows, tokens, goes_on=True)
+        counts.end(0.75, ended_s, rows, tokens, NO_WAIT, goes_on=True)
     for name, value in (("accepted", 3), ("prompt_tokens", 40), ("generation_tokens", 7)):
         stats.model(0).add(name, value)
     stats.model(0).record_step(EngineStats(step_sums=counts.packed()), 1.0)

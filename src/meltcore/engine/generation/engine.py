@@ -23,15 +23,10 @@ from meltcore.engine.core.scheduler import Scheduler, prompt_tokens
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
-from meltcore.engine.host.device import (
-    choose_device,
-    describe_device,
-    describe_precision,
-    dtype_name,
-)
+from meltcore.engine.host.device import choose_device, describe_device, describe_precision, dtype_name
 from meltcore.engine.host.sleep import SleepResult
 from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_memory
-from meltcore.engine.host.step_pacing import StepCounts, StepTurn
+from meltcore.engine.host.step_pacing import NO_WAIT, StepCounts, StepTurn
 from meltcore.engine.worker.launched_step import Event, LaunchedStep
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
 from meltcore.engine.worker.model_runner import ModelRunner, ModelRunnerConfig
@@ -123,7 +118,7 @@ class GenerationEngine:
             raise
         self._overlap = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._launched: LaunchedStep | None = None
-        self._launched_s = 0.0
+        self._launched_at, self._turn = (0.0, NO_WAIT), NO_WAIT  # its time and turn, and the newest turn
         self._prompt_speed = PromptSpeed(self.scheduler.max_num_batched_tokens)
         self._requests: dict[str, Request] = {}
         self._dropped = Dropped([], [])  # from the step that is being launched
@@ -229,8 +224,8 @@ class GenerationEngine:
 
     def refuse(self, request_id: str, error: str) -> StepOutputs:
         """Return the outputs that end a request which `add` has rejected."""
-        output = SequenceOutput(request_id, [], finish_reason="error", error=error)
-        return StepOutputs([output], self.stats(), time.monotonic())
+        refused = [SequenceOutput(request_id, [], finish_reason="error", error=error)]
+        return StepOutputs(refused, self.stats(), time.monotonic())
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with the reason "abort", which the next `step` reports. Ids of ended requests are ignored."""
@@ -241,16 +236,23 @@ class GenerationEngine:
 
     def take_turn(self, turn: StepTurn) -> None:
         """Limit the prompt tokens of the next step if an engine of a higher class is using the same GPU."""
-        limit_s, budget = turn.limit_s, self.scheduler.max_num_batched_tokens
-        wait = self._step_counts.begin(turn)
+        self._turn, limit_s, budget = turn, turn.limit_s, self.scheduler.max_num_batched_tokens
+        self._step_counts.begin(turn.waited_s, is_in_flight=self._launched is not None)
+        wait = None if turn.wait is None or self._ranks is not None else partial(self._wait_in_step, turn.wait)
         whole = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s)
-        parts = self.runner.yield_between_layers(wait if self._ranks is None else None, whole)
+        parts = self.runner.yield_between_layers(wait, whole)
         self.scheduler.max_prompt_tokens = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s * parts)
 
-    def step(self) -> StepOutputs:
-        """Launch the next step, then read the previous step. Without async scheduling, read the launched step itself.
+    def _wait_in_step(self, wait: Callable[[], float]) -> float:
+        """Wait between the layers of a step that is launched, but first for the end of the step before it."""
+        if self._launched is not None:
+            self._read_tokens(self._launched)
+        return wait()
 
-        Return the new outputs.
+    def step(self) -> StepOutputs:
+        """Launch the next step, then read the previous step. Return the new outputs.
+
+        Without async scheduling, and if it has yielded between its layers, the launched step is read, too.
         """
         start_s = time.monotonic()
         for request in self._constraints.take_compiled():
@@ -278,13 +280,15 @@ class GenerationEngine:
             if self._launched is not None:
                 self._read_tokens(self._launched)
             self._constraints.launched(launched.requests)
-        step_to_read, launched_s = (self._launched, self._launched_s) if self._overlap else (launched, start_s)
-        self._launched, self._launched_s = (launched, start_s) if self._overlap else (None, 0.0)
+        previous, previous_at = self._launched, self._launched_at
+        self._launched, self._launched_at = launched, (start_s, self._turn)
         outputs, self._ended_outputs = self._ended_outputs, []
-        if step_to_read is not None:
-            outputs += self._read(step_to_read)
-            self._record_time(step_to_read, launched_s)
-        if not scheduled and step_to_read is None and not outputs:
+        if previous is not None:
+            outputs += self._read(previous, *previous_at)
+        if (launched := self._launched) is not None and (not self._overlap or launched.yielded_s is not None):
+            self._launched = None
+            outputs += self._read(launched, *self._launched_at)
+        if not scheduled and previous is None and not outputs:
             self._constraints.wait_idle()
         return StepOutputs(outputs, self.stats(), time.monotonic())
 
@@ -328,17 +332,14 @@ class GenerationEngine:
         self.scheduler.finish(request, reason)
         self._ended_outputs.append(self._last_output(request, []))
 
-    def _record_time(self, step: LaunchedStep, launched_s: float) -> None:
+    def _record_time(self, step: LaunchedStep, launched_s: float, turn: StepTurn) -> None:
         tokens, goes_on = prompt_tokens(step.chunks), bool(self._launched or self.scheduler.running)
-        took_s = self._step_counts.end(launched_s, self._read_s, len(step.chunks), tokens, goes_on=goes_on)
-        if step.yielded_s is not None:  # its launch waited for most of its layers
-            took_s = self._read_s - launched_s - step.yielded_s
-        elif self._launched is not None and self._launched.yielded_s is not None:
-            took_s = None  # it has ended before its tokens were read
+        took_s = self._step_counts.end(
+            launched_s, self._read_s, len(step.chunks), tokens, turn, goes_on=goes_on, yielded_s=step.yielded_s or 0.0
+        )
         if took_s is not None:
             self._prompt_speed.record(took_s, tokens)
-            if self.scheduler.pacer is not None:
-                self.scheduler.record_step_time(step.chunks, took_s)
+            self.scheduler.record_step_time(step.chunks, took_s)
 
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
@@ -447,12 +448,11 @@ class GenerationEngine:
                 self._unused = self._constraints.commit([each for each in sampled if each[0] not in step.dropped])
         return self._tokens
 
-    def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
+    def _read(self, step: LaunchedStep, launched_s: float, turn: StepTurn) -> list[SequenceOutput]:
         token_ids, logprobs = self._read_tokens(step)
         self._tokens = None
         if any(self._unused):
             step, self._unused = self._without(step, self._unused, is_read=True), Dropped([], [])
-        now = self._read_s
         sampled = zip(step.requests, token_ids, strict=True)
         self.scheduler.update(step.chunks, [token_id for request, token_id in sampled if request not in step.dropped])
         if not self._overlap:  # the host prepares the next step meanwhile
@@ -462,9 +462,8 @@ class GenerationEngine:
             if self._requests.get(request.id) is not request or request in step.dropped:
                 continue  # aborted while the step was in flight, or it missed the step
             self._generated_tokens += 1
-            is_first = request.first_token_s == 0.0
-            if is_first:
-                request.first_token_s = now
+            if is_first := request.first_token_s == 0.0:
+                request.first_token_s = self._read_s
             token_logprobs = [logprobs[index]] if index in logprobs else None
             if request.finish_reason is None:
                 output = SequenceOutput(request.id, [token_ids[index]], logprobs=token_logprobs)
@@ -473,6 +472,7 @@ class GenerationEngine:
             if is_first and request.sampling.prompt_logprobs is not None:
                 output = msgspec.structs.replace(output, prompt_logprobs=request.prompt_logprobs)
             outputs.append(output)
+        self._record_time(step, launched_s, turn)
         return outputs
 
     def _last_output(

@@ -56,41 +56,42 @@ class StepCounts:
 
     def __init__(self) -> None:
         """Start at 0."""
-        self._turn = NO_WAIT
-        self._waited_s = 0.0  # since the last step ended
+        self._waited_s = 0.0  # before steps, since the last step ended
+        self._has_waited_in_flight = False
         self._last_end_s: float | None = None  # None if the engine had no more work then
         self._sums = array("d", NO_STEPS)
 
-    def begin(self, turn: StepTurn) -> Callable[[], float] | None:
-        """Note what the engine waited before a step, and whether its step is limited.
+    def begin(self, waited_s: float, *, is_in_flight: bool = False) -> None:
+        """Note how long the engine has waited before a step, and whether the step before it was in flight meanwhile."""
+        if self._last_end_s is not None or is_in_flight:
+            self._waited_s += waited_s
+        self._has_waited_in_flight |= is_in_flight and waited_s > 0
 
-        Return the function with which a step waits between its parts, if `turn` has one.
-        """
-        self._turn = turn
-        if self._last_end_s is not None:
-            self._waited_s += turn.waited_s
-        return None if turn.wait is None else self._wait_in_step
-
-    def _wait_in_step(self) -> float:
-        assert self._turn.wait is not None
-        waited_s = self._turn.wait()
-        self._waited_s += waited_s
-        return waited_s
-
-    def end(self, launched_s: float, ended_s: float, rows: int, prompt_tokens: int, *, goes_on: bool) -> float | None:
+    def end(
+        self,
+        launched_s: float,
+        ended_s: float,
+        rows: int,
+        prompt_tokens: int,
+        turn: StepTurn,
+        *,
+        goes_on: bool,
+        yielded_s: float = 0.0,
+    ) -> float | None:
         """Count a step with at least one row, which was launched and has ended at these times.
 
-        `goes_on` says whether the engine has more work now. Return the time of the step. Return None if the engine has
-        waited since it began, since the step may have ended during the wait.
+        `turn` is the turn of this step, and `yielded_s` the time for which it waited between its layers. `goes_on` says
+        whether the engine has more work now. Return the time of the step. Return None if the engine has waited while
+        the step was in flight, since it may have ended during the wait.
         """
         began_s = launched_s if self._last_end_s is None else self._last_end_s
-        waited_s, self._waited_s = self._waited_s, 0.0
-        took_s = max(0.0, ended_s - began_s - waited_s)
-        kind = kind_of_step(rows, prompt_tokens, is_paced=self._turn.limit_s is not None)
+        took_s = max(0.0, ended_s - began_s - self._waited_s - yielded_s)
+        is_known, self._waited_s, self._has_waited_in_flight = not self._has_waited_in_flight, 0.0, False
+        kind = kind_of_step(rows, prompt_tokens, is_paced=turn.limit_s is not None)
         for at, value in enumerate((1.0, took_s, rows, prompt_tokens), 4 * kind):
             self._sums[at] += value
         self._last_end_s = ended_s if goes_on else None
-        return None if waited_s else took_s
+        return took_s if is_known else None
 
     def packed(self) -> bytes:
         """Return the sums for the statistics of an engine."""

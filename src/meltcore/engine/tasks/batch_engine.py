@@ -30,7 +30,7 @@ from meltcore.common.tasks import DEFAULT, Task
 from meltcore.engine.core.waiting import WaitingQueue, WaitingRequest, cost_buckets
 from meltcore.engine.host.shell import Outputs
 from meltcore.engine.host.sleep import SleepResult
-from meltcore.engine.host.step_pacing import StepCounts, StepTurn
+from meltcore.engine.host.step_pacing import NO_WAIT, StepCounts, StepTurn
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskFinishReason, TaskRequest, TaskResult, TaskTimes
 from meltcore.settings.config import EngineConfig
 
@@ -170,6 +170,7 @@ class BatchEngine(Generic[Request, Result]):
         self._s_per_cost: float | None = None
         self._expired = self._cost = self._padded_cost = 0
         self._step_counts = StepCounts()
+        self._turn = NO_WAIT
 
     @property
     def has_work(self) -> bool:
@@ -214,8 +215,9 @@ class BatchEngine(Generic[Request, Result]):
 
     def take_turn(self, turn: StepTurn) -> None:
         """Start smaller batches while an engine of a higher class is using the same GPU."""
+        self._turn = turn
         self._start_limit_s = min(self._max_start_s, turn.limit_s or self._max_start_s)
-        self._step_counts.begin(turn)
+        self._step_counts.begin(turn.waited_s)
 
     def step(self) -> Outputs:
         """Begin the requests that fit, compute one step of the task, and return the new results."""
@@ -231,7 +233,7 @@ class BatchEngine(Generic[Request, Result]):
         ended_s = self._clock()
         if rows:
             goes_on = bool(self._running or len(self._queue))
-            self._step_counts.end(began_s, ended_s, rows, started_cost, goes_on=goes_on)
+            self._step_counts.end(began_s, ended_s, rows, started_cost, self._turn, goes_on=goes_on)
         if started_cost:
             self._record_speed((ended_s - began_s) / started_cost)
         return self._outputs(results, ended_s)

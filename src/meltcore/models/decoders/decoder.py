@@ -315,7 +315,7 @@ class Decoder(Model):
             positions: [tokens] int64.
             caches: each layer's keys and values, or its conv_states and states.
             metadata: each layer's metadata.
-            between_layers: is called before each layer but the first, unless all layers are one launch.
+            between_layers: is called before each layer, unless all layers are one launch.
         """
         residual: ResidualStream = self.embedding(token_ids)
         fused_decode, num_decodes = self._decode_layers, metadata[0].num_decodes
@@ -326,7 +326,7 @@ class Decoder(Model):
         for layer_idx, (block, cache, layer_metadata) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
             if layer_idx not in layers_to_run:
                 continue
-            if between_layers is not None and layer_idx:
+            if between_layers is not None:
                 between_layers()
             block(residual, positions, self._rotary_of(layer_idx), cache, layer_metadata)
         return residual.normalized(self.norm)
