@@ -22,7 +22,7 @@ from meltcore.cli import main
 from meltcore.cli.fleet import fleet as fleet_command
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
-from meltcore.common.sizes import GIB
+from meltcore.common.sizes import GIB, size_text
 from meltcore.engine.memory.memory_needs import PlannedEngine
 from meltcore.fleet.admin.operations import check_startable
 from meltcore.fleet.plan import nearest as nearest_plan
@@ -162,6 +162,35 @@ def test_weights_that_sleep_are_counted_in_host_memory() -> None:
     assert plan is not None
     assert plan.hosts[0].free_bytes == GIB // 4
     assert plan_fleet(on_cpu, [34 * GIB], host_bytes=pinned + 2 * GIB)[0] is None
+
+
+@pytest.mark.parametrize("keep", ["host", "disk"])
+def test_sleepable_models_on_the_cpu_take_turns_in_host_memory(keep: str) -> None:
+    text = "  %s: {checkpoint: meltcore/sums, device: cpu, memory: 2GiB, residency: %s}\n"
+    lines = [text % (name, "sleepable") for name in "abc"]
+    spec = parse_fleet(f"residency: {{keep: {keep}}}\nmodels:\n{''.join(lines)}")
+    process, asleep, weights = 3 * GIB // 4, 64 * 2**20, 0
+    awake, _ = plan_fleet(spec, [])
+    assert awake is not None
+    assert (awake.sleeping, awake.hosts[0].engine_bytes) == ((), 3 * (2 * GIB + process))
+    if keep == "host":
+        weights = sum(row.size_bytes for row in awake.needs["a"].rows if row.name == "weights")
+        assert weights > 0
+    assert awake.needs["a"].asleep_bytes >= asleep
+    needed = 2 * GIB + 3 * (process + awake.needs["a"].asleep_bytes + weights)
+    plan, _ = plan_fleet(spec, [], host_bytes=needed)
+    assert plan is not None
+    assert (plan.sleeping, plan.hosts[0].engine_bytes) == (("a", "b", "c"), needed)
+    assert plan_fleet(spec, [], host_bytes=needed - 1)[0] is None
+    machine = Machine((), "", needed - 1)
+    reason = does_not_fit(find_plan(spec, OneMachine.of(machine), print), machine)
+    assert f"its models on the CPU need {size_text(needed)} of host memory in turns" in reason
+    resident = msgspec.structs.replace(
+        spec, models=spec.models | {"c": msgspec.structs.replace(spec.models["c"], residency="always_on")}
+    )
+    needed += 2 * GIB - awake.needs["a"].asleep_bytes - weights
+    assert plan_fleet(resident, [], host_bytes=needed)[0] is not None
+    assert plan_fleet(resident, [], host_bytes=needed - 1)[0] is None
 
 
 def test_ranks_of_tensor_parallelism_have_a_budget_each_and_memory_for_reductions() -> None:

@@ -55,6 +55,21 @@ def test_engines_on_cpus_go_where_memory_is_free_and_replicas_apart() -> None:
     assert place_on_hosts(elsewhere, [Host("x", 6), Host("y", 4)]) is None
 
 
+def test_models_that_take_turns_on_a_cpu_count_as_the_largest_and_what_sleeps() -> None:
+    sizes = [("a", 0, 6), ("a", 1, 6), ("b", 0, 9), ("c", 0, 2)]  # of the process 1, and asleep 1 more
+    engines = [
+        sized_engine(model, replica, size, 0, (), model != "c", resident_bytes=1)._replace(asleep_bytes=1)
+        for model, replica, size in sizes
+    ]
+    needed = 2 + 3 * (1 + 1) + 2 * 5  # c, those that sleep, and the budgets of both replicas of a
+    placed = place_on_hosts(engines, [Host("", needed)])
+    assert placed is not None
+    assert (placed[0].engine_bytes, placed[0].free_bytes) == (needed, 0)
+    assert place_on_hosts(engines, [Host("", needed - 1)]) is None
+    assert Host("", None, tuple(engines[2:])).engine_bytes == 9 + 2, "one never takes more than it does awake"
+    assert place_on_hosts([engines[2]], [Host("x", 17, (engines[0],)), Host("y", 17, (engines[3],))]) is not None
+
+
 def test_tensor_parallelism_over_nodes_is_refused_by_name() -> None:
     there = cluster(2, 2)
     with pytest.raises(ConfigError, match=r"models\.a\.tensor_parallel_size: got 4; the largest node .* has 2 GPUs"):

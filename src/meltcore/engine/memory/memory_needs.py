@@ -43,7 +43,8 @@ class PlannedEngine(NamedTuple):
         rows: how the engine divides the budget.
         source: where the sizes were read.
         concurrency: the maximum number of requests in a step.
-        asleep_bytes: the GPU memory that the engine keeps while it sleeps, without its CUDA context.
+        asleep_bytes: the memory that the engine keeps while it sleeps: on a GPU without its CUDA context, on a CPU with
+            the weights that stay.
         model: the name of the model, added by a plan like all that follows.
         replica: the number of the engine among the engines of the model.
         gpus: the number of its GPUs, or 0 on a CPU.

@@ -62,8 +62,19 @@ class Host(NamedTuple):
 
     @property
     def engine_bytes(self) -> int:
-        """The bytes of the engines on the CPU."""
-        return sum(engine.size_bytes for engine in self.engines)
+        """The bytes of the engines on the CPU.
+
+        Models that take turns are awake together only where the largest of them has room for all. So their budgets
+        count as the largest one, beside what each engine keeps asleep.
+        """
+        awake_bytes: Counter[str] = Counter()  # by model, whose replicas are awake together
+        freed_bytes = 0
+        for engine in self.engines:
+            if engine.sleeps:
+                awake_bytes[engine.model] += engine.awake_bytes
+                freed_bytes += engine.budget_bytes - engine.asleep_bytes
+        saved_bytes = max(0, freed_bytes - max(awake_bytes.values(), default=0))
+        return sum(engine.size_bytes for engine in self.engines) - saved_bytes
 
     @property
     def free_bytes(self) -> float:
@@ -183,20 +194,27 @@ def place_on_hosts(engines: Iterable[PlannedEngine], hosts: Sequence[Host]) -> t
     Returns None if an engine does not fit. Replicas of a model go to different nodes if possible, then to the node with
     the most free memory.
     """
+    placed = list(hosts)
     free_bytes = [host.free_bytes for host in hosts]
     if any(size < 0 for size in free_bytes):
         return None
-    placed = [list(host.engines) for host in hosts]
+
+    def left_bytes(at: int, engine: PlannedEngine) -> float:
+        if not engine.sleeps:
+            return free_bytes[at] - engine.size_bytes
+        return placed[at]._replace(engines=(*placed[at].engines, engine)).free_bytes
+
     replicas = Counter((at, engine.model) for at, host in enumerate(hosts) for engine in host.engines)
     for engine in sorted(engines, key=lambda each: (-each.size_bytes, each.model, each.replica)):
-        size = engine.size_bytes
         fitting = [
-            at for at, free in enumerate(free_bytes) if free >= size and hosts[at].node not in engine.excluded_nodes
+            at
+            for at, host in enumerate(hosts)
+            if host.node not in engine.excluded_nodes and left_bytes(at, engine) >= 0
         ]
         if not fitting:
             return None
         best = min(fitting, key=lambda at: (replicas[at, engine.model], -free_bytes[at]))
-        placed[best].append(engine)
-        free_bytes[best] -= size
+        free_bytes[best] = left_bytes(best, engine)
+        placed[best] = placed[best]._replace(engines=(*placed[best].engines, engine))
         replicas[best, engine.model] += 1
-    return tuple(host._replace(engines=tuple(found)) for host, found in zip(hosts, placed, strict=True))
+    return tuple(placed)

@@ -13,6 +13,7 @@ from meltcore.engine.memory.memory_needs import (
     read_model_sizes,
 )
 from meltcore.fleet.plan.context_memory import ASSUMED, ContextMemory
+from meltcore.fleet.plan.first_fit import Host
 from meltcore.settings.fleet_checks import model_error
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
@@ -56,13 +57,18 @@ def read_fleet_sizes(spec: FleetSpec, report: Callable[[str], None] = lambda _li
 
 
 def host_needs(spec: FleetSpec, needs: dict[str, PlannedEngine]) -> tuple[int, int]:
-    """Return two numbers of bytes: host memory of all engines on the CPU, and pinned memory of weights that sleep."""
+    """Return two numbers of bytes: host memory of all engines on the CPU, and pinned memory of weights that sleep.
+
+    Sleepable models take turns.
+    """
+    sleepable = {name: model for name, model in spec.models.items() if model.residency == "sleepable"}
     pinned = (
         model.replicas * model.tensor_parallel_size * pinned_bytes(spec, needs, name)
-        for name, model in spec.models.items()
-        if model.residency == "sleepable" and model.device != "cpu"
+        for name, model in sleepable.items()
+        if model.device != "cpu"
     )
-    return sum(engine.size_bytes for engine in planned_engines(spec, needs) if not engine.gpus), sum(pinned)
+    on_cpu = tuple(engine for engine in planned_engines(spec, needs, sleepable) if not engine.gpus)
+    return Host("", None, on_cpu).engine_bytes, sum(pinned)
 
 
 def planned_engines(
@@ -82,13 +88,18 @@ def planned_engines(
         if model.kind == "url" or (on_cpu and name not in needs):
             continue
         size = needs.get(name) or PlannedEngine(model.task, int(model.memory or 0), [], None, 0, "file", asleep_bytes=0)
-        ranks, is_asleep = model.tensor_parallel_size, name in sleeping and not on_cpu
+        ranks, is_asleep, asleep_bytes = model.tensor_parallel_size, name in sleeping, size.asleep_bytes
         resident_bytes = HOST_PROCESS_BYTES if on_cpu else contexts.process_bytes(model.task, ranks)
+        if on_cpu:
+            asleep_bytes = min(size.budget_bytes, asleep_bytes + pinned_bytes(spec, needs, name))
+        elif is_asleep:
+            resident_bytes += asleep_bytes
         engine = size._replace(
+            asleep_bytes=asleep_bytes,
             model=name,
             gpus=0 if on_cpu else ranks,
             sleeps=is_asleep,
-            resident_bytes=resident_bytes + (size.asleep_bytes if is_asleep else 0),
+            resident_bytes=resident_bytes,
             excluded_nodes=(excluded_nodes or {}).get(name, frozenset()),
         )
         for replica, only in enumerate(model.replica_gpus):
@@ -98,9 +109,9 @@ def planned_engines(
 def pinned_bytes(spec: FleetSpec, needs: dict[str, PlannedEngine], name: str) -> int:
     """Return the pinned host memory, in bytes, that an engine of a sleeping model keeps for each of its GPUs.
 
-    The engine keeps its weights in this memory. The result is 0 if the engine drops its weights, or if it has no sleep
-    mode and is ended instead. If only the file states the model's memory, as for a vLLM server, the whole memory
-    counts.
+    The engine keeps its weights in this memory, and on a CPU where they are. The result is 0 if the engine drops its
+    weights, or if it has no sleep mode and is ended instead. If only the file states the model's memory, as for a vLLM
+    server, the whole memory counts.
     """
     model = spec.models[name]
     if spec.residency.keep != "host":

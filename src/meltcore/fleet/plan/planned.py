@@ -456,9 +456,11 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
     cpu_bytes, pinned_bytes = host_needs(spec, needs)
     if cpu_bytes + pinned_bytes > machine.host_bytes or not parts:
         pinned = f", and weights of models that sleep {size_text(pinned_bytes)} pinned" if pinned_bytes else ""
+        has_turns = any(model.residency == "sleepable" and model.device == "cpu" for model in spec.models.values())
+        in_turns = " in turns" if has_turns else ""
         drop = "; with `residency: {keep: disk}` those are read again instead" if pinned_bytes else ""
         parts.append(
-            f"its models on the CPU need {size_text(cpu_bytes)} of host memory{pinned}, "
+            f"its models on the CPU need {size_text(cpu_bytes)} of host memory{in_turns}{pinned}, "
             f"and {size_text(machine.host_bytes)} are available{drop}"
         )
     if nearest is None:
