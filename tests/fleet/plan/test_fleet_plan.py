@@ -490,6 +490,16 @@ def test_plan_says_what_it_takes_of_the_host(tmp_path: Path, capsys: pytest.Capt
     assert "pinned for weights that sleep, of 8 GiB that are available." in output
     assert "NCCL, assumed" not in output
     assert main.main(["plan", str(path), "--vram", "34", "--host-memory", "6"]) == 1
+    capsys.readouterr()
+    assert main.main(["plan", str(path), "--vram", "34816M", "--host-memory", "8 GiB"]) == 0, "as fleet.yaml has them"
+    assert " ".join(capsys.readouterr().out.split()) == output
+    for size, reason in (
+        ("8TB", "'8TB' is more than 4096 GiB"),
+        ("8 apples", "'8 apples' is not a number of more than"),
+    ):
+        with pytest.raises(SystemExit):
+            main.main(["plan", str(path), "--vram", size])
+        assert reason in capsys.readouterr().err
     path.write_text(MODELS + "  big: {checkpoint: x, shapes: Qwen/Qwen3-0.6B, tensor_parallel_size: 2}\n")
     assert main.main(["plan", str(path), "--vram", "80,80"]) == 0
     output = " ".join(capsys.readouterr().out.split())

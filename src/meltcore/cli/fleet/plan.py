@@ -32,10 +32,20 @@ exit status: 0 the fleet fits as it is, 1 it does not (a nearest plan is printed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the file, and the options for the sizes of GPUs and for the output."""
-    from meltcore.common.options import ActOption, not_empty, number
+    from meltcore.common.options import ActOption, not_empty, number, size_bytes
+    from meltcore.common.sizes import GIB
 
-    def sizes(text: str) -> list[float]:
-        return [number(float, exclusive_minimum=0, maximum=4096)(size) for size in text.split(",")]
+    def memory(text: str, most_gib: int) -> int:
+        """Return the bytes of a number of GiB, or of a size with a unit as in fleet.yaml."""
+        if not text.rstrip().upper().endswith((*"BKMGT",)):
+            gib: float = number(float, exclusive_minimum=0, maximum=most_gib)(text)
+            return round(gib * GIB)
+        if (size := size_bytes(text)) > most_gib * GIB:
+            raise argparse.ArgumentTypeError(f"{text!r} is more than {most_gib} GiB")
+        return size
+
+    def sizes(text: str) -> list[int]:
+        return [memory(size, 4096) for size in text.split(",")]
 
     parser.add_argument("fleet", metavar="FLEET", help="a fleet.yaml")
     machine = parser.add_mutually_exclusive_group()
@@ -45,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=partial(run, find=_plan_for_sizes),
         type=sizes,
         metavar="GIB,...",
-        help="Memory of each GPU in GiB (default: the GPUs of this machine).",
+        help="Memory of each GPU in GiB, or as 512MiB (default: the GPUs of this machine).",
     )
     machine.add_argument(
         "--ray",
@@ -57,9 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--host-memory",
-        type=number(float, exclusive_minimum=0, maximum=2**20),
+        type=partial(memory, most_gib=2**20),
         metavar="GIB",
-        help="Host memory for models on the CPU and weights that sleep (default: what is available; with --vram: any).",
+        help="Host memory in GiB, or as 512MiB, for models on the CPU and weights that sleep "
+        "(default: what is available; with --vram: any).",
     )
     parser.add_argument(
         "--mig", action="store_true", help="Show which MIG layouts of the first GPU would hold the same engines."
@@ -80,32 +91,29 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
     Keys and programs of the fleet are not checked here.
     """
     from meltcore.common.gpus.machine import Machine, VisibleGpu
-    from meltcore.common.sizes import GIB
     from meltcore.fleet.plan.context_memory import find_contexts
     from meltcore.fleet.plan.plan import empty_gpus, plan_fleet
     from meltcore.fleet.plan.planned import FoundPlan, check_devices, print_unplanned, without_unknown
 
     if not spec.gpus:
         check_devices(spec, len(args.vram))
-    sizes, contexts = [round(size * GIB) for size in args.vram], find_contexts(None)
-    host_bytes = None if args.host_memory is None else round(args.host_memory * GIB)
+    contexts = find_contexts(None)
     known, left_out = without_unknown(spec, print_unplanned)
-    plan, nearest = plan_fleet(known, sizes, contexts=contexts, host_bytes=host_bytes)
-    gpus = tuple(VisibleGpu(gpu.number, "", gpu.total_bytes, 0) for gpu in empty_gpus(known, sizes, contexts))
+    plan, nearest = plan_fleet(known, args.vram, contexts=contexts, host_bytes=args.host_memory)
+    gpus = tuple(VisibleGpu(gpu.number, "", gpu.total_bytes, 0) for gpu in empty_gpus(known, args.vram, contexts))
     found = FoundPlan(spec, known, left_out, plan, nearest, None, gpus, [gpu.total_bytes for gpu in gpus], {})
-    return found, Machine(gpus, "", sys.maxsize if host_bytes is None else host_bytes)
+    return found, Machine(gpus, "", sys.maxsize if args.host_memory is None else args.host_memory)
 
 
 def _plan_for_machine(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
     """Return the plan that `meltcore up` would follow now, and this machine."""
-    from meltcore.common.sizes import GIB
     from meltcore.fleet.admin.operations import check_startable_fleet
     from meltcore.fleet.plan.machine import read_machine
     from meltcore.fleet.plan.site import OneMachine
 
     machine = read_machine()
     if args.host_memory:
-        machine = machine._replace(host_bytes=round(args.host_memory * GIB))
+        machine = machine._replace(host_bytes=args.host_memory)
     found = _plan_for_site(OneMachine.of(machine), spec)
     check_startable_fleet(spec)  # after the plan, which waits for no checkpoint without a limit
     return found
