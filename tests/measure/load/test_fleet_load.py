@@ -281,6 +281,7 @@ def test_limits_beside_the_simulation_are_judged_in_one_run(
                 throughput_ratio=ratio,
                 alone_e2e_ms=Distribution(n=1000, p50=measured.e2e_ms.p50, p95=off * measured.e2e_ms.p95),
                 alone_requests_per_s=measured.succeeded / measured.duration_s,
+                alone_busy_s=1.0,
             )
             for ratio, measured in zip((None, 0.5), own, strict=True)
         ]
@@ -330,6 +331,7 @@ def test_a_simulation_that_is_no_bound_gives_no_ratios() -> None:
                     overlap_ratio=0.9,
                     alone_e2e_ms=Distribution(n=1000, p50=50.0, p95=alone_p95_ms),
                     alone_requests_per_s=100.0,
+                    alone_busy_s=1.0,
                 )
                 for _ in loads
             ]
@@ -343,8 +345,9 @@ def test_a_simulation_that_is_no_bound_gives_no_ratios() -> None:
 
     valid, html = page_of(100.0)
     assert valid.simulation_error == ""
-    of_a_bound = ("share of its throughput alone", "by bytes and operations", "first token, p95, ms", "2.50 x")
+    of_a_bound = ("share of its throughput alone", "by bytes and operations", ">first token, p95, ms", "2.50 x")
     assert all(words in html for words in of_a_bound)
+    assert "alone: outside of steps, ms" in html
     missed, html = page_of(130.0)
     assert "of chat alone it gives 130" in missed.simulation_error
     assert "The simulation is no bound: of chat alone it gives 130" in html

@@ -17,9 +17,10 @@ from meltcore.common.files import SCHEMA_VERSION
 from meltcore.engine.host.step_pacing import NO_WAIT, StepCounts
 from meltcore.measure.documents.schema import LevelResult, StreamLoad
 from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
+from meltcore.measure.documents.values.percentiles import distribution
 from meltcore.measure.load.fleet import simulation
 from meltcore.measure.load.fleet.bound import MeasuredStream, simulate_experiment
-from meltcore.measure.load.fleet.fleet_gates import StreamSpec
+from meltcore.measure.load.fleet.fleet_gates import ExperimentSpec, StreamSpec, simulation_error
 from meltcore.measure.load.fleet.simulation import Job, SimulatedLoad, StreamTrace, overlap_share, simulate
 from meltcore.measure.load.fleet.step_costs import (
     AloneSteps,
@@ -332,7 +333,7 @@ def test_steps_that_are_not_those_of_this_client_give_no_costs(changes: dict[str
 def served(spec: StreamSpec, costs: StepCosts, jobs: list[Job], outside_s: float) -> MeasuredStream:
     """A stream whose mean alone is that of an ideal scheduler with these costs."""
     load = MeasuredStream(spec=spec, costs=costs, alone=jobs, together=jobs, alone_s=20.0, alone_mean_ms=None).load
-    [trace] = simulate([load(jobs, outside_s)], 20.0)
+    [trace] = simulate([replace(load(jobs), outside_s=outside_s)], 20.0)
     return MeasuredStream(
         spec=spec, costs=costs, alone=jobs, together=jobs, alone_s=20.0, alone_mean_ms=1000 * mean(trace.e2e_s)
     )
@@ -342,13 +343,54 @@ def test_time_outside_of_steps_is_found_and_not_spent_on_the_gpu() -> None:
     """A closed loop of four connections with 10 ms outside of steps of 10 ms leaves some of the GPU to others."""
     alone = StepCosts(decode_s=[(1, 0.010), (4, 0.012)])
     spec = StreamSpec(name="busy", model="a", concurrency=4)
-    busy = served(spec, alone, [Job(0, 1, 0.0, steps) for steps in (4, 7, 5)], 0.010)
-    trace, outside_s = busy.run_alone()
-    assert outside_s == pytest.approx(0.010, rel=0.1)
+    busy = served(spec, alone, [Job(0, 1, 0.0, steps) for steps in (9, 13, 11)], 0.010)
+    trace, load = busy.run_alone()
+    assert load.outside_s == pytest.approx(0.010, rel=0.1)
     assert mean(trace.e2e_s) == pytest.approx(busy.alone_mean_ms / 1000, rel=0.01)
     assert len(trace.e2e_s) / trace.ended_s == pytest.approx(4 / mean(trace.e2e_s), rel=0.02), "Little's law"
     slower = replace(busy, alone_mean_ms=1.0)
-    assert slower.run_alone()[1] == 0.0, "steps that take longer than was measured leave no time"
+    assert slower.run_alone()[1].outside_s == 0.0, "steps that take longer than was measured leave no time"
+
+
+def level_of(trace: StreamTrace) -> StreamLoad:
+    """What a client measured that got a simulated trace."""
+    e2e_ms, first_ms = (distribution([1000 * each for each in seconds]) for seconds in (trace.e2e_s, trace.first_s))
+    num = len(trace.e2e_s)
+    level = LevelResult(
+        concurrency=0, requests=num, succeeded=num, failed=0, peak_in_flight=1, duration_s=trace.ended_s,
+        output_tokens_per_s=1.0, total_tokens_per_s=1.0, prompt_tokens=1, output_tokens=1,
+        ttft_ms=first_ms, e2e_ms=e2e_ms,
+    )  # fmt: skip
+    return StreamLoad(name="chat", model="a", level=level, steps_s=trace.busy_s)
+
+
+@pytest.mark.parametrize(("decode_s", "outside_s"), [(0.008, 0.010), (0.001, 0.001)], ids=["long", "short"])
+def test_wrong_step_costs_give_no_bound(decode_s: float, outside_s: float) -> None:
+    """The time outside of steps made up for costs of a tenth: p50 alone was off by 1 %, and all limits were judged."""
+    chats = [job._replace(units=500.0, steps=16) for job in poisson(2.0, 150, seed=5)]
+    true = StepCosts(decode_s=[(1, decode_s), (8, 1.1 * decode_s)], prompt_s=[(500, 5 * decode_s)])
+    spec = StreamSpec(name="chat", model="a", rate=2.0)
+    experiment = ExperimentSpec(name="x", streams=[spec, spec])
+    [trace] = simulate([SimulatedLoad(costs=true, jobs=chats, outside_s=outside_s, first_outside_s=0.001)], 75.0)
+    load = level_of(trace)
+
+    def error_with(decode: float, prompt: float) -> str:
+        wrong = StepCosts(
+            decode_s=[(rows, decode * seconds) for rows, seconds in true.decode_s],
+            prompt_s=[(units, prompt * seconds) for units, seconds in true.prompt_s],
+        )
+        stream = MeasuredStream(
+            spec=spec, costs=wrong, alone=chats, together=chats, alone_s=75.0,
+            alone_mean_ms=load.level.e2e_ms.mean, alone_first_mean_ms=load.level.ttft_ms.mean,
+        )  # fmt: skip
+        [ideal] = simulate_experiment([stream], 75.0, GpuStepCosts())
+        assert ideal.outside_ms <= max(5.0, 0.1 * (load.level.e2e_ms.mean or 0.0)) + 1e-9
+        return simulation_error(experiment, [load], [ideal])
+
+    assert error_with(1.0, 1.0) == ""
+    for factor in (0.1, 0.5, 0.75, 1.3):
+        assert "the simulation is no bound: of chat alone it gives" in error_with(factor, factor), factor
+    assert error_with(0.8, 1.0 + 0.2 * 16 / 5), "the first token is wrong, and the rest is right"
 
 
 def test_a_simulation_alone_gives_its_latency_and_its_rate() -> None:
@@ -359,3 +401,4 @@ def test_a_simulation_alone_gives_its_latency_and_its_rate() -> None:
     assert ideal.alone_requests_per_s == pytest.approx(100.0, rel=0.01)
     assert ideal.throughput_ratio == pytest.approx(1.0)
     assert (ideal.outside_ms, ideal.overlap_ratio) == (0.0, None)
+    assert ideal.alone_busy_s == pytest.approx(20.0, rel=0.01)

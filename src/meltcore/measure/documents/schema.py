@@ -223,10 +223,10 @@ class LevelResult(msgspec.Struct, kw_only=True):
 class StreamLoad(msgspec.Struct, kw_only=True):
     """The load on one model, which runs alone or beside others.
 
-    `refused` counts requests that got a 429 or 503 with Retry-After. `refusals` counts such responses. After each
-    refusal the load generator waited and sent the request again. Latencies count from the first try. `lost` requests
-    never got a complete answer. `rows_per_step` and `prompt_tokens_per_step` are means of the engines' steps, and None
-    if the server has no metrics of steps.
+    `refused` counts requests that got a 429 or 503 with Retry-After. `refusals` counts such responses: after each the
+    request was sent again. Latencies count from the first try. `lost` requests never got a complete answer.
+    `rows_per_step` and `prompt_tokens_per_step` are means of the engines' steps, and `steps_s` is the time of all of
+    them. They are None if the server has no metrics of steps.
     """
 
     name: str
@@ -236,6 +236,7 @@ class StreamLoad(msgspec.Struct, kw_only=True):
     refusals: int = 0
     rows_per_step: float | None = None
     prompt_tokens_per_step: float | None = None
+    steps_s: float | None = None
 
     @property
     def lost(self) -> int:
@@ -439,26 +440,33 @@ class SimulatedStream(msgspec.Struct, kw_only=True):
 
     `throughput_ratio` is its throughput as a share of its simulated throughput alone, `overlap_ratio` what bytes and
     operations alone would leave of it. Both are None for open loops, and the second one where these are unknown.
-    `outside_ms` is the time of a request outside of steps, which was measured alone and is part of the latencies.
-    A simulation of the stream alone must give what was measured alone, or the rest is no bound.
+    `outside_ms` is the time of a request outside of steps, which was measured alone and is part of the latencies,
+    `first_outside_ms` the same until the first token. `alone_busy_s` is the time of all steps alone.
     """
 
     throughput_ratio: float | None = None
     overlap_ratio: float | None = None
     outside_ms: float = 0.0
+    first_outside_ms: float = 0.0
     first_ms: Distribution
     e2e_ms: Distribution
     alone_e2e_ms: Distribution
+    alone_first_ms: Distribution = msgspec.field(default_factory=Distribution)
     alone_requests_per_s: float
+    alone_busy_s: float
 
-    def pairs_alone(self, measured: LevelResult) -> list[tuple[str, float | None, float | None]]:
+    def pairs_alone(self, load: StreamLoad) -> list[tuple[str, float | None, float | None]]:
         """Return what was measured of the stream alone beside the simulation: name, measured, simulated."""
-        names: tuple[Literal["p50", "p95"], ...] = ("p50", "p95")
-        pairs: list[tuple[str, float | None, float | None]] = [
-            (f"end to end, {name}, ms", getattr(measured.e2e_ms, name), getattr(self.alone_e2e_ms, name))
-            for name in names
+        level, ttft, first = load.level, load.level.ttft_ms, self.alone_first_ms
+        rows: list[tuple[str, float | None, float | None]] = [
+            ("end to end, p50, ms", level.e2e_ms.p50, self.alone_e2e_ms.p50),
+            ("end to end, p95, ms", level.e2e_ms.p95, self.alone_e2e_ms.p95),
+            ("requests/s", level.succeeded / level.duration_s, self.alone_requests_per_s),
+            ("steps, s", load.steps_s, self.alone_busy_s),
         ]
-        return [*pairs, ("requests/s", measured.succeeded / measured.duration_s, self.alone_requests_per_s)]
+        if level.task is None:  # the simulation does not say when audio begins
+            rows += [("first token, p50, ms", ttft.p50, first.p50), ("first token, p95, ms", ttft.p95, first.p95)]
+        return rows
 
 
 class FleetExperiment(msgspec.Struct, kw_only=True):

@@ -16,6 +16,10 @@ from meltcore.measure.load.record import RequestRecord
 URGENT, BUSY = 0, 1  # ranks
 # In a closed loop the time outside of steps changes the batches, and so the time of steps: the estimate is repeated.
 _OUTSIDE_ROUNDS = 5
+# The time outside of steps is at most the larger of these. With more of it wrong step costs would give the latency that
+# was measured.
+MAX_OUTSIDE_SHARE = 0.1  # of the mean latency
+MAX_OUTSIDE_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,31 +35,45 @@ class MeasuredStream:
     together: Sequence[Job]
     alone_s: float
     alone_mean_ms: float | None
+    alone_first_mean_ms: float | None = None
 
-    def load(self, jobs: Sequence[Job], outside_s: float = 0.0) -> SimulatedLoad:
-        """Return the load of some requests, each of which takes `outside_s` outside of steps."""
+    def load(self, jobs: Sequence[Job]) -> SimulatedLoad:
+        """Return the load of some requests, which take no time outside of steps."""
         spec, costs = self.spec, self.costs
         return SimulatedLoad(
             costs=costs,
             jobs=[job._replace(steps=max(1, round(costs.row_steps * job.steps))) for job in jobs],
             rank=URGENT if spec.max_simulated_p95_ratio or spec.max_p95_ratio else BUSY,
             connections=spec.concurrency or 0 if jobs else 0,
-            outside_s=outside_s,
         )
 
-    def run_alone(self) -> tuple[StreamTrace, float]:
-        """Simulate the stream alone. Return its trace, and the seconds of a request outside of steps.
+    def run_alone(self) -> tuple[StreamTrace, SimulatedLoad]:
+        """Simulate the stream alone. Return its trace, and its load with the seconds of a request outside of steps.
 
-        These make the simulated mean of the end-to-end latency the measured one. They are 0 if the steps alone take
-        longer than was measured.
+        These make the simulated means of the latencies the measured ones, up to a limit. They are 0 if the steps alone
+        take longer than was measured.
         """
-        outside_s = 0.0
-        [trace] = simulate([self.load(self.alone)], self.alone_s)
+        load = self.load(self.alone)
+        [trace] = simulate([load], self.alone_s)
         for _ in range(_OUTSIDE_ROUNDS if self.spec.concurrency else 1):
-            if self.alone_mean_ms is not None and trace.e2e_s:
-                outside_s = max(0.0, outside_s + self.alone_mean_ms / 1000 - mean(trace.e2e_s))
-            [trace] = simulate([self.load(self.alone, outside_s)], self.alone_s)
-        return trace, outside_s
+            load = replace(
+                load,
+                outside_s=_outside_s(load.outside_s, self.alone_mean_ms, trace.e2e_s),
+                first_outside_s=_outside_s(load.first_outside_s, self.alone_first_mean_ms, trace.first_s),
+            )
+            [trace] = simulate([load], self.alone_s)
+        return trace, load
+
+
+def _outside_s(outside_s: float, measured_ms: float | None, simulated_s: Sequence[float]) -> float:
+    """Return the seconds outside of steps, with which simulated latencies get nearest to the measured mean.
+
+    `simulated_s` are the latencies with `outside_s`.
+    """
+    if measured_ms is None or not simulated_s:
+        return outside_s
+    limit_s = max(MAX_OUTSIDE_SHARE * measured_ms / 1000, MAX_OUTSIDE_S)
+    return min(limit_s, max(0.0, outside_s + measured_ms / 1000 - mean(simulated_s)))
 
 
 def jobs_of(records: Sequence[RequestRecord], released_s: float) -> list[Job]:
@@ -80,12 +98,15 @@ def jobs_of(records: Sequence[RequestRecord], released_s: float) -> list[Job]:
 def simulate_experiment(streams: Sequence[MeasuredStream], send_s: float, gpu: GpuStepCosts) -> list[SimulatedStream]:
     """Return what an ideal scheduler gives each stream, alone and together."""
     alone = [stream.run_alone() for stream in streams]
-    loads = [stream.load(stream.together, outside_s) for stream, (_, outside_s) in zip(streams, alone, strict=True)]
+    loads = [
+        replace(stream.load(stream.together), outside_s=own.outside_s, first_outside_s=own.first_outside_s)
+        for stream, (_, own) in zip(streams, alone, strict=True)
+    ]
     traces = simulate(loads, send_s)
     peak = None if gpu.bytes_per_s is None or gpu.flops_per_s is None else (gpu.bytes_per_s, gpu.flops_per_s)
     found = []
     for index, (stream, load, trace) in enumerate(zip(streams, loads, traces, strict=True)):
-        alone_trace, outside_s = alone[index]
+        alone_trace = alone[index][0]
         throughput_ratio = overlap_ratio = None
         if load.connections:
             # Of the same length as together: throughputs without the first steps are compared.
@@ -97,10 +118,13 @@ def simulate_experiment(streams: Sequence[MeasuredStream], send_s: float, gpu: G
             SimulatedStream(
                 throughput_ratio=throughput_ratio,
                 overlap_ratio=overlap_ratio,
-                outside_ms=1000 * outside_s,
+                outside_ms=1000 * load.outside_s,
+                first_outside_ms=1000 * load.first_outside_s,
                 first_ms=distribution([1000 * each for each in trace.first_s]),
                 e2e_ms=distribution([1000 * each for each in trace.e2e_s]),
                 alone_e2e_ms=distribution([1000 * each for each in alone_trace.e2e_s]),
+                alone_first_ms=distribution([1000 * each for each in alone_trace.first_s]),
+                alone_busy_s=alone_trace.busy_s,
                 alone_requests_per_s=len(alone_trace.e2e_s) / alone_trace.ended_s if alone_trace.ended_s else 0.0,
             )
         )

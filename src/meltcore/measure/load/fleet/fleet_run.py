@@ -318,6 +318,7 @@ class _FleetRun:
             if total.steps:
                 load.rows_per_step = total.rows / total.steps
                 load.prompt_tokens_per_step = total.prompt_tokens / total.steps
+                load.steps_s = total.seconds
             if len(streams) == 1 and load.model in counted:
                 error = alone_error(load, jobs, counted)
                 if error or own is None:
@@ -376,6 +377,7 @@ class _FleetRun:
                 "the simulation takes all streams to share one GPU, and their models name several devices"
             )
         alone, together = self._experiment_jobs
+        levels_alone = [load.level for load in self.experiment_loads[0]]
         send_s = self._config.interference_s
         measured = [
             MeasuredStream(
@@ -384,7 +386,8 @@ class _FleetRun:
                 alone=alone[at],
                 together=together[at],
                 alone_s=spec_stream.alone_s or send_s,
-                alone_mean_ms=self.experiment_loads[0][at].level.e2e_ms.mean,
+                alone_mean_ms=levels_alone[at].e2e_ms.mean,
+                alone_first_mean_ms=levels_alone[at].ttft_ms.mean,
             )
             for at, spec_stream in enumerate(spec.streams)
         ]

@@ -41,7 +41,7 @@ class SimulatedLoad:
     """The load of one stream. `connections` of a closed loop repeat the jobs; an open loop has none.
 
     Streams with a lower `rank` go first. Each request takes `outside_s` outside of steps: in the API server, on the
-    network and in the client.
+    network and in the client. Until its first token it takes `first_outside_s` of these.
     """
 
     costs: StepCosts
@@ -49,6 +49,7 @@ class SimulatedLoad:
     rank: int = 0
     connections: int = 0
     outside_s: float = 0.0
+    first_outside_s: float = 0.0
 
 
 @dataclass
@@ -116,7 +117,7 @@ class _StreamState:
         if WARM_UP_SHARE * self.send_s < end_s <= self.send_s:
             trace.warm_row_steps += self._rows + new_rows
         for each in ended_prompts:
-            trace.first_s.append(end_s - each.job.arrived_s + self.load.outside_s)
+            trace.first_s.append(end_s - each.job.arrived_s + self.load.first_outside_s)
             self._rows += each.job.rows
             heapq.heappush(self._decoding, (trace.steps + each.job.steps - 1, next(self._serial), each))
         while self._decoding and self._decoding[0][0] <= trace.steps:

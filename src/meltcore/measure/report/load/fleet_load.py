@@ -177,8 +177,13 @@ def _bound_blocks(experiment: FleetExperiment) -> list[Block]:
     ]
     rows = []
     for before, after, ideal in zip(experiment.alone, experiment.together, experiment.simulated, strict=True):
-        for label, measured_alone, ideal_alone in ideal.pairs_alone(before.level):
+        for label, measured_alone, ideal_alone in ideal.pairs_alone(before):
             rows.append(_bound_row(after, f"alone: {label}", measured_alone, ideal_alone, format_number))
+        outside = [("alone: outside of steps, ms", ideal.outside_ms)]
+        if before.level.task is None:
+            outside.append(("alone: the same until the first token, ms", ideal.first_outside_ms))
+        stream = Cell(after.name, small_print=after.model)
+        rows += [Row([stream, label, "", format_number(outside_ms), ""]) for label, outside_ms in outside]
         if error:
             continue
         alone = before.level.steady_throughput
@@ -189,8 +194,7 @@ def _bound_blocks(experiment: FleetExperiment) -> list[Block]:
         ):
             if bound is not None:
                 rows.append(_bound_row(after, label, share, bound, format_percent))
-        first = first_latency(after.level)
-        latencies = [] if first is None else [(task_of(after.level).first_word, first, ideal.first_ms)]
+        latencies = [("first token", after.level.ttft_ms, ideal.first_ms)] if after.level.task is None else []
         for word, measured, simulated in [*latencies, ("end to end", after.level.e2e_ms, ideal.e2e_ms)]:
             for name in ("p50", "p95"):
                 measured_ms, ideal_ms = getattr(measured, name), getattr(simulated, name)
