@@ -9,7 +9,8 @@ one wait of `max_wait_ms`, which bounds the credit. A mark lapses after HOLD_S. 
 delays other engines by at most this time.
 
 An engine can wait between steps, and between the layers of a step whose layers are launched one by one. So other steps
-are also shorter while a higher class is at work.
+are also shorter while a higher class is at work, and for SHORT_STEPS_S after it. Before that, steps are whole: the
+first mark after a rest waits for the end of one.
 """
 
 from __future__ import annotations
