@@ -36,8 +36,8 @@ class Constraint:
 
     `num_taken` counts the sampled tokens that the host has taken. `filling` is the newest task that fills a mask, and
     `is_filling` says whether it still uses the matcher. `is_slow` is True if that took long for it, or for a mask that
-    was filled together with it. `is_over` is True when the grammar allows no further token, or
-    has failed. `failure` is why no mask could be filled.
+    was filled together with it. `is_over` is True when the grammar allows no further token,
+    or has failed. `failure` is why no mask could be filled.
     """
 
     def __init__(self, matcher: LLMatcher, grammar: Grammar, arrival: int = 0) -> None:

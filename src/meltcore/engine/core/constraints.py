@@ -247,7 +247,7 @@ class Constraints:
         self._begin(missing, is_alone=len(requests) == 1 and not self.does_device_wait)
 
     def _begin(self, missing: list[tuple[Constraint, int]], *, is_alone: bool) -> None:
-        """Begin to fill masks that are not filled. The engine's own thread fills that of a request which is alone."""
+        """Begin to fill masks that are not filled. The engine's own thread fills the mask of a lone request."""
         missing = [
             (constraint, row)
             for constraint, row in missing

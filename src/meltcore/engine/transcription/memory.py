@@ -163,7 +163,7 @@ def _transcription_workspace(
     pool = frames * (frame_bytes + encoder.subsampling_factor * config.features.hop * 2)
     pool += min(part_bytes, frames * subsampled_bytes)
     outputs = sum(clips * size for clips, size in shapes) * encoder.hidden_size * element_size
-    # Tables of the RNN-T. More clips are shorter: their tables are counted as those of twice as many long ones.
+    # Tables of the RNN-T. More clips are shorter: their tables are counted like the tables of twice as many long ones.
     loop_clips = sum(graphs.clips) + graphs.transducer * 2 * graphs.clips[-1]
     loops = loop_clips * max_shape * (config.joint_size * element_size + _loop_frame_bytes(config))
     return pool + outputs + loops + transcription_graph_bytes(config, graphs) + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES

@@ -135,7 +135,7 @@ class _Loop:
 class TransducerGraphs:
     """Keeps a `_Loop` for each number of clips, with several of its iterations as a CUDA graph.
 
-    Few clips have loops of the longest kind, which `capture` makes. Those of more clips are made at their first use.
+    Few clips have loops of the longest kind, which `capture` makes. Loops of more clips are made at their first use.
     """
 
     def __init__(self, model: IndicConformer, limit: int = 16, frames_per_token: int | None = None) -> None:
@@ -143,7 +143,7 @@ class TransducerGraphs:
         self._model, self._frames_per_token = model, frames_per_token
         self._cache: GraphCache[tuple[_Loop, torch.cuda.CUDAGraph]] = GraphCache(limit)
         self._few: dict[int, tuple[_Loop, torch.cuda.CUDAGraph]] = {}
-        # Whose memory all loops share. That of the cache ends with its only loop, when another one takes its place.
+        # All loops share its memory. The cache would lose its own when another loop takes the place of its only one.
         self._capturer: GraphCapturer | None = None
 
     @torch.inference_mode()

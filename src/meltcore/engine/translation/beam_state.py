@@ -123,8 +123,8 @@ class BeamState:
     def begin_packed(self, batch: PackedBatch) -> None:
         """Encode sources that lie one after another into slots.
 
-        The values of a token are its id, its position, and how far its slot is before the spare one. Those of a row are
-        that distance, and its length. So padding, which has zeros, goes to the spare slot.
+        The values of a token are its id, its position, and how far its slot is before the spare one. The values of a
+        row are that distance, and its length. So padding, which has zeros, goes to the spare slot.
         """
         (token_ids, positions, distances), (row_distances, lengths) = batch.tokens, batch.rows
         encoded = self.model.encode_packed(token_ids, positions, batch.tiles)

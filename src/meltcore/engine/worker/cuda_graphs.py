@@ -136,7 +136,7 @@ class DecodeGraphs:
         return DecodeOutput(captured.values[:num_rows], captured.token_ids[:num_rows], self._ring[slot, :num_rows])
 
     def replay_sampling(self, num_rows: int) -> None:
-        """Replace greedy tokens of the newest replay, which was of this many rows, by those of `resample`."""
+        """Replace greedy tokens of the newest replay, which had this many rows, by the tokens of `resample`."""
         sampling = self._captured[self._size(num_rows)].sampling
         assert sampling is not None
         sampling.replay()

@@ -31,7 +31,7 @@ class Event(Protocol):
 
 
 class LaunchedStep(NamedTuple):
-    """A step in flight on the device. `dropped` are those of its `requests` whose sampled tokens are not used.
+    """A step in flight on the device. Of its `requests`, the sampled tokens of the `dropped` ones are not used.
 
     `yielded_s` is the time for which the step waited between its layers, and None if it could not.
     """
