@@ -129,8 +129,9 @@ def client_identity(client_index: int) -> bytes:
 
 
 def set_heartbeats(socket: Any) -> None:
-    """Let a ZeroMQ socket detect lost connections."""
+    """Let a ZeroMQ socket detect lost connections, also a full one on which no heartbeat can be sent."""
     socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.tcp_maxrt = HEARTBEAT_TIMEOUT_MS  # what the peer has not acknowledged by then
     socket.heartbeat_timeout = socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
 
 
