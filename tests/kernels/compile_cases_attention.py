@@ -16,7 +16,7 @@ from meltcore.kernels.fp8.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import CHUNK, GatedDeltaParams, GatedDeltaShape, chunk_rows
-from meltcore.kernels.sampling import argmax, beam_top_k, draw, penalties, resample, token_mask, top_k_top_p
+from meltcore.kernels.sampling import argmax, beam_top_k, drafts, draw, penalties, resample, token_mask, top_k_top_p
 
 Cases = list[CompileCase]
 VOCAB = 151936
@@ -276,6 +276,17 @@ def resample_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     return [partial(resample.resample, logits, settings, tokens, indices(65), indices(2, 65))]
 
 
+def drafts_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    tables = drafts.DraftTables(meta(65, 4097, dtype=torch.int32), indices(65), indices(65, 7), indices(65))
+    step = tables, indices(64), indices(65), indices(512), indices(64)
+    synthetic = drafts.SyntheticAcceptance(meta(7), 2**40)
+    return [
+        partial(drafts.accept_and_propose, *step, drafts.NgramSizes(4, 2)),
+        partial(drafts.accept_and_propose, *step, drafts.NgramSizes(4, 2), synthetic),
+        partial(drafts.accept_and_propose, *step, None, synthetic),
+    ]
+
+
 CASES = {
     beam: beam_cases,
     kv_cache: store_kv_cases,
@@ -301,5 +312,6 @@ CASES = {
     penalties: penalties_cases,
     token_mask: token_mask_cases,
     resample: resample_cases,
+    drafts: drafts_cases,
 }
 BY_NAME = {module.__name__: cases for module, cases in CASES.items()}

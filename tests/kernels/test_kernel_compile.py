@@ -26,6 +26,7 @@ from meltcore.kernels.gemm import gemv, split_k, tma
 from meltcore.kernels.launch import force_implementation
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
 from meltcore.kernels.quant import ggml_decode, ggml_experts, ggml_gemm
+from meltcore.kernels.sampling import drafts
 
 BY_NAME = compile_cases_attention.BY_NAME | compile_cases_gemm.BY_NAME
 MODELS = {
@@ -310,11 +311,18 @@ def synthesis_launches(frames: int) -> None:
     rotary.rotate_pairs(meta(2, frames, 3, 16, 64)[:, :, :2, 0], angles)
 
 
+def draft_launches(sequences: int) -> None:
+    index = meta(2 * sequences + 2, dtype=torch.int64)[sequences % 2 :]
+    tables = drafts.DraftTables.allocate(4097, 1000, 3, torch.device("meta"))
+    lookup = drafts.NgramSizes(3, 1)
+    drafts.accept_and_propose(tables, index[:sequences], index[: sequences + 1], index, index[:sequences], lookup)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launch",
     [norm_launches, swiglu_launches, store_kv_launches, routing_launches, tile_launches, tma_launches,
-     gated_delta_launches, synthesis_launches],
+     gated_delta_launches, synthesis_launches, draft_launches],
 )  # fmt: skip
 def test_number_of_tokens_triggers_no_recompilation(launch: Callable[[int], None], pool: CompilePool) -> None:
     """A kernel compiled while serving would stop all requests for half a second."""

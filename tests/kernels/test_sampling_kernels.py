@@ -93,7 +93,7 @@ def test_samples_follow_the_softmax() -> None:
 def test_largest_noise_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers of all ones and all zeros: infinite noise would draw a token whatever its logit."""
     for bits, expected in ((-1, 16.6), (0, -2.8)):
-        monkeypatch.setattr(draw, "_mix", lambda state, bits=bits: torch.full_like(state, bits))
+        monkeypatch.setattr(draw, "mix_int64", lambda state, bits=bits: torch.full_like(state, bits))
         noise = gumbel_noise(torch.tensor([1]), torch.tensor([1]), 4)
         assert noise[0].tolist() == pytest.approx([expected] * 4, abs=0.1)
 

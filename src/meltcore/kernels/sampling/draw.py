@@ -153,16 +153,16 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, tokens: int, firs
 
     seeds, positions: [rows] int64. Returns [rows, tokens] float32, for ids from `first_token` on.
     """
-    rows = _mix(_mix(seeds) + positions)
+    rows = mix_int64(mix_int64(seeds) + positions)
     ids = torch.arange(first_token, first_token + tokens, device=seeds.device)
-    bits = _mix(rows[:, None] ^ _mix(ids)[None, :])
+    bits = mix_int64(rows[:, None] ^ mix_int64(ids)[None, :])
     # The 23 high bits, half a step off zero, make a float32 inside (0, 1) without rounding, so that both logarithms are
     # finite. With one bit more the largest would round to 1: infinite noise in 1 of 100 samples from 150,000 tokens.
     uniform = (_shift_right(bits, 41).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 
-def _mix(state: torch.Tensor) -> torch.Tensor:
+def mix_int64(state: torch.Tensor) -> torch.Tensor:
     """Apply SplitMix64's output function (Steele, Lea and Flood 2014) to int64 with wrap-around."""
     state = state + _GOLDEN
     state = (state ^ _shift_right(state, 30)) * _MIX_1
@@ -186,7 +186,7 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 @triton.jit
 def mix_uint64(state):
-    """Apply SplitMix64's output function, as `_mix`, to uint64."""
+    """Apply SplitMix64's output function, as `mix_int64`, to uint64."""
     state = state + 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
