@@ -207,7 +207,7 @@ def test_partition_ends_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             async with remote_engine(folder, host=made.far_address, prefix=prefix) as engine:
                 link = engine.link(0)
                 await until(lambda: engine.messages)
-                # So many that the connection is full before the next heartbeat is due, and none can be sent.
+                # These requests fill the connection before the next heartbeat is due, so none can be sent.
                 for number in range(256):
                     link.send(request(f"a{number}", [5], 4000))
                 await until(lambda: engine.tokens(engine.messages, "a255"))
