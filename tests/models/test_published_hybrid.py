@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from few_layers import open_few_layers
 from safetensors.torch import save_file
 
 from meltcore.common.errors import ConfigError
+from meltcore.engine.worker.loading import _shape
 from meltcore.kernels.rotary import half_split_order
 from meltcore.layers.attention import Attention
 from meltcore.layers.feed_forward import SparseMoeBlock
@@ -19,6 +21,7 @@ from meltcore.layers.gated_delta_net import GatedDeltaNet
 from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, RecurrentStateSpec
+from meltcore.models.decoders.qwen3_5 import Qwen3_5
 from meltcore.models.loader import build_model, load_weights
 
 MODEL = "Qwen/Qwen3.5-35B-A3B"
@@ -96,6 +99,17 @@ def published_shapes(text: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def mtp_shapes(text: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the layer for multi-token prediction, whose experts are stacked as in Qwen3.6's files."""
+    hidden, prefix = text["hidden_size"], "model.language_model.layers.0."
+    layer = published_shapes(text | {"num_hidden_layers": 1, "full_attention_interval": 1})
+    norms = {f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    block = {
+        f"mtp.layers.0.{name.removeprefix(prefix)}": shape for name, shape in layer.items() if name.startswith(prefix)
+    }
+    return {"mtp.fc.weight": (hidden, 2 * hidden), **norms, **block}
+
+
 def each_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same with a tensor for every matrix of every expert."""
     table: dict[str, torch.Tensor] = {}
@@ -116,13 +130,15 @@ def small_tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
 
 
-def build(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
+def build(folder: Path, dtype: torch.dtype = torch.float32, *, has_mtp: bool = False, **changes: Any) -> Decoder:
     (folder / "config.json").write_text(json.dumps(published_config(**SMALL | changes)))
-    return build_model(open_checkpoint(str(folder), files="config"), dtype, CPU)
+    return build_model(open_checkpoint(str(folder), files="config"), dtype, CPU, has_mtp=has_mtp)
 
 
-def load(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> Decoder:
-    model = build(folder, dtype)
+def load(
+    folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32, *, has_mtp: bool = False
+) -> Decoder:
+    model = build(folder, dtype, has_mtp=has_mtp)
     save_file(tensors, folder / "model.safetensors")
     load_weights(model, open_checkpoint(str(folder), files="all"), lambda stage, fraction: None)
     return model
@@ -150,6 +166,50 @@ def test_published_model_has_expected_kv_cache_specs() -> None:
     attention = FullAttentionSpec(kv_heads=2, head_dim=256)
     recurrent = RecurrentStateSpec(conv_channels=8192, conv_width=4, heads=32, key_dim=128, value_dim=128)
     assert model.kv_cache_specs() == [recurrent, recurrent, recurrent, attention] * 10
+
+
+def test_published_mtp_layer_has_every_tensor() -> None:
+    """785 tensors in Qwen3.5's files, where each expert has its own, and 19 in Qwen3.6's."""
+    checkpoint, meta = open_few_layers(MODEL), torch.device("meta")
+    models = [build_model(checkpoint, torch.bfloat16, meta, has_mtp=has_mtp) for has_mtp in (False, True)]
+    tables = [model.checkpoint_tensors() for model in models]
+    added = {name: tuple(tensor.shape) for name, tensor in tables[1].items() if name not in tables[0]}
+    stacked = mtp_shapes(published_config()["text_config"])
+    assert len(stacked) == 19
+    single = each_expert({name: torch.empty(shape, device=meta) for name, shape in stacked.items()})
+    assert len(added) == 785
+    assert added == {name: tuple(tensor.shape) for name, tensor in single.items()}
+    fused = models[1].fused_tensors()
+    assert {name for name in fused if name.startswith("mtp.") and ".experts." in name} <= stacked.keys()
+    before, after = (sum(each.numel() for each in model.parameters()) for model in models)
+    assert after - before == sum(math.prod(shape) for shape in stacked.values())
+    assert models[1].kv_cache_specs() == [*models[0].kv_cache_specs(), FullAttentionSpec(kv_heads=2, head_dim=256)]
+    before, after = (_shape(model, torch.device("cuda"), torch.bfloat16, 1, None) for model in models)
+    assert after.weight_bytes - before.weight_bytes == sum(each.nbytes for each in models[1].mtp.parameters())
+    assert after.caches.page_bytes(64, 2) - before.caches.page_bytes(64, 2) == 2 * 64 * 2 * 256 * 2
+    assert (after.step.layers, before.step.layers) == (5, 4)
+    assert after.step.token_bytes - before.step.token_bytes >= 2048 * 2  # the target's hidden states
+
+
+@pytest.mark.parametrize("form", [dict, each_expert])
+def test_mtp_tensors_are_loaded_from_each_published_form(tmp_path: Path, form: Any) -> None:
+    stored = mtp_shapes(published_config(**SMALL)["text_config"])
+    torch.manual_seed(1)
+    tensors = small_tensors() | {name: torch.randn(shape).bfloat16() for name, shape in stored.items()}
+    model = load(tmp_path, form(tensors), has_mtp=True)
+    table = model.checkpoint_tensors()
+    for name, tensor in each_expert(tensors).items():
+        target = table[name]
+        if isinstance(target, torch.Tensor):
+            assert torch.equal(target, tensor.float()), name
+    assert isinstance(model, Qwen3_5)
+    assert model.mtp is not None
+    assert torch.equal(next(model.mtp.fc.parameters()), tensors["mtp.fc.weight"].float())
+    assert torch.equal(model.mtp.norm.weight, tensors["mtp.norm.weight"].float() + 1)
+    assert torch.equal(model.mtp.hidden_norm.weight, tensors["mtp.pre_fc_norm_hidden.weight"].float() + 1)
+    del tensors["mtp.norm.weight"]
+    with pytest.raises(ConfigError, match=r"1 missing tensors: mtp\.norm\.weight"):
+        load(tmp_path, form(tensors), has_mtp=True)
 
 
 @pytest.mark.parametrize("form", [dict, each_expert])

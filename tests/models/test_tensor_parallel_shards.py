@@ -77,7 +77,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def build(folder: Path, group: TensorParallelGroup | None = None, device: torch.device = CPU) -> Decoder:
-    return build_model(open_checkpoint(str(folder), files="text"), torch.float32, device, group=group)
+    checkpoint = open_checkpoint(str(folder), files="text")
+    has_mtp = "mtp_num_hidden_layers" in checkpoint.config
+    return build_model(checkpoint, torch.float32, device, group=group, has_mtp=has_mtp)
 
 
 def loaded(folder: Path, group: TensorParallelGroup) -> Decoder:

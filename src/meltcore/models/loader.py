@@ -31,7 +31,7 @@ from meltcore.models.checkpoints.torch_file import TorchFile
 from meltcore.models.checkpoints.weight_files import TORCH_FILE
 from meltcore.models.configs.config_fields import Fields
 from meltcore.models.configs.quantization_config import AwqConfig, GptqConfig, read_quantization_config
-from meltcore.models.decoders.model import LoadableModel, Model
+from meltcore.models.decoders.model import LoadableModel, Model, MtpModel
 from meltcore.models.quantized.published_fp8 import keep_published_fp8
 from meltcore.models.quantized.published_int4 import quantize_to_int4
 from meltcore.models.quantized.quantization import quantize_as_stored, quantize_to_fp8
@@ -62,13 +62,16 @@ def build_model(
     device: torch.device,
     quantization: Quantization = "none",
     group: TensorParallelGroup | None = None,
+    *,
+    has_mtp: bool = False,
 ) -> Model:
     """Build the model that config.json names, with uninitialized weights on `device`.
 
-    With `group`, only this rank's shard is built. Raises ConfigError if the model, the quantization or the group size
-    is not supported, or if `device` has too little memory.
+    With `group`, only this rank's shard is built. With `has_mtp`, the model is an `MtpModel` with its MTP layer. Raises
+    ConfigError if the model, the quantization, the group size or the MTP layer is not supported, or if `device` has too
+    little memory.
     """
-    model = build_meta_model(checkpoint, dtype, device, quantization, group)
+    model = build_meta_model(checkpoint, dtype, device, quantization, group, has_mtp=has_mtp)
     with memory_pool("weights"):
         return allocate(model, device)
 
@@ -94,6 +97,7 @@ def build_meta_model(
     group: TensorParallelGroup | None = None,
     *,
     reads_files: bool = True,
+    has_mtp: bool = False,
 ) -> Model:
     """Build the model for `device` on the meta device: every tensor has its shape but takes no memory.
 
@@ -104,13 +108,14 @@ def build_meta_model(
         quantization: how weights are quantized while they are loaded.
         group: if given, only this rank's shard is built.
         reads_files: check that files of a quantized checkpoint hold each tensor once. False opens no folder's weights.
+        has_mtp: build the layer for multi-token prediction too, which makes the result an `MtpModel`.
 
-    Raises ConfigError for an unknown architecture, an unsupported quantization or group size, or a second quantization.
-    Raises it also if `device` has too little memory.
+    Raises ConfigError for an unknown architecture, an unsupported quantization, group size or MTP layer, or a second
+    quantization. Raises it also if `device` has too little memory.
     """
     ranks = group.size if group else 1
     try:
-        model = _shard_on_meta(checkpoint, dtype, device, quantization, group, reads_files=reads_files)
+        model = _shard_on_meta(checkpoint, dtype, device, quantization, group, reads_files=reads_files, has_mtp=has_mtp)
     except ShardError as error:
         largest = ranks - 1
         while largest > 1 and not _can_shard(checkpoint, dtype, device, quantization, largest):
@@ -143,6 +148,7 @@ def _shard_on_meta(
     group: TensorParallelGroup | None,
     *,
     reads_files: bool = False,
+    has_mtp: bool = False,
 ) -> Model:
     """Build a rank's shard on the meta device. Raises ShardError if the model cannot be divided by the group size."""
     config = Fields(checkpoint.config)
@@ -161,6 +167,13 @@ def _shard_on_meta(
     with torch.device("meta"), default_dtype(dtype):
         with _named_source(checkpoint):
             model = ARCHITECTURES[supported_names[0]](checkpoint.config)
+            if has_mtp:
+                if not isinstance(model, MtpModel):
+                    raise ConfigError(
+                        f"{checkpoint.name}: {supported_names[0]} has no layer for multi-token prediction (MTP) here; "
+                        "draft with another method, such as ngram"
+                    )
+                model.add_mtp()
         if group is not None:
             model.shard(group)
         if checkpoint.gguf is not None:

@@ -200,15 +200,16 @@ def _shape(
     model: Model, device: torch.device, cache_dtype: torch.dtype, ranks: int, held: HostWeights | None
 ) -> ModelShape:
     """Return the sizes of a model, which may be on the meta device. `held` is as in `_plan_memory`."""
-    scratch = scratch_bytes(model, device) if held is None else 0
+    scratch, specs = scratch_bytes(model, device) if held is None else 0, model.kv_cache_specs()
+    slices, mtp_layers = largest_slices(model) if scratch else None, len(specs) - model.config.num_hidden_layers
     return ModelShape(
         weight_bytes(model) if held is None else held.total_bytes,
         model.config.vocab_size,
-        group_layers(model.kv_cache_specs()),
+        group_layers(specs),
         model.dtype.itemsize,
         cache_dtype.itemsize,
         scratch,
-        decoder_step(model.config, model.dtype.itemsize, largest_slices(model) if scratch else None, ranks=ranks),
+        decoder_step(model.config, model.dtype.itemsize, slices, ranks=ranks, mtp_layers=mtp_layers),
     )
 
 

@@ -193,6 +193,8 @@ RULES: dict[str, Rule] = {
     "num_experts_per_tok": _COUNT,
     "moe_intermediate_size": _WIDTH,
     "shared_expert_intermediate_size": _integer_rule(0, 2**20),
+    "mtp_num_hidden_layers": _integer_rule(0, 2**14),
+    "mtp_use_dedicated_embeddings": _FLAG,
     "norm_topk_prob": _FLAG,
     "decoder_sparse_step": _COUNT,
     "mlp_only_layers": Rule(

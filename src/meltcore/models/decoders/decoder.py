@@ -241,7 +241,7 @@ class Decoder(Model):
         self.embedding.shard(group)
         if not self.config.tie_word_embeddings:
             self.lm_head.shard(group)
-        for block in self._blocks():
+        for _, block in self.named_blocks():
             block.shard(group)
 
     def prepare(self, max_model_len: int) -> None:
@@ -298,7 +298,7 @@ class Decoder(Model):
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Return the specification of each layer's cache per sequence."""
-        return [block.kv_cache_spec() for block in self._blocks()]
+        return [block.kv_cache_spec() for _, block in self.named_blocks()]
 
     def forward(
         self,
@@ -355,16 +355,14 @@ class Decoder(Model):
         loaders[f"{self.prefix}norm.weight"] = self.norm.loader
         if not self.config.tie_word_embeddings:
             loaders |= named_tensors("lm_head", self.lm_head.tensors())
-        for index, block in enumerate(self._blocks()):
-            prefix = f"{self.prefix}layers.{index}."
+        for prefix, block in self.named_blocks():
             loaders |= {prefix + name: tensor for name, tensor in block.checkpoint_tensors().items()}
         return loaders
 
     def fused_tensors(self) -> dict[str, FusedTensor]:
         """Return the checkpoint tensors that merge several of `checkpoint_tensors`, by name."""
         fused: dict[str, FusedTensor] = {}
-        for index, block in enumerate(self._blocks()):
-            prefix = f"{self.prefix}layers.{index}."
+        for prefix, block in self.named_blocks():
             for name, (tensor, checkpoint_names) in block.fused_tensors().items():
                 fused[prefix + name] = FusedTensor(tensor, tuple(prefix + suffix for suffix in checkpoint_names))
         return fused
@@ -372,6 +370,11 @@ class Decoder(Model):
     def ignored_tensor(self, name: str) -> bool:
         """Return whether `name` is the copy of a tied output head, which is not read."""
         return self.config.tie_word_embeddings and name == "lm_head.weight"
+
+    def named_blocks(self) -> Iterator[tuple[str, DecoderBlock]]:
+        """Yield each block that has weights, and the prefix of its tensors' names in a checkpoint."""
+        for index, block in enumerate(self._blocks()):
+            yield f"{self.prefix}layers.{index}.", block
 
     def _blocks(self) -> Iterator[DecoderBlock]:
         for block in self.blocks:

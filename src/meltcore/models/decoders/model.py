@@ -15,6 +15,7 @@ from meltcore.models.decoders.decoder_config import DecoderConfig
 from meltcore.models.decoders.kv_cache_specs import KVCacheSpec
 
 if TYPE_CHECKING:
+    from meltcore.kernels.attention.metadata import AttentionMetadata
     from meltcore.models.decoders.tensor_names import FusedTensor
 
 
@@ -111,3 +112,42 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def ignored_tensor(self, name: str) -> bool:
         """Return whether a checkpoint may hold this tensor although the model does not read it."""
+
+
+class MtpModel(Model):
+    """A language model that may have a layer for multi-token prediction (MTP), which drafts tokens.
+
+    The layer's cache comes after the caches of all other layers. `forward` does not run the layer.
+    """
+
+    @abstractmethod
+    def add_mtp(self) -> None:
+        """Add the layer. Call this before `shard`.
+
+        Raises ConfigError if config.json has no such layer, or a variant that is not supported.
+        """
+
+    @abstractmethod
+    def draft_hidden(
+        self,
+        next_token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Run the layer. `logits` of the result are the logits of the token after the next one.
+
+        The result at a position is also the hidden state from which the layer drafts one token more, at the next
+        position.
+
+        Args:
+            next_token_ids: [tokens] int64, the token that follows each position.
+            hidden: [tokens, hidden_size], the result of `forward` at each position, or of this method at the position
+                before it.
+            positions: [tokens] int64.
+            cache: the layer's keys and values.
+            metadata: the layer's metadata.
+
+        Returns [tokens, hidden_size].
+        """

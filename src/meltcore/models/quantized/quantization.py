@@ -22,7 +22,7 @@ from meltcore.layers.half_weights import HalfWeight
 from meltcore.layers.linear import LinearBase
 from meltcore.layers.merged_weight import merged_method
 from meltcore.layers.quantization import UNQUANTIZED, QuantizationMethod
-from meltcore.models.decoders.decoder import Decoder, DecoderBlock
+from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.decoders.model import Model
 from meltcore.models.quantized.step_sizes import Slices
 
@@ -114,21 +114,20 @@ def tensors_of_layers(
     yield model.embedding, (f"{model.prefix}embed_tokens.weight",)
     if not model.config.tie_word_embeddings:
         yield model.lm_head, ("lm_head.weight",)
-    for index, block in enumerate(model.blocks):
-        assert isinstance(block, DecoderBlock)
-        attention, mlp, prefix = block.attention, block.mlp, f"{model.prefix}layers.{index}"
+    for prefix, block in model.named_blocks():
+        attention, mlp = block.attention, block.mlp
         if isinstance(attention, Attention):
-            yield attention.qkv_proj, tuple(f"{prefix}.self_attn.{name}_proj.weight" for name in "qkv")
-            yield attention.o_proj, (f"{prefix}.self_attn.o_proj.weight",)
+            yield attention.qkv_proj, tuple(f"{prefix}self_attn.{name}_proj.weight" for name in "qkv")
+            yield attention.o_proj, (f"{prefix}self_attn.o_proj.weight",)
         else:
             names = ("qkv", "qkv", "qkv", "z", "b", "a")
-            yield attention.in_proj, tuple(f"{prefix}.linear_attn.in_proj_{name}.weight" for name in names)
-            yield attention.out_proj, (f"{prefix}.linear_attn.out_proj.weight",)
+            yield attention.in_proj, tuple(f"{prefix}linear_attn.in_proj_{name}.weight" for name in names)
+            yield attention.out_proj, (f"{prefix}linear_attn.out_proj.weight",)
         if isinstance(mlp, GatedMLP):
-            yield mlp.gate_up_proj, (f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight")
-            yield mlp.down_proj, (f"{prefix}.mlp.down_proj.weight",)
+            yield mlp.gate_up_proj, (f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight")
+            yield mlp.down_proj, (f"{prefix}mlp.down_proj.weight",)
         else:
-            yield mlp, tuple(f"{prefix}.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up", "down"))
+            yield mlp, tuple(f"{prefix}mlp.experts.0.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
 def quantize_as_llama_cpp(model: Model, weight_format: Literal["q4_0", "q8_0"]) -> None:

@@ -51,7 +51,7 @@ class StepBytes(NamedTuple):
 
 
 def decoder_step(
-    config: DecoderConfig, element_size: int, slices: Slices | None = None, *, ranks: int = 1
+    config: DecoderConfig, element_size: int, slices: Slices | None = None, *, ranks: int = 1, mtp_layers: int = 0
 ) -> StepBytes:
     """Return the sizes of a step on one rank.
 
@@ -60,10 +60,11 @@ def decoder_step(
         element_size: bytes of a value of the model's type.
         slices: slices of the weights in blocks of ggml. None means that the model has no such weights.
         ranks: the number of ranks.
+        mtp_layers: the number of layers for multi-token prediction, which run after the other layers.
     """
-    hidden = config.hidden_size
-    # Residual stream, its norm, and the output of a block before it is added.
-    stream, widest, fixed = 3 * hidden, 0, 0
+    hidden, layers = config.hidden_size, config.num_hidden_layers + mtp_layers
+    # Residual stream, its norm, and the output of a block before it is added. MTP layers need the hidden states too.
+    stream, widest, fixed = (4 if mtp_layers else 3) * hidden, 0, 0
     heads, kv_heads = config.num_attention_heads // ranks, max(1, config.num_key_value_heads // ranks)
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim
     # Projection, queries and keys with positions, the attended values, and a gated copy of them.
@@ -89,12 +90,12 @@ def decoder_step(
         pairs_of_chunk = value_heads * (2 * _DELTA_CHUNK + 4)
         widest = max(widest, 2 * (2 * key_size + 2 * value_size) + 2 * key_size + 3 * value_size + pairs_of_chunk)
     # Activations in 8 bits, of FP8 weights, and the integers that describe a token.
-    token_bytes = (stream + widest) * element_size + max(hidden, widest // 3) + 64 + 3 * 8 * config.num_hidden_layers
+    token_bytes = (stream + widest) * element_size + max(hidden, widest // 3) + 64 + 3 * 8 * layers
     tables = 1 + (config.rope_local_theta is not None) + bool(config.nope_layers)
     return StepBytes(
         token_bytes=token_bytes,
         fixed_bytes=fixed * element_size + _PARTIAL_BYTES,
-        layers=config.num_hidden_layers,
+        layers=layers,
         position_bytes=tables * config.head_dim * _ROTARY_BYTES,
         scratch_bytes=slices.linear * element_size if slices else 0,
         head_scratch_bytes=slices.head * element_size if slices else 0,
