@@ -13,7 +13,7 @@ from meltcore.kernels.attention import beam, decode, kv_cache, packed, prefill, 
 from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams, HeadNorms
 from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
 from meltcore.kernels.fp8.fp8 import FP8, FP8_CAPABILITY
-from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
+from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan, window
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import CHUNK, GatedDeltaParams, GatedDeltaShape, chunk_rows
 from meltcore.kernels.sampling import argmax, beam_top_k, drafts, draw, penalties, resample, token_mask, top_k_top_p
@@ -180,7 +180,9 @@ def step_io_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 class GatedDelta:
     """A Gated DeltaNet layer of a model, and a step with the given numbers of tokens and sequences."""
 
-    def __init__(self, shape: GatedDeltaShape, dtype: torch.dtype, tokens: int, sequences: int = 4) -> None:
+    def __init__(
+        self, shape: GatedDeltaShape, dtype: torch.dtype, tokens: int, sequences: int = 4, drafts: int = 0
+    ) -> None:
         self.shape, self.dtype = shape, dtype
         self.projected = meta(tokens, shape.width, dtype=dtype)
         self.out = meta(tokens, shape.heads * shape.value_dim, dtype=dtype)
@@ -191,7 +193,9 @@ class GatedDelta:
             norm=meta(shape.value_dim, dtype=dtype),
             eps=1e-6,
             key_heads=shape.key_heads,
-            conv_states=meta(9, shape.kernel, shape.conv_channels, dtype=dtype),
+            conv_states=meta(
+                *(9, shape.kernel + 2 * drafts, shape.conv_channels + 2 * shape.heads * (drafts > 0)), dtype=dtype
+            ),
             recurrent_states=meta(9, shape.heads, shape.key_dim, shape.value_dim),
         )
         index = indices(sequences)
@@ -209,6 +213,12 @@ def gated_delta_decode_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     of, index = GatedDelta(GatedDeltaShape(*model.delta), dtype, 64), indices(64)
     given = of.projected, of.params, index, index, of.shape, of.out
     return [partial(gated_delta_decode.gated_delta_decode, *given)]
+
+
+def window_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    of = GatedDelta(GatedDeltaShape(*model.delta), dtype, 64, drafts=3)
+    metadata = of.metadata._replace(num_windows=4, replay_lens=indices(4))
+    return [partial(window.gated_delta_windows, of.projected, of.params, metadata, of.shape, of.out)]
 
 
 def convolution_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
@@ -302,6 +312,7 @@ CASES = {
     embedding: embedding_cases,
     step_io: step_io_cases,
     gated_delta_decode: gated_delta_decode_cases,
+    window: window_cases,
     convolution: convolution_cases,
     intra_chunk: intra_chunk_cases,
     state_scan: state_scan_cases,

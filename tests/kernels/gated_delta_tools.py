@@ -42,9 +42,13 @@ class Slots(NamedTuple):
         return params._replace(conv_states=self.conv_states, recurrent_states=self.states)
 
     @classmethod
-    def make(cls, count: int, shape: GatedDeltaShape, dtype: torch.dtype, device: torch.device) -> Slots:
+    def make(
+        cls, count: int, shape: GatedDeltaShape, dtype: torch.dtype, device: torch.device, window: int = 1
+    ) -> Slots:
+        """`window`: the tokens of the longest window, drafts included."""
         nan = float("nan")
-        conv = torch.full((count, shape.kernel, shape.conv_channels), nan, dtype=dtype, device=device)
+        entries, columns = shape.kernel + 2 * (window - 1), shape.conv_channels + 2 * shape.heads * (window > 1)
+        conv = torch.full((count, entries, columns), nan, dtype=dtype, device=device)
         return cls(conv, torch.full((count, *shape[1:4]), nan, device=device))
 
     def clone(self) -> Slots:
@@ -52,9 +56,13 @@ class Slots(NamedTuple):
 
 
 def make_metadata(
-    query_lens: Sequence[int], context_lens: Sequence[int], slots: Sequence[int], device: torch.device
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    slots: Sequence[int],
+    device: torch.device,
+    replay_lens: Sequence[int] = (),
 ) -> AttentionMetadata:
-    """Single tokens first, as the engine sorts them."""
+    """Single tokens first, as the engine sorts them. `replay_lens` makes as many of the first sequences windows."""
     assert list(query_lens) == sorted(query_lens, key=lambda size: size > 1)
     decodes = sum(size == 1 for size in query_lens)
     nothing = torch.empty(0, dtype=torch.int64, device=device)
@@ -69,7 +77,9 @@ def make_metadata(
         padded_groups=[],
         state_slots=torch.tensor(slots, device=device),
         query_start_loc=torch.tensor([0, *itertools.accumulate(query_lens)], device=device),
-        chunk_indices=torch.from_numpy(make_chunk_indices(query_lens, decodes)).to(device),
+        chunk_indices=torch.from_numpy(make_chunk_indices(query_lens, max(decodes, len(replay_lens)))).to(device),
+        num_windows=len(replay_lens),
+        replay_lens=torch.tensor(replay_lens, dtype=torch.int64, device=device),
     )
 
 

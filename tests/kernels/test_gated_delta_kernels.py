@@ -19,9 +19,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 POISON = float("nan")
 
 
-def used_slots(count: int, shape: GatedDeltaShape, dtype: torch.dtype, device: torch.device) -> Slots:
-    conv = torch.randn(count, shape.kernel, shape.conv_channels).to(device, dtype)
-    return Slots(conv, torch.randn(count, *shape[1:4]).to(device))
+def used_slots(count: int, shape: GatedDeltaShape, dtype: torch.dtype, device: torch.device, window: int = 1) -> Slots:
+    unused = Slots.make(count, shape, dtype, device, window)
+    return Slots(*(torch.randn(part.shape).to(part) for part in unused))
 
 
 DECODE_SHAPES = [
@@ -71,22 +71,29 @@ def test_decode_takes_strided_slots(device: torch.device) -> None:
 
 
 PREFILL_SHAPES = [
-    # shape, dtype, tokens and first positions of the sequences, decay
-    (SMALL, torch.float32, [(1, 4), (2, 0), (63, 1), (64, 0), (65, 7), (130, 2)], 1.0),
-    (SMALL, torch.float32, [(70, 0), (129, 64)], 16.0),
+    # shape, dtype, tokens and first positions of the sequences, decay, tokens of a window that the slots are for
+    (SMALL, torch.float32, [(1, 4), (2, 0), (63, 1), (64, 0), (65, 7), (130, 2)], 1.0, 1),
+    (SMALL, torch.float32, [(70, 0), (129, 64)], 16.0, 4),
     (
         GatedDeltaShape(key_heads=1, heads=3, key_dim=32, value_dim=64, kernel=4),
         torch.bfloat16,
         [(100, 3), (66, 0)],
         1.0,
+        2,
     ),
-    (GatedDeltaShape(key_heads=2, heads=2, key_dim=16, value_dim=32, kernel=3), torch.float16, [(3, 2), (80, 0)], 16.0),
+    (
+        GatedDeltaShape(key_heads=2, heads=2, key_dim=16, value_dim=32, kernel=3),
+        torch.float16,
+        [(3, 2), (80, 0)],
+        16.0,
+        8,
+    ),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "dtype", "given", "decay", "values"),
+    ("shape", "dtype", "given", "decay", "window", "values"),
     [(*case, None) for case in PREFILL_SHAPES] + [(*case, 16) for case in PREFILL_SHAPES if case[0].value_dim > 16],
 )
 def test_prefill_agrees_with_its_reference(
@@ -94,6 +101,7 @@ def test_prefill_agrees_with_its_reference(
     dtype: torch.dtype,
     given: list[tuple[int, int]],
     decay: float,
+    window: int,
     values: int | None,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -104,7 +112,7 @@ def test_prefill_agrees_with_its_reference(
         monkeypatch.setattr(state_scan, "scan_launch", lambda *_: ScanLaunch(values, num_stages=2))
     params = make_params(shape, dtype, device, decay)
     sizes, starts = zip(*given, strict=True)
-    expected = used_slots(len(given) + 2, shape, dtype, device)
+    expected = used_slots(len(given) + 2, shape, dtype, device, window)
     owned = (torch.randperm(len(given)) + 2).tolist()
     for slot, start in zip(owned, starts, strict=True):
         if start == 0:

@@ -18,7 +18,7 @@ from meltcore.kernels.attention import decode, kv_cache, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms
 from meltcore.kernels.comm import all_reduce, staged_all_reduce
 from meltcore.kernels.fp8 import block_fp8, block_fp8_experts, block_fp8_gemm, fp8_gemv, fp8_split_k
-from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
+from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan, window
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
 from meltcore.kernels.gated_delta.prefill import gated_delta_prefill
@@ -115,7 +115,9 @@ OF_MODELS = {
         ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"),
     ),
     **dict.fromkeys((decode, gemv, activation, prefill, kv_cache), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
-    **dict.fromkeys((intra_chunk, convolution, gated_delta_decode, state_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
+    **dict.fromkeys(
+        (intra_chunk, convolution, gated_delta_decode, state_scan, window), ("Qwen3.5-35B-A3B", "small hybrid")
+    ),
 }
 # Used there alone.
 OF_HOPPER = {tma: ("Qwen3-0.6B",), grouped_gemm_tma: ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")}
@@ -300,6 +302,9 @@ def gated_delta_launches(tokens: int) -> None:
         num_decodes=tokens % 4,
     )
     gated_delta_prefill(of.projected, of.params, metadata, of.shape, of.out)
+    of = compile_cases_attention.GatedDelta(of.shape, torch.bfloat16, tokens + 3, drafts=2)
+    metadata = metadata._replace(num_windows=1 + tokens % 4, replay_lens=index[1:5])
+    window.gated_delta_windows(of.projected, of.params, metadata, of.shape, of.out)
 
 
 def synthesis_launches(frames: int) -> None:

@@ -57,6 +57,13 @@ def test_keys_of_two_sizes_are_refused(other: KVCacheSpec) -> None:
         group_layers([FULL, FULL, other])
 
 
+def test_ring_has_room_for_two_windows() -> None:
+    assert RECURRENT.ring_shape(1) == (4, 64)
+    assert RECURRENT.ring_shape(4) == (10, 68)
+    groups = group_layers([RECURRENT, FULL, RECURRENT])
+    assert groups.slot_bytes(2, 4) - groups.slot_bytes(2) == 2 * 2 * (10 * 68 - 4 * 64)
+
+
 def test_model_without_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="one kind of attention or more"):
         group_layers([RECURRENT])

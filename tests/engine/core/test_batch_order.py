@@ -8,6 +8,7 @@ from meltcore.engine.core.batch import build_batch, sort_longest_first
 from meltcore.engine.core.kv_cache import PAGE_SIZE
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.worker.prefill_graphs import GraphBucket
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 
@@ -38,3 +39,16 @@ def test_longest_decodes_come_first_in_mixed_batches() -> None:
     chunks, batch = build_batch(plan, has_recurrent=False)
     assert [each.request.row for each in chunks] == batch.rows == [5, 3, 2, 1, 4]
     assert batch.num_decodes == 3
+
+
+def test_windows_are_not_cut_into_chunks_of_prompts() -> None:
+    """Nor do they run in a graph, whose decodes have one token."""
+    plan = [chunk(1, 3, 300), chunk(2, 7, 4), chunk(3, 9)]
+    batches = [build_batch(plan, has_recurrent=True, num_windows=count)[1] for count in (0, 2)]
+    decodes, windows = (batch.recurrent for batch in batches)
+    assert decodes is not None
+    assert windows is not None
+    assert (decodes.num_windows, windows.num_windows) == (1, 2)
+    assert decodes.chunks[:, 0].tolist() == [1, 2, 2, 2, 2, 2]
+    assert windows.chunks.tolist() == decodes.chunks[1:].tolist()
+    assert [GraphBucket(16, 512).holds(batch) for batch in batches] == [True, False]

@@ -24,6 +24,7 @@ class RecurrentBatch(NamedTuple):
         chunks: how sequences of several tokens are cut for the kernels (`delta_chunks`).
         restores: pairs (from, to) of slots to copy, in this order, before the step.
         snapshots: pairs (from, to) of slots to copy, in this order, after the step.
+        num_windows: number of chunks without `chunks`, which come first: chunks of one token, and windows with drafts.
     """
 
     slots: list[int]
@@ -31,6 +32,7 @@ class RecurrentBatch(NamedTuple):
     chunks: np.ndarray
     restores: list[tuple[int, int]]
     snapshots: list[tuple[int, int]]
+    num_windows: int = 0
 
 
 class PromptTargets(NamedTuple):
@@ -132,10 +134,11 @@ def sort_longest_first(chunks: list[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: chunk.start, reverse=True)
 
 
-def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Chunk], Batch]:
+def build_batch(scheduled: list[Chunk], *, has_recurrent: bool, num_windows: int = 0) -> tuple[list[Chunk], Batch]:
     """Sort, group and flatten the chunks of a step. Return the chunks in the order of the batch, and the batch.
 
-    There must be at least one chunk.
+    There must be at least one chunk. In the order of the batch the first `num_windows` chunks are windows, and so are
+    chunks of one token.
     """
     chunks = sorted(sort_longest_first(scheduled), key=_sort_key)
     sizes = np.array([chunk.size for chunk in chunks])
@@ -182,7 +185,7 @@ def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Ch
         device_rows=device_rows,
         last_tokens=[token for token, _ in sampled_rows],
         sample_rows=[row for _, row in sampled_rows],
-        recurrent=_recurrent_batch(scheduled, chunks, sizes, num_decodes) if has_recurrent else None,
+        recurrent=_recurrent_batch(scheduled, chunks, sizes, max(num_decodes, num_windows)) if has_recurrent else None,
         prompt_targets=_prompt_targets(chunks, ends.tolist()),
     )
     return chunks, batch
@@ -212,7 +215,7 @@ def _prompt_targets(chunks: list[Chunk], ends: list[int]) -> PromptTargets | Non
 
 
 def _recurrent_batch(
-    scheduled: list[Chunk], chunks: list[Chunk], sizes: np.ndarray, num_decodes: int
+    scheduled: list[Chunk], chunks: list[Chunk], sizes: np.ndarray, num_windows: int
 ) -> RecurrentBatch:
     """Return the slots, chunks and state copies of a step for recurrent layers.
 
@@ -221,9 +224,10 @@ def _recurrent_batch(
     return RecurrentBatch(
         slots=[chunk.request.recurrent_slot for chunk in chunks],
         first_tokens=np.concatenate([[0], np.cumsum(sizes)]),
-        chunks=make_chunk_indices(sizes.tolist(), num_decodes),
+        chunks=make_chunk_indices(sizes.tolist(), num_windows),
         restores=[(chunk.restore, chunk.request.recurrent_slot) for chunk in scheduled if chunk.restore],
         snapshots=[(chunk.request.recurrent_slot, chunk.snapshot) for chunk in scheduled if chunk.snapshot],
+        num_windows=num_windows,
     )
 
 

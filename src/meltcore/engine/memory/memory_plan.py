@@ -120,6 +120,7 @@ def plan_memory(
     may_run_fewer: bool,
     snapshots: bool = True,
     has_graphs: bool | None = None,
+    window: int = 1,
 ) -> MemoryPlan:
     """Divide the memory that weights and reserve leave of `memory_bytes`. Raises BudgetError if no full sequence fits.
 
@@ -136,9 +137,11 @@ def plan_memory(
         snapshots: whether the prefix cache keeps recurrent states.
         has_graphs: whether an engine with a budget on a GPU has CUDA graphs. Its reserve is computed from `model.step`.
             None makes the reserve a fraction of the memory.
+        window: the maximum number of tokens of a decoding sequence in a step: 1, and the drafts of an engine that
+            speculates.
     """
     page_bytes = model.caches.page_bytes(PAGE_SIZE, model.cache_element_size)
-    slot_bytes = model.caches.slot_bytes(model.element_size)
+    slot_bytes = model.caches.slot_bytes(model.element_size, window)
     layout = PageLayout.of(model.caches)
     needed_pages = layout.max_pages(max_model_len, max_num_batched_tokens)
     # The page table of a model with one sub-group is part of the reserve: at most some MiB.

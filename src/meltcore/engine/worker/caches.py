@@ -42,18 +42,31 @@ def allocate_caches(
 class RecurrentStateCache:
     """The states of all recurrent layers, the states of one slot next to each other, and the table of slots per row.
 
-    conv: [slots + 1, layers, conv_width, conv_channels] in the model's type;
+    conv: [slots + 1, layers, *ring_shape] in the model's type;
     states: [slots + 1, layers, heads, key_dim, value_dim] float32. Slot 0 is the null slot.
+
+    With a `window` of more than one token (kernels/gated_delta/window.py), `folded` has the number of tokens in each
+    slot's states: [slots + 1] int64. Tokens after these are in the ring, and some of them were rejected.
     """
 
     def __init__(
-        self, spec: RecurrentStateSpec, layers: int, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: RecurrentStateSpec,
+        layers: int,
+        *,
+        slots: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int = 1,
     ) -> None:
-        conv = (slots + 1, layers, spec.conv_width, spec.conv_channels)
+        self.has_windows = window > 1
+        conv = (slots + 1, layers, *spec.ring_shape(window))
         states = (slots + 1, layers, spec.heads, spec.key_dim, spec.value_dim)
         # Zeros: inputs that a sequence at position 0 has not written yet are multiplied by zero.
         self.conv = torch.zeros(conv, dtype=dtype, device=device)
         self.states = torch.zeros(states, dtype=torch.float32, device=device)
+        self.folded = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._slot_of_row = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +89,21 @@ class RecurrentStateCache:
         """Store the slots of these rows, for steps that the host describes by rows alone."""
         self._slot_of_row[rows] = slots
 
+    def count_replays(
+        self, slots: torch.Tensor, context_lens: torch.Tensor, first_tokens: torch.Tensor, num_windows: int
+    ) -> torch.Tensor:
+        """Return the `replay_lens` of a step's windows, and set `folded` to what it will be after the step.
+
+        All layers of the step read the result, so it is computed once, before the forward pass. A window stores its
+        state after its first token, a prompt after its last. Padding changes the null slot. Arguments are as in the
+        attention metadata.
+        """
+        replay_lens = context_lens[:num_windows] - self.folded[slots[:num_windows]]
+        ends = context_lens + first_tokens.diff()
+        ends[:num_windows] = context_lens[:num_windows] + 1
+        self.folded[slots] = ends
+        return replay_lens
+
     def restore_snapshots(self, batch: RecurrentBatch) -> None:
         """Copy snapshots to the slots of the sequences, before the step."""
         self._copy_slots(batch.restores)
@@ -89,3 +117,5 @@ class RecurrentStateCache:
         for source, target in pairs:
             self.conv[target].copy_(self.conv[source])
             self.states[target].copy_(self.states[source])
+            if self.has_windows:
+                self.folded[target].copy_(self.folded[source])

@@ -62,6 +62,7 @@ class ModelRunnerConfig(NamedTuple):
         max_model_len: the maximum number of tokens per sequence.
         max_num_batched_tokens: the maximum number of tokens per step.
         logit_rows: the maximum number of sequences that are sampled from their logits in one block, without ranks.
+        window: the maximum number of tokens of a decoding sequence in a step, drafts included.
     """
 
     pages: int
@@ -70,6 +71,7 @@ class ModelRunnerConfig(NamedTuple):
     max_model_len: int
     max_num_batched_tokens: int
     logit_rows: int
+    window: int = 1
 
 
 class ModelRunner:
@@ -94,6 +96,7 @@ class ModelRunner:
                     rows=rows,
                     dtype=model.dtype,
                     device=self.device,
+                    window=config.window,
                 )
             # One page more: page 0 is for padding.
             pages = config.pages + 1
@@ -384,6 +387,7 @@ class ModelRunner:
             state_slots, first_tokens, chunks = self.recurrent_states.attention_inputs(batch.recurrent, rows)
         metadata = self._layer_metadata(
             self._slot_mappings(token_rows, positions),
+            num_windows=batch.recurrent.num_windows if batch.recurrent is not None else 0,
             rows=rows,
             context_lens=context_lens,
             num_decodes=batch.num_decodes,
@@ -403,8 +407,10 @@ class ModelRunner:
         Padding has position -1. It attends to nothing, stores nothing, and has the recurrent state of the null slot.
         """
         empty = positions.new_empty(0)
+        has_windows = self.recurrent_states is not None and self.recurrent_states.has_windows
         metadata = self._layer_metadata(
             empty.expand(len(self._page_tables), 0),
+            num_windows=rows.shape[0],
             rows=rows,
             context_lens=positions,
             num_decodes=rows.shape[0],
@@ -412,7 +418,7 @@ class ModelRunner:
             padded_index=empty,
             padded_groups=[],
             state_slots=empty if self.recurrent_states is None else self.recurrent_states.slots(rows),
-            query_start_loc=empty,
+            query_start_loc=torch.arange(len(rows) + 1, device=self.device) if has_windows else empty,
             chunk_indices=empty,
         )
         hidden = self.model(self._last_token[rows], positions, self.caches, metadata)
@@ -429,6 +435,7 @@ class ModelRunner:
             self.recurrent_states.set_slots(inputs.rows, inputs.state_slots)
         metadata = self._layer_metadata(
             self._slot_mappings(rows, positions),
+            num_windows=bucket.num_decodes,
             rows=inputs.rows,
             context_lens=inputs.context_lens,
             num_decodes=bucket.num_decodes,
@@ -445,8 +452,15 @@ class ModelRunner:
         self._last_token.index_copy_(0, inputs.sample_rows, sampled_ids)
         return hidden, sampled_ids
 
-    def _layer_metadata(self, slot_mappings: torch.Tensor, **fields: Any) -> list[AttentionMetadata]:
-        """Return each layer's metadata. `slot_mappings` is [sub_groups, tokens], and all layers share `fields`."""
+    def _layer_metadata(self, slot_mappings: torch.Tensor, num_windows: int, **fields: Any) -> list[AttentionMetadata]:
+        """Return each layer's metadata. `slot_mappings` is [sub_groups, tokens], and all layers share `fields`.
+
+        `num_windows` counts the sequences that decode, which are windows for recurrent layers that can replay drafts.
+        """
+        states = self.recurrent_states
+        if states is not None and states.has_windows:
+            arrays = fields["state_slots"], fields["context_lens"], fields["query_start_loc"]
+            fields |= {"num_windows": num_windows, "replay_lens": states.count_replays(*arrays, num_windows)}
         sub_group_metadata = [
             AttentionMetadata(page_table=table, slot_mapping=slots, **fields, shared={})
             for table, slots in zip(self._page_tables, slot_mappings, strict=True)

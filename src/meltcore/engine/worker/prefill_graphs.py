@@ -66,7 +66,9 @@ class GraphBucket(NamedTuple):
         return self.tokens // CHUNK + self.max_prefills + 1
 
     def holds(self, batch: Batch) -> bool:
-        """Return whether the batch fits into this shape."""
+        """Return whether the batch fits into this shape. Windows of recurrent layers have one token here."""
+        if batch.recurrent is not None and batch.recurrent.num_windows > batch.num_decodes:
+            return False
         tokens, num_prefills = len(batch.token_ids) - batch.num_decodes, len(batch.rows) - batch.num_decodes
         return batch.num_decodes <= self.num_decodes and tokens <= self.tokens and num_prefills <= self.max_prefills
 

@@ -45,8 +45,10 @@ class AttentionMetadata(NamedTuple):
         shared: results that layers with the same page table compute once per step and share. None shares nothing.
         state_slots: [sequences] int64, the slot of each sequence's recurrent state.
         query_start_loc: [sequences + 1] int64, the index of each sequence's first token, then the number of all tokens.
-        chunk_indices: [chunks, 2] int32, the chunks of the sequences that have more than one query
-            (`make_chunk_indices`).
+        chunk_indices: [chunks, 2] int32, the chunks of the sequences from `first_prompt` on (`make_chunk_indices`).
+        num_windows: in an engine that speculates, the number of sequences that decode, which come first. Each has one
+            query or more. Only recurrent layers need it.
+        replay_lens: [num_windows] int64, how many of the tokens before each window its recurrent state does not hold.
 
     `state_slots`, `query_start_loc` and `chunk_indices` are empty if a model has no recurrent layers. `query_start_loc`
     and `chunk_indices` are also empty if all sequences decode in a CUDA graph.
@@ -64,6 +66,13 @@ class AttentionMetadata(NamedTuple):
     query_start_loc: torch.Tensor
     chunk_indices: torch.Tensor
     shared: dict[Hashable, Any] | None = None
+    num_windows: int = 0
+    replay_lens: torch.Tensor | None = None
+
+    @property
+    def first_prompt(self) -> int:
+        """The index of the first sequence whose queries recurrent layers compute in chunks."""
+        return max(self.num_decodes, self.num_windows)
 
 
 class HeadNorms(NamedTuple):

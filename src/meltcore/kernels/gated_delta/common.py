@@ -8,8 +8,9 @@ changes S so that its key maps closer to its value, and reads S with its query:
 Queries, keys and values have passed a causal convolution over their last few inputs, channel by channel, and SiLU.
 
 A sequence has a slot in two tensors: recurrent_states [slots, heads, key_dim, value_dim] float32, and conv_states
-[slots, kernel, conv_channels]. The latter is a ring of the convolution's last inputs: the input of position p is in
-entry p % kernel. Slots may be any distance apart. A sequence at position 0 starts from zeros, whatever its slot holds.
+[slots, entries, columns]. The latter is a ring of the convolution's last inputs: the input of position p is in entry
+p % entries. Slots may be any distance apart. A sequence at position 0 starts from zeros, whatever its slot holds.
+Entries and columns are `kernel` and `conv_channels`, and more in an engine that speculates (gated_delta/window.py).
 
 Prefill cuts prompts into chunks of CHUNK tokens. Its intermediate tensors have one row per chunk, [chunk_rows, ...],
 with space for CHUNK tokens even if the chunk is shorter. So a kernel loads whole tiles, without a mask or an address
@@ -97,10 +98,12 @@ def require_layout(projected: torch.Tensor, params: GatedDeltaParams, shape: Gat
     conv_states, states = params.conv_states, params.recurrent_states
     if projected.shape[1] != shape.width or shape.heads % shape.key_heads:
         raise ValueError(f"a token of {projected.shape[1]} numbers; {shape} has {shape.width}")
-    if conv_states.shape[1:] != (shape.kernel, shape.conv_channels):
+    entries, columns = conv_states.shape[1:]
+    has_windows = entries > shape.kernel
+    if entries < shape.kernel or columns != shape.conv_channels + 2 * shape.heads * has_windows:
         raise ValueError(
-            f"a slot of conv_states is {list(conv_states.shape[1:])}; "
-            f"it must hold {shape.kernel} inputs of {shape.conv_channels} channels"
+            f"a slot of conv_states is {[entries, columns]}; it must hold {shape.kernel} inputs of "
+            f"{shape.conv_channels} channels, or more inputs with b and a of {shape.heads} heads"
         )
     if not (states.dtype == params.a_log.dtype == params.dt_bias.dtype == torch.float32):
         raise ValueError("recurrent_states, a_log and dt_bias must be float32")

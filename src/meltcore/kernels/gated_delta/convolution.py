@@ -36,7 +36,7 @@ def convolve_chunks(
     The row of a chunk (`chunk_row`) holds the normalized queries, the normalized keys and the values, one tile
     [CHUNK, dim] per head. Rows of a tile past the end of the sequence are zeros.
     """
-    query_start_loc, chunks, num_decodes = metadata.query_start_loc, metadata.chunk_indices, metadata.num_decodes
+    query_start_loc, chunks, num_decodes = metadata.query_start_loc, metadata.chunk_indices, metadata.first_prompt
     rows = chunk_rows(len(projected), len(metadata.state_slots) - num_decodes)
     convolved = projected.new_empty(rows, shape.conv_channels * CHUNK)
     key_heads = min(_BLOCK_CHANNELS // shape.key_dim, triton.next_power_of_2(2 * shape.key_heads))
@@ -46,6 +46,8 @@ def convolve_chunks(
         *(projected, params.conv, params.conv_states, metadata.context_lens, metadata.state_slots, query_start_loc),
         *(chunks, num_decodes, convolved, projected.stride(0), params.conv_states.stride(0)),
         **constants(shape),
+        ENTRIES=params.conv_states.shape[1],
+        COLUMNS=params.conv_states.shape[2],
         CHUNK=CHUNK,
         ROWS=_BLOCK_TOKENS,
         TILE_KEY_HEADS=key_heads,
@@ -69,8 +71,9 @@ def _convolve_rows(
     context_len,
     num_remaining,
     stride,
-    CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -94,7 +97,7 @@ def _convolve_rows(
     for index in tl.static_range(KERNEL - 1):
         token = num_earlier - (KERNEL - 1) + index
         step_ptr = inputs - (KERNEL - 1 - index) * stride + channels
-        slot_ptr = ring_ptr + (context_len + token + KERNEL) % KERNEL * CHANNELS + channels
+        slot_ptr = ring_ptr + (context_len + token + ENTRIES) % ENTRIES * COLUMNS + channels
         from_step = tl.load(step_ptr, channel_mask & (token >= 0) & (num_remaining > 0), other=0.0)
         from_slot = tl.load(slot_ptr, channel_mask & (token < 0) & (context_len + token >= 0), other=0.0)
         window += (tl.where(token < 0, from_slot, from_step),)
@@ -130,6 +133,8 @@ def _convolve_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KERNEL: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_KEY_HEADS: tl.constexpr,
@@ -160,7 +165,7 @@ def _convolve_kernel(
             *(inputs, ring_ptr, conv_weight, outputs + (key_head * CHUNK + row_start) * KEY_DIM + key_dims),
             *(key_head * KEY_DIM + key_dims, key_head < 2 * KEY_HEADS),
             tl.where(key_head < KEY_HEADS, KEY_DIM**-0.5, 1.0),
-            *(num_earlier, context_len, num_remaining, projected_stride, CHANNELS, KERNEL, ROWS),
+            *(num_earlier, context_len, num_remaining, projected_stride, KERNEL, ENTRIES, COLUMNS, ROWS),
             NORMALIZE=True,
             NATIVE=NATIVE,
         )
@@ -175,7 +180,7 @@ def _convolve_kernel(
                 outputs + 2 * KEYS * CHUNK + (head * CHUNK + row_start) * VALUE_DIM + value_dims,
             ),
             *(2 * KEYS + head * VALUE_DIM + value_dims, head < HEADS, 1.0),
-            *(num_earlier, context_len, num_remaining, projected_stride, CHANNELS, KERNEL, ROWS),
+            *(num_earlier, context_len, num_remaining, projected_stride, KERNEL, ENTRIES, COLUMNS, ROWS),
             NORMALIZE=False,
             NATIVE=NATIVE,
         )

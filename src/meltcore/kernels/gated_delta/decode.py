@@ -107,7 +107,7 @@ def _add_new_input(conv_sum, new_input, new_weight):
 
 
 @triton.jit
-def _delta_rule(state, query, key, value, a, b, a_log, dt_bias):
+def delta_rule(state, query, key, value, a, b, a_log, dt_bias):
     """Return a token's output [VALUE_DIM] and the state [KEY_DIM, VALUE_DIM] after the token."""
     g, beta = decay_and_beta(a, b, a_log, dt_bias)
     decay = tl.exp(g)
@@ -190,7 +190,7 @@ def _decode_kernel(
     value = tl.sum(_add_new_input(value, new_value, new_value_weight), 0)
     query = tl.sum(tl.where(part_idx == 0, query_and_key, 0.0), 0) * (KEY_DIM**-0.5)
     key = tl.sum(tl.where(part_idx == 1, query_and_key, 0.0), 0)
-    output, state = _delta_rule(state, query, key, value, a, b, head_a_log, head_dt_bias)
+    output, state = delta_rule(state, query, key, value, a, b, head_a_log, head_dt_bias)
     tl.store(state_ptr, state)
     output *= tl.rsqrt(tl.sum(output * output, 0) / VALUE_DIM + eps) * norm_weight * silu(gate)
     tl.store(out_ptrs, output.to(out.dtype.element_ty))

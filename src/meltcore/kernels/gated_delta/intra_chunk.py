@@ -58,7 +58,7 @@ def prepare_chunks(
     updates, reads = (projected.new_empty(len(convolved), shape.heads, CHUNK, CHUNK) for _ in range(2))
     scales = torch.empty(len(convolved), shape.heads, 2, CHUNK, dtype=torch.float32, device=device)
     _chunk_kernel[(shape.heads, len(chunks))](
-        *(projected, convolved, params.a_log, params.dt_bias, metadata.query_start_loc, chunks, metadata.num_decodes),
+        *(projected, convolved, params.a_log, params.dt_bias, metadata.query_start_loc, chunks, metadata.first_prompt),
         *(updates, reads, scales, projected.stride(0)),
         **constants(shape),
         CHUNK=CHUNK,

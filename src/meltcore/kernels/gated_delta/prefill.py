@@ -61,7 +61,7 @@ def _prefill_reference(
     out: torch.Tensor,
 ) -> None:
     query_start_loc = metadata.query_start_loc.tolist()
-    for sequence in range(metadata.num_decodes, len(query_start_loc) - 1):
+    for sequence in range(metadata.first_prompt, len(query_start_loc) - 1):
         if query_start_loc[sequence] == query_start_loc[sequence + 1]:
             continue  # padding
         tokens, slot = (
@@ -76,13 +76,14 @@ def _sequence_reference(
     projected: torch.Tensor, params: GatedDeltaParams, slot: int, context_len: int, shape: GatedDeltaShape
 ) -> torch.Tensor:
     """Compute one sequence's tokens from position `context_len` on and update its slot."""
-    ring, state = params.conv_states[slot], params.recurrent_states[slot]
+    ring, state = params.conv_states[slot, :, : shape.conv_channels], params.recurrent_states[slot]
     kernel, num_tokens = shape.kernel, len(projected)
     new_inputs = projected[:, : shape.conv_channels]
     earlier_positions = torch.arange(context_len + 1 - kernel, context_len, device=ring.device)
-    inputs = torch.cat([ring[earlier_positions % kernel].masked_fill((earlier_positions < 0)[:, None], 0), new_inputs])
+    earlier_inputs = ring[earlier_positions % len(ring)].masked_fill((earlier_positions < 0)[:, None], 0)
+    inputs = torch.cat([earlier_inputs, new_inputs])
     kept_tokens = torch.arange(max(0, num_tokens - kernel), num_tokens, device=ring.device)
-    ring[(context_len + kept_tokens) % kernel] = new_inputs[kept_tokens]
+    ring[(context_len + kept_tokens) % len(ring)] = new_inputs[kept_tokens]
 
     query, key, value = heads_reference(conv_reference(inputs, params.conv), shape)
     g, beta = gates_reference(projected, params, shape)

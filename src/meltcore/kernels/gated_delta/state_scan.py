@@ -73,7 +73,7 @@ def scan_chunks(
 
     Outputs: [chunk_rows, heads, value_dim, CHUNK] in the type of `projected`, before the gated norm.
     """
-    sequences, num_decodes = len(metadata.state_slots) - metadata.num_decodes, metadata.num_decodes
+    sequences, num_decodes = len(metadata.state_slots) - metadata.first_prompt, metadata.first_prompt
     conv_states, states = params.conv_states, params.recurrent_states
     launch = launch or scan_launch(shape, sequences, projected.element_size(), projected.device)
     outputs = projected.new_empty(len(prepared.scales), shape.heads, shape.value_dim, CHUNK)
@@ -82,6 +82,8 @@ def scan_chunks(
         *(metadata.query_start_loc, outputs, num_decodes),
         *(projected.stride(0), conv_states.stride(0), states.stride(0)),
         **constants(shape),
+        ENTRIES=conv_states.shape[1],
+        COLUMNS=conv_states.shape[2],
         CHUNK=CHUNK,
         BLOCK_VALUES=launch.block_values,
         num_warps=4 if launch.block_values <= _NARROW_BLOCK_VALUES else 8,
@@ -101,7 +103,7 @@ def norm_chunks(
     """Write the gated norm of `outputs`, the result of `scan_chunks`, to the rows of `out` that chunks cover."""
     chunks = metadata.chunk_indices
     _norm_kernel[(shape.heads, len(chunks))](
-        *(projected, outputs, params.norm, metadata.query_start_loc, chunks, out, params.eps, metadata.num_decodes),
+        *(projected, outputs, params.norm, metadata.query_start_loc, chunks, out, params.eps, metadata.first_prompt),
         projected.stride(0),
         **constants(shape),
         CHUNK=CHUNK,
@@ -112,13 +114,21 @@ def norm_chunks(
 
 @triton.jit
 def _store_inputs(
-    inputs, ring_ptr, channels, context_len, num_remaining, stride, CHANNELS: tl.constexpr, KERNEL: tl.constexpr
+    inputs,
+    ring_ptr,
+    channels,
+    context_len,
+    num_remaining,
+    stride,
+    KERNEL: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Store a sequence's last inputs in the ring for later steps. channels: [DIM]."""
     for steps_back in tl.static_range(KERNEL):
         token = num_remaining - 1 - steps_back
         last_inputs = tl.load(inputs + token.to(tl.int64) * stride + channels, token >= 0, other=0.0)
-        entry_ptr = ring_ptr + (context_len + tl.maximum(token, 0)) % KERNEL * CHANNELS
+        entry_ptr = ring_ptr + (context_len + tl.maximum(token, 0)) % ENTRIES * COLUMNS
         tl.store(entry_ptr + channels, last_inputs, token >= 0)
 
 
@@ -153,6 +163,8 @@ def _scan_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KERNEL: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_VALUES: tl.constexpr,
 ):
@@ -207,12 +219,22 @@ def _scan_kernel(
     inputs = projected + first_token * projected_stride
     ring_ptr = conv_states + slot * conv_stride
     channels = 2 * KEYS + head * VALUE_DIM + value_dims
-    _store_inputs(inputs, ring_ptr, channels, context_len, num_remaining, projected_stride, CHANNELS, KERNEL)
+    _store_inputs(inputs, ring_ptr, channels, context_len, num_remaining, projected_stride, KERNEL, ENTRIES, COLUMNS)
     if (head % GROUP == 0) & (tl.program_id(1) == 0):
         key_channels = head // GROUP * KEY_DIM + key_dims
-        _store_inputs(inputs, ring_ptr, key_channels, context_len, num_remaining, projected_stride, CHANNELS, KERNEL)
         _store_inputs(
-            inputs, ring_ptr, KEYS + key_channels, context_len, num_remaining, projected_stride, CHANNELS, KERNEL
+            inputs, ring_ptr, key_channels, context_len, num_remaining, projected_stride, KERNEL, ENTRIES, COLUMNS
+        )
+        _store_inputs(
+            inputs,
+            ring_ptr,
+            KEYS + key_channels,
+            context_len,
+            num_remaining,
+            projected_stride,
+            KERNEL,
+            ENTRIES,
+            COLUMNS,
         )
 
 

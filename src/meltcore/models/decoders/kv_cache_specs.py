@@ -39,7 +39,8 @@ class RecurrentStateSpec(NamedTuple):
     """The state of a recurrent layer, whose size does not depend on the sequence length.
 
     It is a matrix [key_dim, value_dim] per head, and a ring buffer of the last `conv_width` inputs of a convolution
-    over `conv_channels`, including the current input.
+    over `conv_channels`, including the current input. In an engine that computes windows of several tokens per
+    sequence, the ring also has the inputs of two windows, of which drafts may be rejected, and each head's b and a.
     """
 
     conv_channels: int
@@ -48,10 +49,14 @@ class RecurrentStateSpec(NamedTuple):
     key_dim: int
     value_dim: int
 
-    def slot_bytes(self, element_size: int) -> int:
-        """Return the bytes of one sequence's state. An element of the convolution's inputs has `element_size` bytes."""
-        conv = self.conv_width * self.conv_channels * element_size
-        return conv + self.heads * self.key_dim * self.value_dim * _STATE_ELEMENT_SIZE
+    def ring_shape(self, window: int) -> tuple[int, int]:
+        """Return the entries and columns of the ring for windows of up to `window` tokens (gated_delta/window.py)."""
+        return self.conv_width + 2 * (window - 1), self.conv_channels + 2 * self.heads * (window > 1)
+
+    def slot_bytes(self, element_size: int, window: int = 1) -> int:
+        """Return the bytes of one sequence's state. An element of the ring has `element_size` bytes."""
+        entries, columns = self.ring_shape(window)
+        return entries * columns * element_size + self.heads * self.key_dim * self.value_dim * _STATE_ELEMENT_SIZE
 
 
 AttentionSpec = FullAttentionSpec | SlidingWindowSpec
@@ -105,9 +110,9 @@ class KVCacheGroups(NamedTuple):
         """Return the bytes of the keys and values of one page, which holds `layers_per_page` layers."""
         return self.layers_per_page * self.attention[0].spec.page_bytes(page_size, element_size)
 
-    def slot_bytes(self, element_size: int) -> int:
-        """Return the bytes of one sequence's recurrent states in all layers together."""
-        return len(self.recurrent_layers) * self.recurrent.slot_bytes(element_size) if self.recurrent else 0
+    def slot_bytes(self, element_size: int, window: int = 1) -> int:
+        """Return the bytes of one sequence's recurrent states in all layers, for windows of up to `window` tokens."""
+        return len(self.recurrent_layers) * self.recurrent.slot_bytes(element_size, window) if self.recurrent else 0
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> KVCacheGroups:

@@ -1,0 +1,279 @@
+"""Gated DeltaNet for windows: the newest known token of each sequence and the draft tokens after it.
+
+An engine that speculates computes a window of 1 to 1 + k tokens in a step, and some of the drafts may be rejected. A
+state is 64 KiB per head, so it is not stored for each token. It is stored once per step, after the window's first
+token, which is never rejected. The raw inputs of all tokens, and their b and a, are stored in the sequence's ring
+conv_states. The next step reads the state, replays the drafts that were accepted, and goes on through its own window.
+
+So a step moves the state once each way, as in decode, however many tokens it computes. A token in the ring takes
+conv_channels + 2 * heads numbers: 16.1 KiB per layer of Qwen3.5-35B-A3B, whose states take 2 MiB.
+
+The ring has kernel + 2 * k entries. A launch replays at most k tokens, for whose convolution it reads kernel - 1
+inputs more, and writes at most 1 + k inputs. Programs of several heads read the same queries and keys in no order, so
+no entry that the launch writes may be one that it reads: kernel - 1 + k + 1 + k entries. Without drafts this is the
+ring of decode.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.kernels.gated_delta.common import (
+    GatedDeltaParams,
+    GatedDeltaShape,
+    constants,
+    conv_reference,
+    delta_rule_reference,
+    gated_norm_reference,
+    gates_reference,
+    heads_reference,
+    l2_normalize_rows,
+    silu,
+)
+from meltcore.kernels.gated_delta.decode import delta_rule
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_launch_dependents, pdl_options, pdl_wait, use_triton
+
+
+def gated_delta_windows(
+    projected: torch.Tensor,
+    params: GatedDeltaParams,
+    metadata: AttentionMetadata,
+    shape: GatedDeltaShape,
+    out: torch.Tensor,
+) -> None:
+    """Compute the windows of a step into `out` and update the states.
+
+    A window at position -1 is the padding of a CUDA graph. Its output is zeros.
+
+    Args:
+        projected: [tokens, width]. The tokens of the windows come first.
+        params: the parameters and states of the layer.
+        metadata: the sequences of the step, of which the first `num_windows` are windows. `context_lens` has the
+            positions of the first tokens.
+        shape: the sizes of the layer.
+        out: [tokens, heads * value_dim], unchanged for tokens after the windows.
+    """
+    assert metadata.replay_lens is not None, "metadata with windows has the number of tokens to replay"
+    positions, slots, query_start_loc = metadata.context_lens, metadata.state_slots, metadata.query_start_loc
+    if not use_triton(projected):
+        _windows_reference(projected, params, metadata, metadata.replay_lens, shape, out)
+        return
+    conv_states, states = params.conv_states, params.recurrent_states
+    _window_kernel[(shape.heads, metadata.num_windows)](
+        *(projected, params.conv, params.a_log, params.dt_bias, params.norm, conv_states, states, positions, slots),
+        *(metadata.replay_lens, query_start_loc, out, params.eps),
+        *(projected.stride(0), conv_states.stride(0), states.stride(0)),
+        **constants(shape),
+        ENTRIES=conv_states.shape[1],
+        COLUMNS=conv_states.shape[2],
+        num_warps=max(4, shape.key_dim * shape.value_dim // 4096),  # as in decode
+        **pdl_options(projected.device),
+    )
+
+
+def _windows_reference(
+    projected: torch.Tensor,
+    params: GatedDeltaParams,
+    metadata: AttentionMetadata,
+    replay_lens: torch.Tensor,
+    shape: GatedDeltaShape,
+    out: torch.Tensor,
+) -> None:
+    ring, kernel, channels = params.conv_states, shape.kernel, shape.conv_channels
+    entries = ring.shape[1]
+    windows = slice(metadata.num_windows)
+    positions, slots = metadata.context_lens[windows], metadata.state_slots[windows]
+    first_tokens, sizes = metadata.query_start_loc[windows], metadata.query_start_loc.diff()[windows]
+    replay_lens = torch.where(positions > 0, replay_lens, 0)
+    if int(replay_lens.min()) < 0 or kernel - 1 + int((replay_lens + sizes).max()) > entries:
+        raise ValueError(
+            f"windows of {sizes.tolist()} tokens after {replay_lens.tolist()} tokens to replay do not fit into a ring "
+            f"of {entries} entries beside {kernel - 1} earlier inputs"
+        )
+    max_replay, max_size = int(replay_lens.max()), int(sizes.max())
+
+    # Each window's inputs, from those before the first token that any window replays.
+    earlier_positions = positions[:, None] + torch.arange(1 - kernel - max_replay, 0, device=ring.device)
+    earlier = ring[slots[:, None], earlier_positions % entries].masked_fill((earlier_positions < 0)[:, :, None], 0)
+    tokens = (first_tokens[:, None] + torch.arange(max_size, device=ring.device)).clamp(max=len(projected) - 1)
+    new_inputs = torch.cat([projected[:, :channels], projected[:, -2 * shape.heads :]], 1)
+    inputs = torch.cat([earlier, new_inputs[tokens]], 1)
+    convolved = conv_reference(inputs[:, :, :channels], params.conv)
+    gates = gates_reference(inputs[:, kernel - 1 :].flatten(0, 1), params, shape)
+    rule_inputs = [
+        values.unflatten(0, convolved.shape[:2])
+        for values in (*heads_reference(convolved.flatten(0, 1), shape), *gates)
+    ]
+
+    out[: int(metadata.query_start_loc[metadata.num_windows])] = 0  # of padding
+    state = torch.where((positions > 0)[:, None, None, None], params.recurrent_states[slots], 0)
+    for step, token in enumerate(range(-max_replay, max_size)):
+        is_active = (positions >= 0) & (token >= -replay_lens) & (token < sizes)
+        query, key, value, g, beta = (values[:, step] for values in rule_inputs)
+        output, next_state = delta_rule_reference(query, key, value, g, beta, state)
+        state = torch.where(is_active[:, None, None, None], next_state, state)
+        if token >= 0:
+            rows = tokens[is_active, token]
+            out[rows] = gated_norm_reference(output[is_active], projected[rows], params, shape)
+            ring[slots[is_active], (positions[is_active] + token) % entries] = new_inputs[rows]
+        if token == 0:
+            params.recurrent_states[slots[is_active]] = state[is_active]
+
+
+@triton.jit
+def _convolve_token(
+    ring_ptr,
+    window_ptr,
+    weights,
+    channels,
+    position,
+    token,
+    stride,
+    KERNEL: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return the convolution of a token followed by SiLU, rounded as in the reference: [ROWS, DIM] float32.
+
+    The window's first token is at `position` and has its inputs at `window_ptr`. `token` counts from there. Inputs of
+    earlier tokens are in the ring. weights: [taps, ROWS, DIM]; channels: [ROWS, DIM].
+    """
+    tap = tl.arange(0, triton.next_power_of_2(KERNEL))[:, None, None]
+    offset = token - (KERNEL - 1) + tap
+    is_earlier = (tap < KERNEL) & (offset < 0) & (position + offset >= 0)
+    entry_ptrs = ring_ptr + (position + offset + ENTRIES) % ENTRIES * COLUMNS + channels[None, :, :]
+    earlier = tl.load(entry_ptrs, is_earlier, other=0.0)
+    new_ptrs = window_ptr + offset * stride + channels[None, :, :]
+    new = tl.load(new_ptrs, (tap < KERNEL) & (offset >= 0), other=0.0)
+    inputs = tl.where(offset < 0, earlier, new)
+    return silu(tl.sum(inputs.to(tl.float32) * weights, 0)).to(inputs.dtype).to(tl.float32)
+
+
+@triton.jit
+def _convolve_head(
+    ring_ptr,
+    window_ptr,
+    key_weights,
+    value_weights,
+    key_channels,
+    value_channels,
+    position,
+    token,
+    stride,
+    KEY_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return a token's scaled query and key, [KEY_DIM] each, and value [VALUE_DIM], of one head."""
+    query_and_key = l2_normalize_rows(
+        _convolve_token(
+            ring_ptr, window_ptr, key_weights, key_channels, position, token, stride, KERNEL, ENTRIES, COLUMNS
+        )
+    )
+    value = _convolve_token(
+        ring_ptr, window_ptr, value_weights, value_channels, position, token, stride, KERNEL, ENTRIES, COLUMNS
+    )
+    part_idx = tl.arange(0, 2)[:, None]
+    query = tl.sum(tl.where(part_idx == 0, query_and_key, 0.0), 0) * (KEY_DIM**-0.5)
+    return query, tl.sum(tl.where(part_idx == 1, query_and_key, 0.0), 0), tl.sum(value, 0)
+
+
+# Indices are slices of a longer tensor, at any alignment.
+@triton.jit(do_not_specialize=["positions", "slots", "replay_lens", "query_start_loc"])
+def _window_kernel(
+    projected,
+    conv_weight,
+    a_log,
+    dt_bias,
+    norm,
+    conv_states,
+    states,
+    positions,
+    slots,
+    replay_lens,
+    query_start_loc,
+    out,
+    eps,
+    projected_stride,
+    conv_stride,
+    state_stride,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KERNEL: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program computes one value head of one window, with the head's whole state in registers."""
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
+    GROUP: tl.constexpr = HEADS // KEY_HEADS
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    pdl_launch_dependents(PDL)
+    position = tl.load(positions + sequence).to(tl.int32)
+    slot = tl.load(slots + sequence)
+    first_token = tl.load(query_start_loc + sequence)
+    size = (tl.load(query_start_loc + sequence + 1) - first_token).to(tl.int32)
+    replay_len = tl.where(position > 0, tl.load(replay_lens + sequence), 0).to(tl.int32)
+    key_dims, value_dims = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
+    value_columns = head * VALUE_DIM + value_dims
+    out_ptrs = out + first_token * (HEADS * VALUE_DIM) + value_columns
+    window_ptr = projected + first_token * projected_stride
+
+    # The state, the ring and the replay need nothing that a recent kernel wrote: it runs while the previous one ends.
+    state_ptr = states + slot * state_stride + (head * KEY_DIM + key_dims[:, None]) * VALUE_DIM + value_dims[None, :]
+    state = tl.load(state_ptr, position > 0, other=0.0)
+    ring_ptr = conv_states + slot * conv_stride
+    part_idx = tl.arange(0, 2)[:, None]  # queries and keys are rows of one tile, as in decode
+    key_channels = part_idx * KEYS + head // GROUP * KEY_DIM + key_dims[None, :]
+    value_channels = 2 * KEYS + value_columns[None, :]
+    tap = tl.arange(0, triton.next_power_of_2(KERNEL))[:, None, None]
+    key_weights = tl.load(conv_weight + key_channels[None, :, :] * KERNEL + tap, tap < KERNEL, other=0.0)
+    value_weights = tl.load(conv_weight + value_channels[None, :, :] * KERNEL + tap, tap < KERNEL, other=0.0)
+    key_weights, value_weights = key_weights.to(tl.float32), value_weights.to(tl.float32)
+    head_a_log, head_dt_bias = tl.load(a_log + head), tl.load(dt_bias + head)
+    norm_weight = tl.load(norm + value_dims).to(tl.float32)
+    for index in range(replay_len):
+        token = index - replay_len
+        query, key, value = _convolve_head(
+            *(ring_ptr, window_ptr, key_weights, value_weights, key_channels, value_channels),
+            *(position, token, projected_stride, KEY_DIM, KERNEL, ENTRIES, COLUMNS),
+        )
+        gates_ptr = ring_ptr + (position + token) % ENTRIES * COLUMNS + CHANNELS + head
+        b, a = tl.load(gates_ptr).to(tl.float32), tl.load(gates_ptr + HEADS).to(tl.float32)
+        _, state = delta_rule(state, query, key, value, a, b, head_a_log, head_dt_bias)
+    pdl_wait(PDL)
+    if position < 0:
+        for token in range(size):
+            tl.store(out_ptrs + token * (HEADS * VALUE_DIM), tl.zeros((VALUE_DIM,), out.dtype.element_ty))
+        return
+
+    for token in range(size):
+        query, key, value = _convolve_head(
+            *(ring_ptr, window_ptr, key_weights, value_weights, key_channels, value_channels),
+            *(position, token, projected_stride, KEY_DIM, KERNEL, ENTRIES, COLUMNS),
+        )
+        token_ptr = window_ptr + token * projected_stride
+        gates_ptr = token_ptr + CHANNELS + HEADS * VALUE_DIM + head
+        b, a = tl.load(gates_ptr), tl.load(gates_ptr + HEADS)
+        # No program reads this entry in this step: the heads that share a key head need no order among them.
+        entry_ptr = ring_ptr + (position + token) % ENTRIES * COLUMNS
+        tl.store(entry_ptr + value_channels, tl.load(token_ptr + value_channels))
+        tl.store(entry_ptr + CHANNELS + head, b)
+        tl.store(entry_ptr + CHANNELS + HEADS + head, a)
+        if head % GROUP == 0:
+            tl.store(entry_ptr + key_channels, tl.load(token_ptr + key_channels))
+
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        output, state = delta_rule(state, query, key, value, a, b, head_a_log, head_dt_bias)
+        if token == 0:
+            tl.store(state_ptr, state)
+        gate = tl.load(token_ptr + CHANNELS + value_columns).to(tl.float32)
+        output *= tl.rsqrt(tl.sum(output * output, 0) / VALUE_DIM + eps) * norm_weight * silu(gate)
+        tl.store(out_ptrs + token * (HEADS * VALUE_DIM), output.to(out.dtype.element_ty))
