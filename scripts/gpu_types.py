@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.kv_cache import PagePool
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.scheduler import Chunk, Scheduler
+from meltcore.engine.core.scheduler import Scheduler
 from meltcore.engine.memory.memory_plan import MemoryPlan, ModelShape, plan_memory
 from meltcore.kernels.architectures import shared_kib
 from meltcore.measure.node.certify.expectations import PRIORS

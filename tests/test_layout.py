@@ -89,7 +89,7 @@ MOST = {
     "two-way pairs of folders": 0,
     "files that name a task": 2,
     "files that name synthesis": 4,
-    "settings": 124,
+    "settings": 125,
     "forms of a chat request": 18,
     "forms of a model at start": 5,
     "branches by mode": 0,

@@ -17,7 +17,7 @@ from meltcore.engine.core.request import Request
 from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.engine.memory.memory_plan import MemoryPlan, ModelShape, plan_memory
 from meltcore.engine.worker.model_runner import LogitsAt
-from meltcore.engine.worker.sampler import SampleResult
+from meltcore.engine.worker.sampler import Drafts, SampleResult
 from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, group_layers
 from meltcore.protocol.generation import AddRequest, SequenceOutput
 from meltcore.protocol.sampling_params import SamplingParams
@@ -192,11 +192,13 @@ class SeenEngine:
         runner = self.engine.runner
         sample = runner.sample
 
-        def recording(logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
+        def recording(
+            logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request], drafts: Drafts | None = None
+        ) -> SampleResult:
             logits = logits_at(torch.arange(len(requests), device=token_ids.device))
             for row, request in enumerate(requests):
                 self.logits.setdefault(request.id, []).append(logits[row].float().clone())
-            return sample(logits_at, token_ids, requests)
+            return sample(logits_at, token_ids, requests, drafts)
 
         runner.sample = recording  # type: ignore[method-assign]
 

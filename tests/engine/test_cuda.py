@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from triton import knobs
 
-from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.worker.model_runner import PrepareSampling
 
 pytestmark = pytest.mark.gpu

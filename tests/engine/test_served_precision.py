@@ -28,6 +28,11 @@ def test_ready_names_the_types_of_weights_and_cache(settings: dict[str, str], we
     assert ready.speculative_decoding == "none"
 
 
-def test_no_option_turns_on_speculative_decoding() -> None:
-    """An engine that gains one must report its method instead of "none" (GenerationEngine.ready)."""
-    assert [name for name in EngineConfig.__struct_fields__ if "specul" in name or "draft" in name] == []
+def test_ready_names_the_method_of_speculative_decoding() -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 2}
+    config = EngineConfig(
+        model=BUNDLED_MODEL, device="cpu", max_num_seqs=2, memory_bytes=2**26, speculative_config=speculation
+    )
+    engine = GenerationEngine(config)
+    engine.close()
+    assert engine.ready().speculative_decoding == "ngram"

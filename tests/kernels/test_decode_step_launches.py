@@ -22,7 +22,8 @@ from triton.runtime.jit import JITFunction
 
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.memory.graph_sizes import capture_sizes
-from meltcore.engine.worker.model_runner import ModelRunner, ModelRunnerConfig
+from meltcore.engine.worker.caches import ModelRunnerConfig
+from meltcore.engine.worker.model_runner import ModelRunner
 from meltcore.engine.worker.sampler import Sampler
 from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
 from meltcore.kernels.launch import force_implementation

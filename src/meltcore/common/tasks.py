@@ -95,7 +95,7 @@ _BUILT_IN = (
             *("tokenizer", "chat_template", "special_tokens_in_messages"),
             *("quantization", "kv_cache_dtype", "tensor_parallel_size"),
             *("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"),
-            *("hf_overrides", "async_scheduling", "debug"),
+            *("hf_overrides", "speculative_config", "async_scheduling", "debug"),
             *("generation_config", "tool_call_parser", "reasoning_parser", "max_queue_tokens", "max_model_len"),
         ),
         has_context=True,

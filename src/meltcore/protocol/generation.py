@@ -16,11 +16,14 @@ import msgspec
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import CommonFromEngine, CommonToEngine, EngineOutputs, EngineReady
 from meltcore.protocol.step_sums import NO_STEPS, NUM_SUMS
+from meltcore.settings.speculation import MAX_DRAFTS
 
 # Packed token ids are unsigned integers of 32 bits, little endian: the engine may run on another machine.
 _TOKEN_TYPECODE = "I"
 _TOKEN_BYTES = array(_TOKEN_TYPECODE).itemsize
 _CELL_BYTES = 8  # of a double
+_DRAFT_SUMS = 2 * MAX_DRAFTS
+NO_DRAFTS = bytes(_CELL_BYTES * _DRAFT_SUMS)
 _IS_SWAPPED = sys.byteorder == "big"  # this machine has the other byte order
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -121,9 +124,10 @@ class SequenceOutput(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineStats(msgspec.Struct, array_like=True, frozen=True):
-    """Holds gauges and counters of the engine after a step. The names of counters end in `_total`.
+    """Holds gauges and counters of the engine after a step. The names of counters end in `_total` or `_sums`.
 
-    `step_sums` holds the sums of all steps by their kinds (`protocol/step_sums.py`).
+    `draft_sums` holds how many drafts were checked at each position after a token, and then how many of them were
+    accepted, as doubles. `step_sums` holds the sums of all steps by their kinds (`protocol/step_sums.py`).
     """
 
     running: int = 0
@@ -141,7 +145,18 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     masks_total: int = 0
     mask_s_total: float = 0.0
     late_masks_total: int = 0
+    draft_sums: bytes = NO_DRAFTS
     step_sums: bytes = NO_STEPS
+
+    @property
+    def drafted(self) -> Sequence[float]:
+        """How many drafts were checked, by position."""
+        return memoryview(self.draft_sums).cast("d")[:MAX_DRAFTS]
+
+    @property
+    def accepted(self) -> Sequence[float]:
+        """How many drafts were accepted, by position."""
+        return memoryview(self.draft_sums).cast("d")[MAX_DRAFTS:]
 
     def cells(self) -> "memoryview[float]":
         """Return all numbers of the statistics, in the order of `ENGINE_CELLS`."""
@@ -151,15 +166,16 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
 
     def write(self, cells: "memoryview[float]", first: int) -> None:
         """Write all numbers of the statistics into `cells` from index `first` on, in the order of `ENGINE_CELLS`."""
-        *numbers, step_sums = msgspec.structs.astuple(self)
+        *numbers, draft_sums, step_sums = msgspec.structs.astuple(self)
         for index, number in enumerate(numbers, first):
             cells[index] = number
-        cells[first + len(numbers) : first + len(ENGINE_CELLS)] = memoryview(step_sums).cast("d")
+        cells[first + len(numbers) : first + len(ENGINE_CELLS)] = memoryview(draft_sums + step_sums).cast("d")
 
     @classmethod
     def of_cells(cls, cells: Sequence[float]) -> Self:
         """Return the statistics that have these numbers."""
-        values: list[Any] = [*cells[:-NUM_SUMS], array("d", cells[-NUM_SUMS:]).tobytes()]
+        packed = array("d", cells[-_DRAFT_SUMS - NUM_SUMS :])
+        values: list[Any] = [*cells[: -len(packed)], packed[:_DRAFT_SUMS].tobytes(), packed[_DRAFT_SUMS:].tobytes()]
         return cls(*values)
 
     def counters(self) -> Self:
@@ -168,7 +184,11 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
         return msgspec.structs.replace(self, **dict.fromkeys(gauges, 0))
 
 
-ENGINE_CELLS = (*EngineStats.__struct_fields__[:-1], *(f"step_sums/{index}" for index in range(NUM_SUMS)))
+ENGINE_CELLS = (
+    *EngineStats.__struct_fields__[:-2],
+    *(f"draft_sums/{index}" for index in range(_DRAFT_SUMS)),
+    *(f"step_sums/{index}" for index in range(NUM_SUMS)),
+)
 
 
 class StepOutputs(EngineOutputs[SequenceOutput, EngineStats], tag="outputs", array_like=True, frozen=True):

@@ -33,7 +33,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     means no limit. `logit_bias` is added to the logits of its token ids, before penalties. If `logprobs` is None, no
     log-probabilities are returned. If it is n, they are returned for the sampled token and for the n most probable
     tokens. `prompt_logprobs` does the same for each prompt token except the first. `max_tokens` counts generated
-    tokens, including the end token. Where a `grammar` allows no further token, the answer ends.
+    tokens, including the end token. Where a `grammar` allows no further token, the answer ends. Without
+    `speculative_decoding` each step computes one token.
     """
 
     max_tokens: int = 16
@@ -55,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
     grammar: Grammar | None = None
+    speculative_decoding: bool = True
 
     @property
     def has_penalties(self) -> bool:

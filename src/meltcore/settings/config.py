@@ -12,6 +12,7 @@ from msgspec import Meta
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import json_object, not_empty, number, setting
 from meltcore.settings.field_types import ContextTokens, FleetSection, Sequences, Text, Tokens
+from meltcore.settings.speculation import SpeculativeConfig
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -185,6 +186,15 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
             type=json_object,
         ),
     ] = msgspec.field(default_factory=dict)
+    speculative_config: Annotated[
+        dict[str, Any],
+        setting(
+            'Speculative decoding in vLLM\'s form, like \'{"method": "ngram", "num_speculative_tokens": 3}\'.',
+            group=ENGINE_GROUP,
+            metavar="JSON",
+            type=json_object,
+        ),
+    ] = msgspec.field(default_factory=dict)
     async_scheduling: Annotated[
         bool | None,
         setting("Schedule the next step while the device computes one (default: on; CPU: off).", group=ENGINE_GROUP),
@@ -203,6 +213,16 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
             group=ENGINE_GROUP,
         ),
     ] = ()
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The settings of speculative decoding, or None without it."""
+        return SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def max_drafts(self) -> int:
+        """The maximum number of drafts of a sequence in a step, 0 without speculative decoding."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
 
     @property
     def debug_options(self) -> tuple[str, ...]:
@@ -227,6 +247,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     node_ranks: int = 0  # of all engines on GPUs of this machine, which may start together; 0: the engine is alone
 
     def __post_init__(self) -> None:
+        SpeculativeConfig.of(self.speculative_config)
         valid_switches = get_args(DebugSwitch)
         for switch in self.debug:
             if switch not in valid_switches:  # a misspelled one would disable nothing

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from meltcore.engine.core.batch import build_batch, sort_longest_first
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.kv_cache import PAGE_SIZE
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.worker.prefill_graphs import GraphBucket
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
@@ -43,8 +43,8 @@ def test_longest_decodes_come_first_in_mixed_batches() -> None:
 
 def test_windows_are_not_cut_into_chunks_of_prompts() -> None:
     """Nor do they run in a graph, whose decodes have one token."""
-    plan = [chunk(1, 3, 300), chunk(2, 7, 4), chunk(3, 9)]
-    batches = [build_batch(plan, has_recurrent=True, num_windows=count)[1] for count in (0, 2)]
+    plans = [[chunk(1, 3, 300), chunk(2, 7, 4)._replace(drafts=drafts), chunk(3, 9)] for drafts in ((), (5, 6, 7))]
+    batches = [build_batch(plan, has_recurrent=True)[1] for plan in plans]
     decodes, windows = (batch.recurrent for batch in batches)
     assert decodes is not None
     assert windows is not None

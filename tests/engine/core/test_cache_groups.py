@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from meltcore.common.errors import ConfigError
 from meltcore.engine.core.batch import take_new_pages
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.kv_cache import (
     PAGE_SIZE,
     PageGroup,
@@ -19,7 +20,7 @@ from meltcore.engine.core.kv_cache import (
     pages_for,
 )
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.scheduler import Chunk, Scheduler
+from meltcore.engine.core.scheduler import Scheduler
 from meltcore.engine.memory.memory_plan import MemoryPlan, ModelShape, plan_memory
 from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, SlidingWindowSpec, group_layers
 from meltcore.protocol.generation import AddRequest
@@ -46,7 +47,7 @@ def scheduler_of(layout: PageLayout, pages: int, *, cache: bool = False, **limit
 
 def run_step(scheduler: Scheduler) -> list[Chunk]:
     plan = scheduler.schedule()
-    scheduler.update(plan, [7] * sum(chunk.samples for chunk in plan))
+    scheduler.update(plan, [[7]] * sum(chunk.samples for chunk in plan))
     return plan
 
 
@@ -65,7 +66,7 @@ def test_gemma_keeps_508_kb_per_token_in_the_window_and_82_kb_beyond(cache: bool
             held = scheduler.pool.num_used * page_bytes
             expected = LAYER_BYTES * (10 * chunk.end + 52 * min(chunk.end, 1024))
             assert 0 <= held - expected <= PAGE_SIZE * LAYER_BYTES * 62
-            scheduler.update([chunk], [7])
+            scheduler.update([chunk], [[7]])
     assert LAYER_BYTES * 62 == 507_904
     assert LAYER_BYTES * 10 == 81_920
     assert scheduler.pool.num_used == 0
@@ -79,7 +80,7 @@ def test_prompt_in_chunks_keeps_its_window_and_one_chunk() -> None:
         (chunk,) = scheduler.schedule()
         columns = chunk.end // PAGE_SIZE - max(0, chunk.start - 1023) // PAGE_SIZE
         assert scheduler.pool.num_used == 5 * pages_for(chunk.end) + 26 * (columns + (chunk.end % PAGE_SIZE > 0))
-        scheduler.update([chunk], [7] * chunk.samples)
+        scheduler.update([chunk], [[7]] * chunk.samples)
     run_step(scheduler)
     assert scheduler.pool.num_used == 5 * 126 + 26 * 17, "the chunk's pages are released with the first decode step"
 
@@ -98,7 +99,7 @@ def test_decoding_sequence_holds_only_the_pages_of_its_window(window: int, overl
             assert scheduler.pool.num_used == 3 * (pages_for(chunk.end) - first)
             held.add(scheduler.pool.num_used // 3)
         if (done := launched if overlap else plan) is not None:
-            scheduler.update(done, [7] * sum(chunk.samples for chunk in done))
+            scheduler.update(done, [[7]] * sum(chunk.samples for chunk in done))
         launched = plan
     assert max(held) == pages_for(window - 1) + 1
 
@@ -222,7 +223,7 @@ def test_pages_slide_out_registered() -> None:
     plans = [scheduler.schedule() for _ in range(2)]  # one step ahead
     while plans:
         plan = plans.pop(0)
-        scheduler.update(plan, [7] * sum(chunk.samples for chunk in plan))
+        scheduler.update(plan, [[7]] * sum(chunk.samples for chunk in plan))
         if scheduler.has_work:
             plans.append(scheduler.schedule())
     for length in (1000, 640, 200, 66):
@@ -305,6 +306,6 @@ def test_sequences_that_run_together_share_the_chunk_of_a_step() -> None:
         scheduled = scheduler.schedule()
         assert scheduled
         most_running = max(most_running, len(scheduler.running))
-        scheduler.update(scheduled, [1] * sum(each.samples for each in scheduled))
+        scheduler.update(scheduled, [[1]] * sum(each.samples for each in scheduled))
     assert (most_running, scheduler.preemptions) == (seqs, 0)
     assert scheduler.pool.num_used == 0

@@ -47,7 +47,7 @@ def run(scheduler: Scheduler) -> int:
         plan = scheduler.schedule()
         assert plan, "there is work, and nothing was scheduled"
         computed += sum(max(0, min(chunk.end, chunk.request.prompt_length) - chunk.start) for chunk in plan)
-        scheduler.update(plan, [7] * sum(chunk.samples for chunk in plan))
+        scheduler.update(plan, [[7]] * sum(chunk.samples for chunk in plan))
     scheduler.check_idle()
     return computed
 
@@ -87,7 +87,7 @@ def test_others_run_while_followers_wait_and_ended_ones_never_start() -> None:
     plan = scheduler.schedule()
     assert [chunk.request.id for chunk in plan] == ["0", "other"]
     assert (requests[2].status, scheduler.waiting_count) == (RequestStatus.WAITING, ANSWERS - 2)
-    scheduler.update(plan, [7, 7])
+    scheduler.update(plan, [[7], [7]])
     run(scheduler)
     assert (requests[1].finish_reason, requests[1].cached_tokens) == ("abort", 0)
     assert {request.finish_reason for request in [*requests[2:], other]} == {"length"}

@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import pytest
 
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.kv_cache import PagePool
 from meltcore.engine.core.pacing import LARGE_CHUNK_ADDED_S, MAX_SLOWDOWN, MIN_LIMIT, PromptSpeed
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.scheduler import LONG_PROMPT_STEPS, Chunk, Scheduler
+from meltcore.engine.core.scheduler import LONG_PROMPT_STEPS, Scheduler
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 
@@ -68,7 +69,7 @@ class Sim:
         self._launched = plan
         took_s = self.seconds(done)
         self.now_s += took_s
-        self.scheduler.update(done, [7 for chunk in done if chunk.samples])
+        self.scheduler.update(done, [[7] for chunk in done if chunk.samples])
         if self.scheduler.pacer is not None and done:
             self.scheduler.record_step_time(done, took_s)
         for chunk in done:

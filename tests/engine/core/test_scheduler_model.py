@@ -8,12 +8,13 @@ page allocated too early, hit wrongly or lost shows as wrong content.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.kv_cache import (
     FULL_ATTENTION,
     PAGE_SIZE,
@@ -25,7 +26,7 @@ from meltcore.engine.core.kv_cache import (
 )
 from meltcore.engine.core.recurrent_states import RecurrentStatePool
 from meltcore.engine.core.request import Request, RequestStatus
-from meltcore.engine.core.scheduler import Chunk, Scheduler
+from meltcore.engine.core.scheduler import Scheduler
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 
@@ -64,7 +65,7 @@ class FakeDevice:
         self.last_token: dict[int, int] = {}
         self._content: dict[str, list[tuple[int, int]]] = {}  # what each position of a sequence must hold
 
-    def run(self, plan: list[Chunk]) -> list[int]:
+    def run(self, plan: list[Chunk]) -> list[list[int]]:
         written: set[tuple[int, int]] = set()
         for chunk in plan:
             if chunk.restore:
@@ -80,23 +81,42 @@ class FakeDevice:
         for chunk in plan:
             self._attend(chunk)
             if chunk.samples:
-                token = next_token([token for token, _ in self.content(chunk.request, chunk.end)])
-                self.last_token[chunk.request.row] = token
-                sampled.append(token)
+                sampled.append(self._accept(chunk))
+                self.last_token[chunk.request.row] = sampled[-1][-1]
+                if chunk.drafts and chunk.request.recurrent_slot:  # rejected drafts leave no trace in the state
+                    accepted = self.content(chunk.request, chunk.start + 1, sampled[-1][:-1])
+                    self.states[chunk.request.recurrent_slot] = accepted[-1][1]
         return sampled
 
-    def content(self, request: Request, length: int) -> list[tuple[int, int]]:
-        """The tokens of the first positions, each with the digest of all up to it."""
+    def _accept(self, chunk: Chunk) -> list[int]:
+        """The tokens that follow the newest one and the accepted drafts."""
+        context = [token for token, _ in self.content(chunk.request, chunk.end - len(chunk.drafts))]
+        tokens = [next_token(context)]
+        for draft in chunk.drafts:
+            if draft != tokens[-1]:
+                break
+            tokens.append(next_token([*context, *tokens]))
+        return tokens
+
+    def content(self, request: Request, length: int, drafts: Sequence[int] = ()) -> list[tuple[int, int]]:
+        """The tokens of the first positions and drafts after them, each with the digest of all up to it."""
         content = self._content.setdefault(request.id, [])
         while len(content) < length:
             known = len(content) < len(request.token_ids)
             token = request.token_ids[len(content)] if known else self.last_token[request.row]
             content.append((token, hash((content[-1][1] if content else 0, token))))
-        return content[:length]
+        content = content[:length]
+        for token in drafts:
+            content.append((token, hash((content[-1][1], token))))
+        return content
+
+    def _computed(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """What the positions up to the end of a chunk hold."""
+        return self.content(chunk.request, chunk.end - len(chunk.drafts), chunk.drafts)
 
     def _write(self, chunk: Chunk, written: set[tuple[int, int]]) -> None:
         request, width = chunk.request, self.layout.column_pages
-        content = self.content(request, chunk.end)
+        content = self._computed(chunk)
         for position in range(chunk.start, chunk.end):
             column, offset = divmod(position, PAGE_SIZE)
             for sub_group, page in enumerate(request.pages[column * width : (column + 1) * width]):
@@ -108,14 +128,14 @@ class FakeDevice:
 
     def _advance(self, chunk: Chunk) -> None:
         """The state of a sequence at position 0 starts from zeros, whatever its slot holds."""
-        slot, content = chunk.request.recurrent_slot, self.content(chunk.request, chunk.end)
+        slot, content = chunk.request.recurrent_slot, self._computed(chunk)
         if chunk.start:
             assert self.states[slot] == content[chunk.start - 1][1], "the state of another beginning"
         self.states[slot] = content[-1][1]
 
     def _attend(self, chunk: Chunk) -> None:
         """Read the keys of all queries of a chunk."""
-        request, width, expected = chunk.request, self.layout.column_pages, self.content(chunk.request, chunk.end)
+        request, width, expected = chunk.request, self.layout.column_pages, self._computed(chunk)
         for group in self.layout.groups:
             first = 0 if group.window is None else max(0, chunk.start - group.window + 1)
             for sub_group in range(group.first, group.first + group.pages):
@@ -144,6 +164,7 @@ class World:
         overlap: bool,
         cache: bool,
         layout: PageLayout = FULL_ATTENTION,
+        drafts: random.Random | None = None,
     ) -> None:
         self.pool = PagePool(pages)
         self.states = RecurrentStatePool(slots) if slots else None
@@ -170,7 +191,9 @@ class World:
             0  # null pages of scheduled sequences, and those at their start from a cached prefix
         )
         self._snapshots: set[bytes] = set()
-        self.launched: tuple[list[Chunk], list[int]] | None = None
+        self.launched: tuple[list[Chunk], list[list[int]]] | None = None
+        self.drafts = drafts  # chooses how many are right, without overlap
+        self.num_accepted = self.num_rejected = 0
         self.requests: list[Request] = []
         self._unfinished: list[Request] = []  # when they were last checked
         self.steps = 0
@@ -188,6 +211,8 @@ class World:
 
     def step(self) -> None:
         before = {request.id for request in self.scheduler.running}
+        if self.drafts is not None:
+            self.propose(self.drafts)
         plan = self.scheduler.schedule()
         self.check_plan(plan)
         started = [request for request in self.scheduler.running if request.id not in before]
@@ -197,11 +222,25 @@ class World:
         to_read = self.launched if self.overlap else launched
         self.launched = launched if self.overlap else None
         if to_read is not None:
+            for chunk, tokens in zip([chunk for chunk in plan if chunk.samples], to_read[1], strict=not self.overlap):
+                self.num_accepted += len(tokens) - 1
+                self.num_rejected += len(chunk.drafts) - len(tokens) + 1
             self.scheduler.update(*to_read)
             if self.scheduler.pacer is not None:
                 self.scheduler.record_step_time(to_read[0], 1 + sum(chunk.size for chunk in to_read[0]) / 20)
         self.check()
         self.steps += 1
+
+    def propose(self, choice: random.Random) -> None:
+        """Draft what the running sequences say next, up to a wrong token, or nothing."""
+        self.scheduler.max_drafts = choice.choice([0, 1, 3, 7])
+        for request in self.scheduler.running:
+            context, drafts = list(request.token_ids), []
+            for _ in range(choice.choice([0, 2, 7])):
+                drafts.append(next_token([*context, *drafts]))
+            if drafts and choice.random() < 0.7:
+                drafts[choice.randrange(len(drafts))] += 1
+            request.drafts, request.num_in_history = tuple(drafts), len(context)
 
     @property
     def busy(self) -> bool:
@@ -232,7 +271,9 @@ class World:
                 assert held == [column >= first for column in range(len(held))]
                 self.slid += first
         held_pages = sum(page > 0 for page in pages)
-        assert held_pages <= self.layout.max_pages(chunk.request.length, self.scheduler.max_num_batched_tokens)
+        most_drafts = 7 * (self.drafts is not None)  # pages for rejected drafts are kept for the next tokens
+        longest = min(chunk.request.length + most_drafts, self.max_model_len)
+        assert held_pages <= self.layout.max_pages(longest, self.scheduler.max_num_batched_tokens)
 
     def check_order(self, started: list[Request]) -> None:
         """A starting request overtakes only those that wait for a penalty slot, while none is free, or for a leader."""
@@ -342,6 +383,7 @@ def drive(
     penalised: bool = False,
     mixed: bool = False,
     several_answers: bool = False,
+    speculating: bool = False,
 ) -> World:
     """One random history: adds, aborts and steps over tiny pools, then run to the end."""
     max_model_len = choice.choice([40, 400, 600, 600] if mixed else [40, 150, 400, 400, 400])
@@ -357,8 +399,9 @@ def drive(
         seqs=seqs,
         penalty_slots=choice.randint(1, min(3, seqs)) if penalised else 1,
         budget=budget,
-        overlap=choice.random() < 0.5,
+        overlap=choice.random() < 0.5 and not speculating,
         cache=choice.random() < 0.8,
+        drafts=choice if speculating else None,
     )
     for _ in range(steps):
         if choice.random() < 0.4:
@@ -397,7 +440,7 @@ def drive(
 @given(
     choice=st.randoms(use_true_random=False),
     kinds=st.fixed_dictionaries(
-        {name: st.booleans() for name in ("recurrent", "penalised", "mixed", "several_answers")}
+        {name: st.booleans() for name in ("recurrent", "penalised", "mixed", "several_answers", "speculating")}
     ),
 )
 def test_random_histories_keep_all_invariants_and_texts(choice: random.Random, kinds: dict[str, bool]) -> None:
@@ -443,6 +486,37 @@ def test_long_histories_of_mixed_groups_with_recurrent_layers_restore_snapshots(
         restored += world.restored
         slid_hits += world.slid_hits
     assert min(restored, slid_hits) > 5
+
+
+@pytest.mark.slow
+def test_long_histories_accept_and_reject_drafts() -> None:
+    accepted = rejected = preemptions = restored = 0
+    for mixed in (False, True):
+        for world in histories(2_000, mixed=mixed, recurrent=mixed, penalised=True, speculating=True):
+            accepted += world.num_accepted
+            rejected += world.num_rejected
+            preemptions += world.scheduler.preemptions
+            restored += world.restored
+    assert min(accepted, rejected) > 300
+    assert min(preemptions, restored) > 2
+
+
+@pytest.mark.slow
+def test_keeping_rejected_drafts_breaks_a_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    rejected_drafts_are_kept(monkeypatch)
+    with pytest.raises(AssertionError):
+        for _ in histories(2_000, speculating=True):
+            pass
+
+
+def rejected_drafts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was computed for rejected drafts counts as computed."""
+    whole = Scheduler.update
+
+    def kept(self: Scheduler, scheduled: list[Chunk], sampled: list[list[int]]) -> None:
+        whole(self, [chunk._replace(drafts=()) for chunk in scheduled], sampled)
+
+    monkeypatch.setattr(Scheduler, "update", kept)
 
 
 def freed_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:

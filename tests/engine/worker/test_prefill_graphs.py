@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from meltcore.engine.core.batch import Batch, NewPages, build_batch
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.memory.graph_sizes import PREFILL_ONLY
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
 from meltcore.engine.worker.model_runner import ModelRunner

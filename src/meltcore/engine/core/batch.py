@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.kv_cache import PAGE_SIZE, pages_for
-from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.core.request import Request
 from meltcore.kernels.attention.metadata import PaddedGroup, make_query_tiles
 from meltcore.kernels.gated_delta.common import make_chunk_indices
 
@@ -57,11 +59,12 @@ class Batch(NamedTuple):
         tiles: query tiles of the other chunks (`query_tiles`), counted from the first of these chunks.
         groups: padding for the reference attention (`PaddedGroup`).
         padded_positions: number of positions in all groups.
-        token_ids: known ids, or 0 for a token whose id only the device knows.
+        token_ids: known ids and drafts, or 0 for a token whose id only the device knows.
         device_tokens: indices of the tokens whose ids only the device knows.
         device_rows: the row of each of these tokens. The device has their ids as the rows' last tokens.
-        last_tokens: index of the last token of each chunk that samples.
-        sample_rows: row of each chunk that samples.
+        last_tokens: index of the last token of each chunk that samples, and before it of the token that comes before
+            each of its drafts.
+        sample_rows: row of each of these tokens.
         recurrent: None for a model without recurrent layers.
         prompt_targets: None unless a request asks for prompt log-probabilities.
     """
@@ -81,6 +84,32 @@ class Batch(NamedTuple):
     sample_rows: list[int]
     recurrent: RecurrentBatch | None
     prompt_targets: PromptTargets | None = None
+
+
+class Windows(NamedTuple):
+    """The logits from which a step with drafts samples: of each chunk that samples one row more than it has drafts.
+
+    Args:
+        requests: the request of each row.
+        drafts: the drafts before the sampled token of each row, none in the first row of a chunk.
+        first_rows: the first row of each chunk that samples, then the number of rows.
+    """
+
+    requests: list[Request]
+    drafts: list[tuple[int, ...]]
+    first_rows: list[int]
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> Windows:
+        """Return the rows of the chunks that sample."""
+        windows = cls([], [], [0])
+        for chunk in chunks:
+            if chunk.samples:
+                size = 1 + len(chunk.drafts)
+                windows.requests.extend([chunk.request] * size)
+                windows.drafts.extend(chunk.drafts[:count] for count in range(size))
+                windows.first_rows.append(len(windows.drafts))
+        return windows
 
 
 class NewPages(NamedTuple):
@@ -134,11 +163,10 @@ def sort_longest_first(chunks: list[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: chunk.start, reverse=True)
 
 
-def build_batch(scheduled: list[Chunk], *, has_recurrent: bool, num_windows: int = 0) -> tuple[list[Chunk], Batch]:
+def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Chunk], Batch]:
     """Sort, group and flatten the chunks of a step. Return the chunks in the order of the batch, and the batch.
 
-    There must be at least one chunk. In the order of the batch the first `num_windows` chunks are windows, and so are
-    chunks of one token.
+    There must be at least one chunk.
     """
     chunks = sorted(sort_longest_first(scheduled), key=_sort_key)
     sizes = np.array([chunk.size for chunk in chunks])
@@ -153,7 +181,9 @@ def build_batch(scheduled: list[Chunk], *, has_recurrent: bool, num_windows: int
     device_tokens, device_rows = [], []
     for chunk, end in zip(chunks, ends.tolist(), strict=True):
         known_ids = chunk.request.token_ids
-        if chunk.start < len(known_ids):
+        if chunk.drafts:
+            token_ids[end - chunk.size : end] = known_ids[chunk.start], *chunk.drafts
+        elif chunk.start < len(known_ids):
             token_ids[end - chunk.size : end] = known_ids[chunk.start : chunk.start + chunk.size]
         else:
             device_tokens.append(end - 1)
@@ -164,7 +194,10 @@ def build_batch(scheduled: list[Chunk], *, has_recurrent: bool, num_windows: int
         sequences = np.arange(group.last - group.first).repeat(sizes[group.first : group.last])
         padded_positions[group.first_token : group.last_token] += sequences * group.max_queries
     sampled_rows = [
-        (end - 1, chunk.request.row) for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.samples
+        (token, chunk.request.row)
+        for chunk, end in zip(chunks, ends.tolist(), strict=True)
+        if chunk.samples
+        for token in range(end - 1 - len(chunk.drafts), end)
     ]
     batch = Batch(
         num_decodes=num_decodes,
@@ -185,7 +218,7 @@ def build_batch(scheduled: list[Chunk], *, has_recurrent: bool, num_windows: int
         device_rows=device_rows,
         last_tokens=[token for token, _ in sampled_rows],
         sample_rows=[row for _, row in sampled_rows],
-        recurrent=_recurrent_batch(scheduled, chunks, sizes, max(num_decodes, num_windows)) if has_recurrent else None,
+        recurrent=_recurrent_batch(scheduled, chunks, sizes) if has_recurrent else None,
         prompt_targets=_prompt_targets(chunks, ends.tolist()),
     )
     return chunks, batch
@@ -214,13 +247,12 @@ def _prompt_targets(chunks: list[Chunk], ends: list[int]) -> PromptTargets | Non
     return PromptTargets(tokens, token_ids, num_logprobs) if tokens else None
 
 
-def _recurrent_batch(
-    scheduled: list[Chunk], chunks: list[Chunk], sizes: np.ndarray, num_windows: int
-) -> RecurrentBatch:
+def _recurrent_batch(scheduled: list[Chunk], chunks: list[Chunk], sizes: np.ndarray) -> RecurrentBatch:
     """Return the slots, chunks and state copies of a step for recurrent layers.
 
     Copies keep the order of `scheduled`: a snapshot may be evicted and its slot allocated once its copy is scheduled.
     """
+    num_windows = sum(not chunk.prompt_tokens for chunk in chunks)
     return RecurrentBatch(
         slots=[chunk.request.recurrent_slot for chunk in chunks],
         first_tokens=np.concatenate([[0], np.cumsum(sizes)]),
@@ -231,10 +263,13 @@ def _recurrent_batch(
     )
 
 
-def _sort_key(chunk: Chunk) -> tuple[int, int]:
-    """Return a sort key: chunks of one token first, then chunks of similar sizes together, and the longest first."""
+def _sort_key(chunk: Chunk) -> tuple[bool, int, int]:
+    """Return a sort key: decodes first, those of one token before those with drafts.
+
+    Chunks of similar sizes are together, and the longest first.
+    """
     queries, pages = _padding_class(chunk)
-    return queries, -pages
+    return chunk.prompt_tokens > 0, queries, -pages
 
 
 def _padding_class(chunk: Chunk) -> tuple[int, int]:

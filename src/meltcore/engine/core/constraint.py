@@ -14,12 +14,13 @@ _TICKET_SHIFT = 32
 
 
 class MaskTable(NamedTuple):
-    """The masks of the next tokens of running requests, one per row of the model runner, in memory that a GPU reads.
+    """The masks of the next tokens of running requests, by row of the model runner, in memory that a GPU reads.
 
     A ticket names one token of one request. It is never 0.
 
     Args:
-        masks: [rows, words] int32, a bit for each token id.
+        masks: [rows * tokens, words] int32, a bit for each token id. A row has the mask of its next token, and one for
+            the token after each draft.
         filled: [rows] int64, which the host writes: the ticket of the token whose mask is in the row. A negative ticket
             means that the token needs no mask.
         outcomes: [2, rows] int64, which the device writes for each sampled token, at the parity of its number: its
@@ -30,6 +31,11 @@ class MaskTable(NamedTuple):
     filled: np.ndarray
     outcomes: np.ndarray
 
+    @property
+    def masks_per_row(self) -> int:
+        """The number of tokens for which a row has masks."""
+        return len(self.masks) // len(self.filled)
+
 
 class Constraint:
     """The grammar of one request and its state.
@@ -37,7 +43,7 @@ class Constraint:
     `num_taken` counts the sampled tokens that the host has taken. `filling` is the newest task that fills a mask, and
     `is_filling` says whether it still uses the matcher. `is_slow` is True if that took long for it, or for a mask that
     was filled together with it. `is_over` is True when the grammar allows no further token,
-    or has failed. `failure` is why no mask could be filled.
+    or has failed. `failure` is why no mask could be filled. Masks are also filled for the tokens after `drafts`.
     """
 
     def __init__(self, matcher: LLMatcher, grammar: Grammar, arrival: int = 0) -> None:
@@ -49,6 +55,7 @@ class Constraint:
         self.filling: Future[None] | None = None
         self.is_filling = self.is_slow = self.is_over = False
         self.failure: str | None = None
+        self.drafts: tuple[int, ...] = ()
         self._is_reasoning = grammar.starts_in_reasoning
         ids = grammar.reasoning_ids
         self._end_id = None if ids is None else ids[1]
@@ -64,6 +71,11 @@ class Constraint:
     def ticket(self, number: int) -> int:
         """Return the ticket of the request's generated token of this number, counted from 1."""
         return self._first_ticket + number
+
+    def checkable(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first drafts, up to one after which the grammar would begin, or the reasoning."""
+        mark = self._end_id if self._is_reasoning else self.optional_id
+        return drafts[: drafts.index(mark)] if mark in drafts else drafts
 
     def takes(self, token_id: int) -> bool:
         """Handle a sampled token. Returns whether it belongs to the grammar and not to the reasoning before it."""

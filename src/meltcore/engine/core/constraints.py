@@ -159,15 +159,15 @@ class Constraints:
         ]
         wait_for(tasks, _IDLE_S, FIRST_COMPLETED)
 
-    def commit(self, tokens: Sequence[tuple[Request, int]]) -> Dropped:
-        """Advance grammars by the tokens that were sampled for their requests.
+    def commit(self, tokens: Sequence[tuple[Request, list[int]]]) -> Dropped:
+        """Advance grammars by the tokens that were sampled for their requests. Tokens after the end are deleted.
 
         Return the requests whose tokens cannot be used. The device has sampled late ones without masks, and they are
         not allowed, or their masks are not filled yet.
         """
         sampled = [
-            (request, constraint, token_id)
-            for request, token_id in tokens
+            (request, constraint, token_ids[0])
+            for request, token_ids in tokens
             if (constraint := request.constraint) is not None and request.status is not RequestStatus.FINISHED
         ]
         dropped = Dropped(*self._late_and_failed(sampled)) if self.does_device_wait else Dropped([], [])
@@ -176,7 +176,21 @@ class Constraints:
         taken = [each for each in sampled if each[0] not in unused and each[1].takes(each[2])]
         if taken:
             dropped.failed.extend(self._consume(taken))
+        for request, token_ids in tokens:
+            constraint = request.constraint
+            if constraint is not None and request not in unused:
+                self._take_accepted(request, constraint, token_ids, dropped)
         return dropped
+
+    def _take_accepted(self, request: Request, constraint: Constraint, token_ids: list[int], dropped: Dropped) -> None:
+        """Advance a grammar by the tokens after the first one, which drafts were accepted for."""
+        for index, token_id in enumerate(token_ids[1:], 1):
+            if constraint.is_over or request.status is RequestStatus.FINISHED:
+                del token_ids[index:]
+                break
+            if constraint.takes(token_id):
+                dropped.failed.extend(self._consume([(request, constraint, token_id)]))
+        request.drafts = constraint.drafts = constraint.checkable(request.drafts)
 
     def _late_and_failed(self, sampled: list[_Sampled]) -> tuple[list[Request], list[Request]]:
         """Return the requests whose tokens the device has sampled without masks, and which cannot be used."""
@@ -209,7 +223,7 @@ class Constraints:
         if self._tickets.get(row) != constraint.ticket(number) or request.sampling.is_filtered:
             return False  # the mask is late, or a filter depends on it
         word, bit = divmod(token_id, 32)
-        return word < masks.shape[1] and bool(masks[row, word] >> bit & 1)
+        return word < masks.shape[1] and bool(masks[row, word] >> bit & 1)  # the device waits, so without drafts
 
     @property
     def _masks(self) -> np.ndarray:
@@ -386,19 +400,25 @@ class Constraints:
 
     def _fill_group(self, group: list[tuple[Constraint, int]]) -> None:
         """Fill masks in the library's threads, without the GIL."""
-        start_s, masks = time.monotonic(), self._masks
+        assert self._table is not None
+        start_s, masks, per_row = time.monotonic(), self._masks, self._table.masks_per_row
         num_rows, num_words = masks.shape
-        if len(group) == 1:
+        target = masks.ctypes.data, 4 * num_words, num_rows
+        if any(constraint.drafts for constraint, _ in group):
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(
+                [(constraint.matcher, per_row * row, list(constraint.drafts)) for constraint, row in group], *target
+            )
+        elif len(group) == 1:
             [(constraint, row)] = group
-            constraint.matcher.unsafe_compute_mask_ptr(masks.ctypes.data + 4 * num_words * row, 4 * num_words)
+            constraint.matcher.unsafe_compute_mask_ptr(target[0] + target[1] * per_row * row, target[1])
         else:
             self._executor.unsafe_compute_mask_ptr(
-                [(constraint.matcher, row) for constraint, row in group], masks.ctypes.data, 4 * num_words, num_rows
+                [(constraint.matcher, per_row * row) for constraint, row in group], *target
             )
         for constraint, row in group:
             if constraint.optional_id is not None:
                 word, bit = divmod(constraint.optional_id, 32)
-                masks[row].view(np.uint32)[word] |= np.uint32(1 << bit)
+                masks[per_row * row].view(np.uint32)[word] |= np.uint32(1 << bit)
         took_s = time.monotonic() - start_s
         self.mask_s += took_s
         for constraint, _ in group:

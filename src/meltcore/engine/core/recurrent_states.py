@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PrefixCache
 from meltcore.engine.core.request import Request
@@ -64,6 +64,14 @@ class RecurrentStatePool:
     def snapshots(self) -> Collection[int]:
         """The slots that hold snapshots."""
         return self._num_reuses.keys()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of EngineStats about slots."""
+        return {
+            "recurrent_state_slots": self.total,
+            "recurrent_state_slots_used": self.num_used,
+            "recurrent_state_snapshots": len(self.snapshots),
+        }
 
     def take(self) -> int:
         """Return a slot that is held from now on.

@@ -82,6 +82,8 @@ class Request:
         self.penalty_slot = -1  # where its tokens are counted while it runs, if it has penalties
         self.is_counted = False  # that slot holds the counts of its tokens
         self.last_token_on_device = False  # its newest token is in its row of the device's table
+        self.drafts: tuple[int, ...] = ()  # guesses of the tokens that follow, for the next step
+        self.num_in_history = 0  # of its tokens, those that the drafter knows, while its row has its history
         # Sampling only needs the argmax of the model's unchanged logits.
         self.is_greedy = self.sampling.temperature == 0.0 and not self.sampling.needs_logits and token_mask is None
         # Greedy, and no end token is ever masked: the argmax of the unchanged logits is always its next token.

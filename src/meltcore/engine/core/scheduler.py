@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
+from meltcore.engine.core.chunk import Chunk, prompt_tokens
 from meltcore.engine.core.kv_cache import FULL_ATTENTION, PAGE_SIZE, PageLayout, PagePool, PrefixCache, pages_for
 from meltcore.engine.core.pacing import Pacer, StepContents
 from meltcore.engine.core.recurrent_states import PrefixMatch, RecurrentStatePool, StateSnapshots
@@ -35,32 +35,6 @@ from meltcore.protocol.generation import FinishReason
 LONG_PROMPT_STEPS = 4
 
 _Heap = list[tuple[tuple[int, int], Request]]
-
-
-class Chunk(NamedTuple):
-    """The tokens [start, start + size) of one sequence in one step.
-
-    A chunk that ends at its sequence's last token samples. Before the step, the snapshot in slot `restore` is copied
-    into the sequence's recurrent-state slot. After the step, the state is copied to the slot `snapshot`. For a slot of
-    0 nothing is copied.
-    """
-
-    request: Request
-    start: int
-    size: int
-    samples: bool
-    restore: int = 0
-    snapshot: int = 0
-
-    @property
-    def end(self) -> int:
-        """The position after the last token of the chunk."""
-        return self.start + self.size
-
-
-def prompt_tokens(chunks: Iterable[Chunk]) -> int:
-    """Return the number of prompt tokens in a step. A chunk of one token is a decode."""
-    return sum(chunk.size for chunk in chunks if chunk.size > 1)
 
 
 class Scheduler:
@@ -99,6 +73,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prompt_tokens = max_num_batched_tokens  # of a step; fewer while the GPU is shared (pacing.py)
         self.max_model_len = max_model_len
+        # Of the next step: drafts of a sequence, while no token is in flight, and tokens that decodes sample together.
+        self.max_drafts, self.max_sampled_tokens = 0, max_num_seqs
         self.long_prompt = LONG_PROMPT_STEPS * max_num_batched_tokens  # tokens; a longer prompt is paced
         self.pacer: Pacer | None = None  # while there is a very long prompt
         self._long_prompt_ids: set[str] = set()
@@ -159,7 +135,7 @@ class Scheduler:
                 self.snapshots.abandon(chunk.request, chunk.end, chunk.snapshot)
 
     def postpone(self, chunk: Chunk, num_dropped: int = 1) -> None:
-        """Let a request compute the last token of its chunk again, as the token that was sampled after it is not used.
+        """Let a request compute its newest token again, as the tokens that were sampled after it are not used.
 
         Its keys and values are written again. Recurrent states would be updated twice, so requests of models that have
         them are never postponed. `num_dropped` is the number of tokens in flight that are not used.
@@ -168,31 +144,40 @@ class Scheduler:
         assert self.states is None, "a recurrent state is updated once per token"
         request.in_flight -= num_dropped
         if request.status is RequestStatus.RUNNING:  # else it was preempted, and computes all tokens again
-            request.num_computed_tokens = chunk.end - 1
+            request.num_computed_tokens = chunk.end - 1 - len(chunk.drafts)
         request.last_token_on_device = request.is_counted = False
 
-    def update(self, scheduled: list[Chunk], token_ids: Sequence[int]) -> None:
+    def update(self, scheduled: list[Chunk], sampled: Sequence[list[int]]) -> None:
         """Append the sampled tokens of a step to their requests, and finish requests that end.
 
-        `token_ids` has one token per chunk that samples, in order. A token is dropped if its request finished while the
-        step was in flight, by an earlier token or an abort.
+        `sampled` has a list for each chunk that samples: one token, and one more for each accepted draft. Tokens after
+        a request's last one are deleted from its list. All are dropped if it finished while the step was in flight.
         """
-        results = iter(token_ids)
+        results = iter(sampled)
         for chunk in scheduled:
             request = chunk.request
             if chunk.samples:
-                token_id = next(results)
+                token_ids = next(results)
                 request.in_flight -= 1
             if chunk.snapshot:
                 self._keep_snapshot(chunk)
             if request.status is RequestStatus.FINISHED:
                 continue
+            reason: FinishReason | None = None
             if chunk.samples:
-                request.token_ids.append(token_id)
+                for number, token_id in enumerate(token_ids, 1):
+                    request.token_ids.append(token_id)
+                    if (
+                        reason := self._reason_to_end(request, token_id, is_newest=number == len(token_ids))
+                    ) is not None:
+                        del token_ids[number:]
+                        break
+                if chunk.drafts:  # what was computed for rejected ones is not used
+                    request.num_computed_tokens = len(request.token_ids) - 1
             if self.cache is not None and request.num_computed_tokens >= (request.registered_columns + 1) * PAGE_SIZE:
                 self.cache.register(request)
-            if chunk.samples:
-                self._finish_if_last(request, token_id)
+            if reason is not None:
+                self.finish(request, reason)
         self._push_followers()
 
     def record_step_time(self, scheduled: list[Chunk], took_s: float) -> None:
@@ -241,7 +226,8 @@ class Scheduler:
         This loop is most of the host's time in a step of many sequences. So here and in `update`, whether a page is
         needed is checked before a function is called for it: most tokens need none.
         """
-        for request in list(self.running):
+        running, spare_tokens = list(self.running), min(budget, self.max_sampled_tokens) - len(self.running)
+        for request in running:
             if budget == 0:
                 break
             length = request.length
@@ -251,16 +237,29 @@ class Scheduler:
                 or not self._can_schedule(request, length)
             ):
                 continue
-            while length > request.capacity and not self._allocate_pages(request, length):
+            drafts = self._usable_drafts(request, spare_tokens) if self.max_drafts else ()
+            end = length + len(drafts)
+            while end > request.capacity and not self._allocate_pages(request, end):
+                if drafts:  # no other request is preempted for guesses
+                    drafts, end = (), length
+                    continue
                 # The last in priority is preempted: it comes last in this loop, so it is not scheduled yet.
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:
                     break
             if request.status is RequestStatus.RUNNING:
-                scheduled.append(Chunk(request, length - 1, 1, True))
-                budget -= 1
+                scheduled.append(Chunk(request, length - 1, 1 + len(drafts), True, drafts=drafts))
+                budget -= 1 + len(drafts)
+                spare_tokens -= len(drafts)
         return budget
+
+    def _usable_drafts(self, request: Request, spare_tokens: int) -> tuple[int, ...]:
+        """Return the drafts that the next step checks. None lies after the last token that the request may have."""
+        if request.num_in_history != len(request.token_ids):
+            return ()  # they were proposed before its newest token
+        last = min(request.prompt_length + request.sampling.max_tokens, self.max_model_len) - request.length - 1
+        return request.drafts[: max(0, min(self.max_drafts, spare_tokens, last))]
 
     def _schedule_prompts(self, scheduled: list[Chunk], budget: int) -> int:
         if len(scheduled) == len(self.running):
@@ -344,11 +343,9 @@ class Scheduler:
         self.snapshots.attach(chunk.request, chunk.end, chunk.snapshot)
 
     def _step_contents(self, scheduled: list[Chunk]) -> StepContents:
-        prompts = [chunk for chunk in scheduled if chunk.size > 1]
-        long_tokens = sum(chunk.size for chunk in prompts if chunk.request.id in self._long_prompt_ids)
-        return StepContents(
-            len(scheduled) - len(prompts), long_tokens, sum(chunk.size for chunk in prompts) - long_tokens
-        )
+        prompts = [chunk for chunk in scheduled if chunk.prompt_tokens]
+        long_tokens = prompt_tokens(chunk for chunk in prompts if chunk.request.id in self._long_prompt_ids)
+        return StepContents(len(scheduled) - len(prompts), long_tokens, prompt_tokens(prompts) - long_tokens)
 
     # --- single sequences ---
 
@@ -415,7 +412,7 @@ class Scheduler:
         self.pool.add_references(filter(None, match.pages))
         request.pages = match.pages
         request.sent_pages = 0
-        request.last_token_on_device = False
+        request.last_token_on_device, request.drafts = False, ()
         request.registered_columns = match.columns
         request.num_computed_tokens = match.columns * PAGE_SIZE
         request.first_columns = [group.first_column(request.num_computed_tokens) for group in self._sliding]
@@ -488,13 +485,14 @@ class Scheduler:
     def _last_unscheduled(self, scheduled_ids: set[str]) -> Request | None:
         return next((request for request in reversed(self.running) if request.id not in scheduled_ids), None)
 
-    def _finish_if_last(self, request: Request, token_id: int) -> None:
-        """Finish the request if `token_id`, which the host has just read, is its last token."""
+    def _reason_to_end(self, request: Request, token_id: int, *, is_newest: bool) -> FinishReason | None:
+        """Return why a request ends with `token_id`, which was just appended, or None. Grammars end at the newest."""
         num_generated = len(request.token_ids) - request.prompt_length
         if token_id in request.stop_ids and num_generated >= request.sampling.min_tokens:
             request.stop_token_id = token_id
-            self.finish(request, "stop")
-        elif request.constraint is not None and request.constraint.is_over:
-            self.finish(request, "stop")
-        elif num_generated >= request.sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
-            self.finish(request, "length")
+            return "stop"
+        if is_newest and request.constraint is not None and request.constraint.is_over:
+            return "stop"
+        if num_generated >= request.sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
+            return "length"
+        return None

@@ -14,13 +14,14 @@ import torch
 
 from meltcore.common.errors import RankError
 from meltcore.engine.core.batch import Step
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.distributed.rank_messages import SamplingStep
 from meltcore.engine.distributed.ranks import Ranks
+from meltcore.engine.worker.caches import ModelRunnerConfig
 from meltcore.engine.worker.launched_step import Event, LaunchedStep
-from meltcore.engine.worker.model_runner import LogitsAt, ModelRunner, ModelRunnerConfig, PrepareSampling
-from meltcore.engine.worker.sampler import Sampler, SampleResult
+from meltcore.engine.worker.model_runner import LogitsAt, ModelRunner, PrepareSampling
+from meltcore.engine.worker.sampler import Drafts, Sampler, SampleResult, positions_of
 from meltcore.engine.worker.transfer import to_device, to_device_together
 from meltcore.kernels.sampling.draw import argmax_candidates, candidate_tokens, sampled_candidates
 from meltcore.layers.tensor_parallel import TensorParallelGroup
@@ -83,7 +84,7 @@ class GroupRunner(ModelRunner):
     def follow(self, step: Step, sampling: SamplingStep) -> None:
         """Compute a step that rank 0 has sent."""
         token_ids, logits_at = self._compute(step)
-        self._sample(logits_at, token_ids, sampling, [])
+        self._sample(logits_at, token_ids, sampling, [], None)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the argmax over all ranks' logits, [rows] int64."""
@@ -93,14 +94,20 @@ class GroupRunner(ModelRunner):
         """Return the logits of all ranks, gathered on rank 0. Returns None on the other ranks."""
         return self._group.gather(logits)
 
-    def _run(self, step: Step, requests: list[Request], prepare_sampling: PrepareSampling | None) -> SampleResult:
-        sampling = self._sampling_step(requests)
+    def _run(
+        self,
+        step: Step,
+        requests: list[Request],
+        prepare_sampling: PrepareSampling | None,
+        drafts: Drafts | None,
+    ) -> SampleResult:
+        sampling = self._sampling_step(requests, drafts)
         if self._ranks is not None:
             self._ranks.run(step, sampling)
         token_ids, logits_at = self._compute(step)
         if prepare_sampling is not None:
             self._prepare(requests, prepare_sampling)
-        return self._sample(logits_at, token_ids, sampling, requests)
+        return self._sample(logits_at, token_ids, sampling, requests, drafts)
 
     def _prepare(self, requests: list[Request], prepare_sampling: PrepareSampling) -> None:
         """Prepare sampling. The other ranks sample in any case, so only their own failure ends the step here."""
@@ -115,7 +122,7 @@ class GroupRunner(ModelRunner):
         event = super()._record_event()
         return None if event is None or self._ranks is None else _RankCheckingEvent(event, self._ranks)
 
-    def _sampling_step(self, requests: list[Request]) -> SamplingStep:
+    def _sampling_step(self, requests: list[Request], drafts: Drafts | None) -> SamplingStep:
         shard_indices: list[int] = []
         gathered_indices: list[int] = []
         for index, request in enumerate(requests):
@@ -123,18 +130,24 @@ class GroupRunner(ModelRunner):
             if not (request.is_unmasked_greedy or (request.is_greedy and not request.masks_end_tokens)):
                 (shard_indices if _is_plain_temperature(request) else gathered_indices).append(index)
         shard_requests = [requests[index] for index in shard_indices]
+        shard_drafts = None if drafts is None else [drafts[index] for index in shard_indices]
         return SamplingStep(
             shard_indices=shard_indices,
             shard_rows=[request.row for request in shard_requests],
             seeds=[self.sampler.seed_of(request) for request in shard_requests],
-            positions=[request.length for request in shard_requests],
+            positions=positions_of(shard_requests, shard_drafts),
             temperatures=[request.sampling.temperature for request in shard_requests],
             gathered_indices=gathered_indices,
             gathered_rows=[requests[index].row for index in gathered_indices],
         )
 
     def _sample(
-        self, logits_at: LogitsAt, token_ids: torch.Tensor, sampling: SamplingStep, requests: list[Request]
+        self,
+        logits_at: LogitsAt,
+        token_ids: torch.Tensor,
+        sampling: SamplingStep,
+        requests: list[Request],
+        drafts: Drafts | None,
     ) -> SampleResult:
         """Replace the greedy `token_ids` of requests that are not greedy, in place.
 
@@ -150,21 +163,23 @@ class GroupRunner(ModelRunner):
             sampled_result = SampleResult(torch.empty_like(indices), [], None)
         else:
             sampled_result = self._sample_on_rank_0(
-                all_rank_logits, [requests[index] for index in sampling.gathered_indices]
+                all_rank_logits,
+                [requests[index] for index in sampling.gathered_indices],
+                None if drafts is None else [drafts[index] for index in sampling.gathered_indices],
             )
         token_ids[indices] = self._last_token[rows] = self._group.broadcast(sampled_result.token_ids)
         return SampleResult(
             token_ids, [sampling.gathered_indices[row] for row in sampled_result.logprob_rows], sampled_result.logprobs
         )
 
-    def _sample_on_rank_0(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
+    def _sample_on_rank_0(self, logits: torch.Tensor, requests: list[Request], drafts: Drafts | None) -> SampleResult:
         """Sample from whole rows of logits.
 
         Returns zeros after a failure, for example of a user's token mask or by Ctrl-C. The other ranks wait for tokens.
         With any tokens they are ready for the next step, and `launch` raises the error.
         """
         try:
-            return self.sampler.sample(logits, requests)
+            return self.sampler.sample(logits, requests, drafts)
         except BaseException as error:
             self._failure = error
             return SampleResult(torch.zeros(len(requests), dtype=torch.int64, device=self.device), [], None)

@@ -10,7 +10,7 @@ import numpy as np
 
 from meltcore.engine.core.batch import Step
 from meltcore.engine.memory.memory_plan import MemoryPlan
-from meltcore.engine.worker.model_runner import ModelRunnerConfig
+from meltcore.engine.worker.caches import ModelRunnerConfig
 from meltcore.engine.worker.warm_up import StepLimits
 
 

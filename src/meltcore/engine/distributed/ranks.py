@@ -40,7 +40,7 @@ from meltcore.engine.distributed.rank_messages import (
 )
 from meltcore.engine.distributed.rank_start import StartedRanks, steps_file
 from meltcore.engine.memory.memory_plan import MemoryPlan
-from meltcore.engine.worker.model_runner import ModelRunnerConfig
+from meltcore.engine.worker.caches import ModelRunnerConfig
 from meltcore.engine.worker.transfer import cuda_event
 from meltcore.engine.worker.warm_up import StepLimits
 from meltcore.layers.tensor_parallel import TensorParallelGroup

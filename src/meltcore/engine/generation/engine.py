@@ -14,37 +14,34 @@ import numpy as np
 import torch
 
 from meltcore.common.errors import RequestError, SleepError
+from meltcore.engine.core.chunk import prompt_tokens
 from meltcore.engine.core.constraints import Constraints, Dropped
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, PagePool, PrefixCache
 from meltcore.engine.core.pacing import PromptSpeed
 from meltcore.engine.core.recurrent_states import RecurrentStatePool
 from meltcore.engine.core.request import Request, RequestStatus, TokenMask
-from meltcore.engine.core.scheduler import Scheduler, prompt_tokens
+from meltcore.engine.core.scheduler import Scheduler
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
+from meltcore.engine.generation.speculation import Speculation
 from meltcore.engine.host.device import choose_device, describe_device, describe_precision, dtype_name
 from meltcore.engine.host.sleep import SleepResult
 from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_memory
 from meltcore.engine.host.step_pacing import NO_WAIT, StepCounts, StepTurn
+from meltcore.engine.memory.workspace import sampled_tokens
+from meltcore.engine.worker.caches import ModelRunnerConfig
+from meltcore.engine.worker.drafter import Drafter
 from meltcore.engine.worker.launched_step import Event, LaunchedStep
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
-from meltcore.engine.worker.model_runner import ModelRunner, ModelRunnerConfig
+from meltcore.engine.worker.model_runner import ModelRunner
 from meltcore.engine.worker.sampler import Sampler
-from meltcore.engine.worker.warm_up import (
-    KernelCompiler,
-    StepLimits,
-    capture_graphs,
-    make_compiler,
-    may_stay_on_all_sms,
-    warm_up,
-)
-from meltcore.kernels.launch import force_implementation
-from meltcore.layers.uniform_routing import set_uniform_routing
+from meltcore.engine.worker.warm_up import KernelCompiler, StepLimits, make_compiler, prepare_kernels
 from meltcore.models.checkpoints.checkpoint import CheckpointFiles, Progress, open_checkpoint
 from meltcore.models.decoders.kv_cache_specs import group_layers
 from meltcore.models.quantized.quantization import weight_dtypes
 from meltcore.protocol.generation import (
+    NO_DRAFTS,
     AddRequest,
     EngineStats,
     FinishReason,
@@ -94,12 +91,13 @@ class GenerationEngine:
         if config.tensor_parallel_size > 1:
             check_shards(config, self.checkpoint, device)
         self._compiler: KernelCompiler | None = None
+        self._speculation: Speculation | None = None
         self._ranks = Ranks(config, ranks) if config.tensor_parallel_size > 1 else None
         if self._ranks is not None:
             atexit.register(_close, weakref.ref(self))  # NCCL must not be left to the interpreter's teardown
         self._constraints = Constraints(
             partial(GrammarCompiler.from_checkpoint, self.checkpoint, allow_missing=config.load_format == "dummy"),
-            lambda num_ids: self.runner.sampler.allocate_masks(self.max_num_seqs + 1, num_ids),
+            lambda num_ids: self.runner.sampler.allocate_masks(self.max_num_seqs + 1, num_ids, config.max_drafts),
         )
         try:
             self._compiler = make_compiler(config, device)  # it forks, so before the GPU has a context of this process
@@ -122,7 +120,8 @@ class GenerationEngine:
         self._prompt_speed = PromptSpeed(self.scheduler.max_num_batched_tokens)
         self._requests: dict[str, Request] = {}
         self._dropped = Dropped([], [])  # from the step that is being launched
-        self._tokens: tuple[list[int], dict[int, TokenLogprobs]] | None = None  # of the step that is read next
+        # Of the step that is read next.
+        self._tokens: tuple[list[list[int]], dict[int, list[TokenLogprobs]]] | None = None
         self._unused = Dropped([], [])  # its requests whose tokens are not used
         self._read_s = 0.0  # when they were read
         self._ended_outputs: list[SequenceOutput] = []
@@ -148,8 +147,7 @@ class GenerationEngine:
             config, self.checkpoint, device, progress if ranks is None else ranks.watched_progress(progress), group
         )
         plan = loaded.plan if ranks is None else ranks.common_plan(loaded.plan)
-        self.max_model_len, self.max_num_seqs = loaded.max_model_len, plan.max_num_seqs
-        self.memory = plan.rows
+        self.max_model_len, self.max_num_seqs, self.memory = loaded.max_model_len, plan.max_num_seqs, plan.rows
         self.outside_bytes = 0 if plan.workspace is None else plan.workspace.nodes
         has_states = plan.recurrent_slots > 0
         plan = plan._replace(
@@ -171,12 +169,11 @@ class GenerationEngine:
         )
         # What is computed again must find its state and the pages of its window, and its token on all ranks.
         is_repeatable = not has_states and not layout.sliding_groups and ranks is None
-        self._constraints.does_device_wait = device.type == "cuda" and is_repeatable
+        self._constraints.does_device_wait = device.type == "cuda" and is_repeatable and config.speculation is None
         self.vocab_size = loaded.model.config.vocab_size
         tokens = self.scheduler.max_num_batched_tokens
-        runner_config = ModelRunnerConfig(
-            plan.pages, plan.recurrent_slots, self.max_num_seqs, self.max_model_len, tokens, plan.logit_rows
-        )
+        sizes = plan.pages, plan.recurrent_slots, self.max_num_seqs, self.max_model_len, tokens, plan.logit_rows
+        runner_config = ModelRunnerConfig(*sizes, window=1 + config.max_drafts)
         sampler = Sampler(self.vocab_size, device, config.seed, plan.penalty_slots)
         if ranks is None or group is None:
             self.runner = ModelRunner(loaded.model, sampler, runner_config, loaded.cache_dtype)
@@ -185,13 +182,19 @@ class GenerationEngine:
             self.runner = GroupRunner(loaded.model, sampler, runner_config, loaded.cache_dtype, group, ranks)
             ranks.wait_allocated()
         assert self.runner.cache_bytes == plan.cache_bytes, "the caches are allocated as planned"
-        self._select_kernels_and_capture(progress)
+        if (speculation := config.speculation) is not None:
+            self._speculation = Speculation(speculation)
+            self.runner.drafter = Drafter(speculation, runner_config, config.seed, device)
+            self.scheduler.max_sampled_tokens = sampled_tokens(self.max_num_seqs, runner_config.window)
+        limits = StepLimits(self.max_num_seqs, self.max_model_len, tokens)
+        compile_on_ranks = None if ranks is None else ranks.compile_kernels
+        self.memory += prepare_kernels(self.runner, config, limits, self._compiler, compile_on_ranks, progress)
         if ranks is not None:
             ranks.serve()
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to compute, to read or to report."""
+        """Whether `step` has something to do."""
         return bool(self._requests or self._ended_outputs) or self._launched is not None
 
     def add(self, message: AddRequest, token_mask: TokenMask | None = None) -> None:
@@ -260,6 +263,7 @@ class GenerationEngine:
                 self.scheduler.add(request)
             else:
                 self._end(request, "error")
+        outputs = self._choose_drafts()
         scheduled = self.scheduler.schedule()
         for chunk in scheduled:
             if chunk.request.scheduled_s == 0.0:
@@ -282,15 +286,27 @@ class GenerationEngine:
             self._constraints.launched(launched.requests)
         previous, previous_at = self._launched, self._launched_at
         self._launched, self._launched_at = launched, (start_s, self._turn)
-        outputs, self._ended_outputs = self._ended_outputs, []
+        outputs += self._ended_outputs
+        self._ended_outputs = []
         if previous is not None:
             outputs += self._read(previous, *previous_at)
-        if (launched := self._launched) is not None and (not self._overlap or launched.yielded_s is not None):
+        launched = self._launched
+        if launched is not None and (not self._overlap or launched.yielded_s is not None or launched.windows):
             self._launched = None
             outputs += self._read(launched, *self._launched_at)
         if not scheduled and previous is None and not outputs:
             self._constraints.wait_idle()
         return StepOutputs(outputs, self.stats(), time.monotonic())
+
+    def _choose_drafts(self) -> list[SequenceOutput]:
+        """Decide how many drafts the next step checks. They follow tokens in flight, whose outputs this returns."""
+        num_drafts = 0 if self._speculation is None else self._speculation.begin(len(self.scheduler.running))
+        self.scheduler.max_drafts, self.runner.proposes_drafts = num_drafts, num_drafts > 0
+        launched = self._launched
+        if launched is None or not num_drafts:
+            return []
+        self._launched = None
+        return self._read(launched, *self._launched_at)
 
     def _prepare_sampling(self, requests: list[Request], record_event: Callable[[], Event | None]) -> None:
         """Wait for the masks of a step between its forward pass and its sampling.
@@ -332,7 +348,7 @@ class GenerationEngine:
         self.scheduler.finish(request, reason)
         self._ended_outputs.append(self._last_output(request, []))
 
-    def _record_time(self, step: LaunchedStep, launched_s: float, turn: StepTurn) -> None:
+    def _record_time(self, step: LaunchedStep, used: list[list[int]], launched_s: float, turn: StepTurn) -> None:
         tokens, goes_on = prompt_tokens(step.chunks), bool(self._launched or self.scheduler.running)
         took_s = self._step_counts.end(
             launched_s, self._read_s, len(step.chunks), tokens, turn, goes_on=goes_on, yielded_s=step.yielded_s or 0.0
@@ -340,9 +356,11 @@ class GenerationEngine:
         if took_s is not None:
             self._prompt_speed.record(took_s, tokens)
             self.scheduler.record_step_time(step.chunks, took_s)
+        if self._speculation is not None:
+            self._speculation.record(step, used, took_s)
 
     def stats(self) -> EngineStats:
-        """Return the current gauges and counters."""
+        """Return gauges and counters."""
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=self.scheduler.waiting_count + self._constraints.num_compiling,
@@ -353,10 +371,9 @@ class GenerationEngine:
             prefix_queried_tokens_total=self.scheduler.prefix_queried_tokens,
             prefix_hit_tokens_total=self.scheduler.prefix_hit_tokens,
             preemptions_total=self.scheduler.preemptions,
-            recurrent_state_slots=0 if self.states is None else self.states.total,
-            recurrent_state_slots_used=0 if self.states is None else self.states.num_used,
-            recurrent_state_snapshots=0 if self.states is None else len(self.states.snapshots),
+            **({} if self.states is None else self.states.stats()),
             **self._constraints.stats(),
+            draft_sums=NO_DRAFTS if self._speculation is None else self._speculation.packed(),
             step_sums=self._step_counts.packed(),
         )
 
@@ -411,7 +428,7 @@ class GenerationEngine:
             page_size=PAGE_SIZE,
             weight_dtypes=weight_dtypes(self.runner.model),
             kv_cache_dtype=dtype_name(self.runner.kv_cache_dtype),
-            speculative_decoding="none",  # a step yields one token per sequence
+            speculative_decoding="none" if self.config.speculation is None else self.config.speculation.method,
         )
 
     def check_idle(self) -> None:
@@ -420,26 +437,7 @@ class GenerationEngine:
         assert self._constraints.num_open == 0, f"{self._constraints.num_open} grammars are still in use"
         self.scheduler.check_idle()
 
-    def _select_kernels_and_capture(self, progress: Progress) -> None:
-        """Select the implementations of the kernels. On a GPU, compile all kernels and capture steps as CUDA graphs."""
-        reference = "reference-kernels" in self.config.debug
-        force_implementation("reference" if reference else None)
-        set_uniform_routing("uniform-routing" in self.config.debug, self.config.seed)
-        if self._compiler is None:
-            return  # torch bodies need no compiling, and the host tells them how to pad, which a graph cannot
-        if may_stay_on_all_sms(self.config, self.runner.device):
-            self.runner.model.prepare_decode(self.runner.caches)
-        limits = StepLimits(self.max_num_seqs, self.max_model_len, self.scheduler.max_num_batched_tokens)
-        progress("compiling kernels", 0.0)
-        if self._ranks is not None:
-            self._ranks.compile_kernels(limits)
-        self._compiler.compile_kernels(self.runner, limits)
-        self._compiler.close()
-        warm_up(self.runner, limits)
-        if not self.config.enforce_eager:
-            self.memory += capture_graphs(self.runner, self.config, progress)
-
-    def _read_tokens(self, step: LaunchedStep) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    def _read_tokens(self, step: LaunchedStep) -> tuple[list[list[int]], dict[int, list[TokenLogprobs]]]:
         """Wait for a step and advance the grammars of its requests. A second call returns the same tokens."""
         if self._tokens is None:
             self._tokens, self._read_s = step.read(), time.monotonic()
@@ -454,25 +452,27 @@ class GenerationEngine:
         if any(self._unused):
             step, self._unused = self._without(step, self._unused, is_read=True), Dropped([], [])
         sampled = zip(step.requests, token_ids, strict=True)
-        self.scheduler.update(step.chunks, [token_id for request, token_id in sampled if request not in step.dropped])
+        used = [each for request, each in sampled if request not in step.dropped]
+        self.scheduler.update(step.chunks, used)
         if not self._overlap:  # the host prepares the next step meanwhile
             self._constraints.fill([request for request in step.requests if request.status is RequestStatus.RUNNING])
         outputs = []
         for index, request in enumerate(step.requests):
             if self._requests.get(request.id) is not request or request in step.dropped:
                 continue  # aborted while the step was in flight, or it missed the step
-            self._generated_tokens += 1
+            new_ids = token_ids[index]
+            self._generated_tokens += len(new_ids)
             if is_first := request.first_token_s == 0.0:
                 request.first_token_s = self._read_s
-            token_logprobs = [logprobs[index]] if index in logprobs else None
+            token_logprobs = logprobs[index][: len(new_ids)] if index in logprobs else None
             if request.finish_reason is None:
-                output = SequenceOutput(request.id, [token_ids[index]], logprobs=token_logprobs)
+                output = SequenceOutput(request.id, new_ids, logprobs=token_logprobs)
             else:
-                output = self._last_output(request, [token_ids[index]], token_logprobs)
+                output = self._last_output(request, new_ids, token_logprobs)
             if is_first and request.sampling.prompt_logprobs is not None:
                 output = msgspec.structs.replace(output, prompt_logprobs=request.prompt_logprobs)
             outputs.append(output)
-        self._record_time(step, launched_s, turn)
+        self._record_time(step, used, launched_s, turn)
         return outputs
 
     def _last_output(

@@ -47,6 +47,7 @@ def generation_needs(
             may_run_fewer=False,
             snapshots=model.enable_prefix_caching,
             has_graphs=None if on_cpu else not model.enforce_eager,
+            window=1 + model.max_drafts,
         )
         rows = [MemoryRow(row.name, row.size_bytes, weight_note) if row.name == "weights" else row for row in plan.rows]
         return plan.pages >= pages, rows

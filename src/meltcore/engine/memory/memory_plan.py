@@ -159,6 +159,7 @@ def plan_memory(
             max_model_len=max_model_len,
             penalty_slots=penalty_slots,
             has_graphs=has_graphs,
+            window=window,
         )
         if may_run_fewer:  # a default, whose logits and graphs must not take more than the fraction
             while max_num_seqs > DEFAULT_SEQS and needed(max_num_seqs).total_bytes > reserve:
@@ -221,7 +222,7 @@ def _rows(
 ) -> list[MemoryRow]:
     """Return the rows of the memory table that the engine shows to its user, in bytes per purpose."""
     penalty_size = size_text(penalty_slots * PENALTY_BYTES * model.vocab_size)
-    penalty_note = f"{penalty_size} for penalties of {penalty_slots:,} sequences"  # 80 columns part no size and unit
+    penalty_note = f"penalties of {penalty_slots:,} sequences ({penalty_size})"
     rows = [
         MemoryRow("weights", model.weight_bytes),
         MemoryRow(
@@ -248,6 +249,7 @@ def _workspace(
     max_model_len: int,
     penalty_slots: int,
     has_graphs: bool,
+    window: int,
 ) -> Workspace:
     """Return the workspace of an engine of `seqs` sequences."""
     assert model.step is not None, "the caller knows the sizes of a step"
@@ -260,6 +262,7 @@ def _workspace(
         penalty_slots=min(seqs, penalty_slots),
         logit_rows=min(seqs, MAX_LOGIT_ROWS),
         has_graphs=has_graphs,
+        window=window,
     )
 
 

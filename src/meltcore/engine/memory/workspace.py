@@ -17,6 +17,9 @@ LOGIT_BYTES = 4  # float32, as a head computes them
 # Logits that are sampled in a block: those of its rows, of rows with log-probabilities again, and these.
 SAMPLED_LOGIT_BYTES = 3 * LOGIT_BYTES
 MAX_LOGIT_ROWS = 64  # more are sampled in several blocks
+# A step with drafts computes the logits of this many tokens, or of one token of each sequence if these are more.
+_DRAFT_ROWS = 256
+_HISTORY_BYTES = 4  # per token of the longest context, to look up n-grams
 # cuBLAS keeps a workspace of 32 MiB for each stream, on GPUs of capability 9.0: of steps and of captures.
 LIBRARY_BYTES = 2 * 32 * 2**20 + 8 * 2**20
 # What a graph takes of the device outside of torch's allocator, per layer: 167 KiB measured (Qwen3-0.6B, 18 graphs,
@@ -36,6 +39,11 @@ def sleep_rounding_bytes(weight_bytes: int) -> int:
     477 MiB of 16.04 GiB were lost (Gemma-3-27B in Q4_0, H200, 2026-11-24).
     """
     return weight_bytes // 25 + 2**26
+
+
+def sampled_tokens(max_num_seqs: int, window: int) -> int:
+    """Return how many tokens of decoding sequences a step samples at most, with up to `window` for each."""
+    return max(max_num_seqs, min(max_num_seqs * window, _DRAFT_ROWS))
 
 
 def graph_node_bytes(num_graphs: int, layers: int) -> int:
@@ -76,8 +84,9 @@ def plan_workspace(
     penalty_slots: int,
     logit_rows: int,
     has_graphs: bool,
+    window: int = 1,
 ) -> Workspace:
-    """Return the workspace of an engine with these limits."""
+    """Return the workspace of an engine with these limits. A decoding sequence has `window` tokens in a step."""
 
     def activations(tokens: int, rows: int) -> int:
         """Return the bytes of a step of `tokens` tokens that computes `rows` rows of logits."""
@@ -88,7 +97,7 @@ def plan_workspace(
             scratch_bytes = max(scratch_bytes, step.scratch_bytes + step.expert_bytes)
         return tokens * step.token_bytes + step.fixed_bytes + scratch_bytes + rows * vocab_size * LOGIT_BYTES
 
-    eager = activations(max_num_batched_tokens, max_num_seqs)
+    eager = activations(max_num_batched_tokens, sampled_tokens(max_num_seqs, window))
     graphs = nodes = 0
     if has_graphs:
         shapes = bucket_shapes(max_num_seqs, min(MAX_GRAPH_TOKENS, max_num_batched_tokens))
@@ -100,5 +109,7 @@ def plan_workspace(
         nodes = (len(shapes) + len(sizes)) * step.layers * GRAPH_LAYER_BYTES
     sampling = logit_rows * vocab_size * SAMPLED_LOGIT_BYTES + penalty_slots * vocab_size * PENALTY_BYTES
     tables = max_model_len * step.position_bytes
+    if window > 1:
+        tables += (max_num_seqs + 1) * (max_model_len + 1) * _HISTORY_BYTES
     gaps = max(_LEAST_GAP_BYTES, int((eager + graphs) * _GAPS))
     return Workspace(eager, graphs, nodes, sampling, LIBRARY_BYTES + tables + gaps)

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from meltcore.engine.core.batch import RecurrentBatch
 from meltcore.engine.worker.transfer import to_device, to_device_together
 from meltcore.models.decoders.kv_cache_specs import KVCacheGroups, RecurrentStateSpec
+
+
+class ModelRunnerConfig(NamedTuple):
+    """The sizes of a runner.
+
+    Args:
+        pages: number of pages without the null page.
+        recurrent_slots: number of slots without the null slot.
+        max_num_seqs: the maximum number of sequences per step.
+        max_model_len: the maximum number of tokens per sequence.
+        max_num_batched_tokens: the maximum number of tokens per step.
+        logit_rows: the maximum number of sequences that are sampled from their logits in one block, without ranks.
+        window: the maximum number of tokens of a decoding sequence in a step, drafts included.
+    """
+
+    pages: int
+    recurrent_slots: int
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    logit_rows: int
+    window: int = 1
 
 
 def allocate_caches(

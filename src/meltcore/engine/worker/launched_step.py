@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from meltcore.engine.core.batch import scored_positions
+from meltcore.engine.core.batch import Windows, scored_positions
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.worker.sampler import SampleResult
 from meltcore.protocol.generation import TokenLogprobs
 
@@ -33,7 +33,8 @@ class Event(Protocol):
 class LaunchedStep(NamedTuple):
     """A step in flight on the device. Of its `requests`, the sampled tokens of the `dropped` ones are not used.
 
-    `yielded_s` is the time for which the step waited between its layers, and None if it could not.
+    `yielded_s` is the time for which the step waited between its layers, and None if it could not. `windows` and
+    `outcomes` (`Drafter.propose`) are None if the engine does not speculate in this step.
     """
 
     chunks: list[Chunk]
@@ -43,18 +44,34 @@ class LaunchedStep(NamedTuple):
     prompt_logprobs: PromptLogprobs | None = None
     dropped: frozenset[Request] = frozenset()
     yielded_s: float | None = None
+    windows: Windows | None = None
+    outcomes: torch.Tensor | None = None
 
-    def read(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    def read(self) -> tuple[list[list[int]], dict[int, list[TokenLogprobs]]]:
         """Wait for the step.
 
-        Returns the sampled token of each of `requests`, and log-probabilities by index of the request. Prompt
-        log-probabilities are written to their requests.
+        Returns the sampled tokens of each of `requests`, and their log-probabilities by index of the request. Prompt
+        log-probabilities and the drafts for the next step are written to their requests.
         """
         if self.done_event is not None:
             self.done_event.synchronize()
         if self.prompt_logprobs is not None:
             self._read_prompt_logprobs(*(part.tolist() for part in self.prompt_logprobs))
-        return self.result.read(self.requests)
+        if self.windows is None or self.outcomes is None:
+            token_ids, logprobs = self.result.read(self.requests)
+            return [[token_id] for token_id in token_ids], {index: [each] for index, each in logprobs.items()}
+        row_ids, row_logprobs = self.result.read(self.windows.requests)
+        sampled: list[list[int]] = []
+        logprobs_by_index: dict[int, list[TokenLogprobs]] = {}
+        outcomes = zip(self.requests, self.windows.first_rows, self.outcomes.tolist(), strict=False)
+        for index, (request, first, (num_tokens, num_drafts, *drafts)) in enumerate(outcomes):
+            rows = range(first, first + num_tokens)
+            sampled.append(row_ids[rows.start : rows.stop])
+            if first in row_logprobs:
+                logprobs_by_index[index] = [row_logprobs[row] for row in rows]
+            request.drafts = tuple(drafts[:num_drafts])
+            request.num_in_history = len(request.token_ids) + num_tokens
+        return sampled, logprobs_by_index
 
     def without(self, requests: frozenset[Request]) -> LaunchedStep:
         """Return the step without the sampled tokens of `requests`, either."""

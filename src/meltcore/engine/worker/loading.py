@@ -189,6 +189,7 @@ def _plan_memory(
         may_run_fewer=config.max_num_seqs is None,
         snapshots=config.enable_prefix_caching,
         has_graphs=not config.enforce_eager if has_budget(config, device) else None,
+        window=1 + config.max_drafts,
     )
     memory_bytes = byte_budget(config, device, 0 if model.device.type == "meta" else shape.weight_bytes)
     if device.type == "cpu" and config.memory_bytes is None:

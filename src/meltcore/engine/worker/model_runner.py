@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,16 +13,18 @@ from meltcore.engine.core.batch import (
     NewPages,
     PromptTargets,
     Step,
+    Windows,
     build_batch,
     sort_longest_first,
     take_new_pages,
 )
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.memory.graph_sizes import MAX_GRAPH_TOKENS, capture_sizes
-from meltcore.engine.worker.caches import RecurrentStateCache, allocate_caches
+from meltcore.engine.worker.caches import ModelRunnerConfig, RecurrentStateCache, allocate_caches
 from meltcore.engine.worker.cuda_graphs import DecodeGraphs, DecodeOutput
+from meltcore.engine.worker.drafter import Drafter
 from meltcore.engine.worker.launched_step import (
     MAX_LAYERS_IN_FLIGHT,
     Event,
@@ -31,7 +33,7 @@ from meltcore.engine.worker.launched_step import (
     PromptLogprobs,
 )
 from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets
-from meltcore.engine.worker.sampler import Sampler, SampleResult, select_logprobs
+from meltcore.engine.worker.sampler import Drafts, Sampler, SampleResult, select_logprobs
 from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_together, to_host
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.memory_pools import memory_pool
@@ -50,28 +52,6 @@ _SCORED_TOKENS = 256
 PrepareSampling = Callable[[list[Request], Callable[[], Event | None]], None]
 # From indices of sampled rows ([rows] int64 on the device, or a slice) to their logits [rows, vocab] float32.
 LogitsAt = Callable[[torch.Tensor | slice], torch.Tensor]
-
-
-class ModelRunnerConfig(NamedTuple):
-    """The sizes of a runner.
-
-    Args:
-        pages: number of pages without the null page.
-        recurrent_slots: number of slots without the null slot.
-        max_num_seqs: the maximum number of sequences per step.
-        max_model_len: the maximum number of tokens per sequence.
-        max_num_batched_tokens: the maximum number of tokens per step.
-        logit_rows: the maximum number of sequences that are sampled from their logits in one block, without ranks.
-        window: the maximum number of tokens of a decoding sequence in a step, drafts included.
-    """
-
-    pages: int
-    recurrent_slots: int
-    max_num_seqs: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    logit_rows: int
-    window: int = 1
 
 
 class ModelRunner:
@@ -122,6 +102,8 @@ class ModelRunner:
         self._wait_in_step: Callable[[], float] | None = None
         self._longest_whole = 0  # tokens of a step that does not wait between its layers
         self._layer_yield: LayerYield | None = None  # of the newest step
+        self.drafter: Drafter | None = None
+        self.proposes_drafts = False  # in the next step
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -221,7 +203,16 @@ class ModelRunner:
         is_long = batch is not None and len(batch.token_ids) > self._longest_whole
         self._layer_yield = LayerYield(wait, self._record_event) if wait is not None and is_long else None
         requests = [chunk.request for chunk in chunks if chunk.samples]
-        result = self._run(step, requests, prepare_sampling)
+        windows = Windows.of(chunks) if self.proposes_drafts and requests else None
+        drafts = None if windows is None or len(windows.drafts) == len(requests) else windows.drafts
+        sampled = requests if windows is None else windows.requests
+        result, outcomes = self._run(step, sampled, prepare_sampling, drafts), None
+        if windows is not None and self.drafter is not None:
+            token_ids = result.token_ids if self._decoded is None else self._decoded.token_ids
+            outcomes = self.drafter.propose(windows, token_ids)
+            if drafts is not None and any(request.has_penalties for request in requests):
+                self.sampler.count(token_ids, windows.requests, self.drafter.used_rows(windows, outcomes))
+            outcomes = to_host(outcomes)
         if self._decoded is not None and all(request.is_unmasked_greedy for request in requests):
             result = SampleResult(self._decoded.host_token_ids, [], None)  # written by the graph
         host_token_ids = result.copy_to_host()
@@ -230,15 +221,24 @@ class ModelRunner:
             prompt_logprobs = (to_host(prompt_logprobs[0]), to_host(prompt_logprobs[1]), to_host(prompt_logprobs[2]))
         yielded_s = None if self._layer_yield is None else self._layer_yield.waited_s
         return LaunchedStep(
-            chunks, requests, host_token_ids, self._record_event(), prompt_logprobs, yielded_s=yielded_s
+            *(chunks, requests, host_token_ids, self._record_event(), prompt_logprobs),
+            yielded_s=yielded_s,
+            windows=windows,
+            outcomes=outcomes,
         )
 
-    def sample(self, logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
-        """Replace, in place, the greedy `token_ids` [rows] of requests that are not greedy."""
+    def sample(
+        self, logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request], drafts: Drafts | None = None
+    ) -> SampleResult:
+        """Replace, in place, the greedy `token_ids` [rows] of requests that are not greedy.
+
+        A row may follow drafts, as in `Sampler.sample`.
+        """
         rows = [row for row, request in enumerate(requests) if not request.is_unmasked_greedy]
         if not rows:
             return SampleResult(token_ids, [], None)
         sampled_requests, max_rows = [requests[row] for row in rows], self._config.logit_rows
+        sampled_drafts = None if drafts is None else [drafts[row] for row in rows]
         row_indices, table_rows = to_device_together([rows, [request.row for request in sampled_requests]], self.device)
         # The logits of all rows are read, and overwritten, where they are.
         has_all = len(rows) == len(requests)
@@ -247,6 +247,7 @@ class ModelRunner:
                 self.sampler.sample(
                     logits_at(slice(first, first + max_rows) if has_all else row_indices[first : first + max_rows]),
                     sampled_requests[first : first + max_rows],
+                    None if sampled_drafts is None else sampled_drafts[first : first + max_rows],
                 )
                 for first in range(0, len(rows), max_rows)
             ]
@@ -262,14 +263,20 @@ class ModelRunner:
         """Return logits [rows, vocab] of the whole vocabulary. Returns None on a rank that does not sample."""
         return logits
 
-    def _run(self, step: Step, requests: list[Request], prepare_sampling: PrepareSampling | None) -> SampleResult:
-        """Compute a step and sample. `requests` are the requests that sample, in the order of the step."""
+    def _run(
+        self,
+        step: Step,
+        requests: list[Request],
+        prepare_sampling: PrepareSampling | None,
+        drafts: Drafts | None,
+    ) -> SampleResult:
+        """Compute a step and sample. `requests` are the requests of the sampled rows, in the order of the step."""
         token_ids, logits_at = self._compute(step)
         if prepare_sampling is not None:
             prepare_sampling(requests, self._record_event)
         if self._decoded is not None and self._sample_in_graph(self._decoded, requests):
             return SampleResult(self._decoded.host_token_ids, [], None)
-        return self.sample(logits_at, token_ids, requests)
+        return self.sample(logits_at, token_ids, requests, drafts)
 
     def _sample_in_graph(self, decoded: DecodeOutput, requests: list[Request]) -> bool:
         """Replace the greedy tokens of a decode step by a graph. Return False if it has not replaced any."""
@@ -294,14 +301,16 @@ class ModelRunner:
     def _build_step(self, scheduled: list[Chunk]) -> tuple[list[Chunk], Step]:
         """Convert chunks to a `Step`. Returns the chunks in the order of their results, and the step."""
         new_pages = take_new_pages(scheduled, *self._page_tables.shape[:2])
-        if self._decode_graphs is not None and all(chunk.request.last_token_on_device for chunk in scheduled):
+        if self._decode_graphs is not None and all(
+            chunk.request.last_token_on_device and not chunk.drafts for chunk in scheduled
+        ):
             chunks = sort_longest_first(scheduled)
             rows, positions = [chunk.request.row for chunk in chunks], [chunk.start for chunk in chunks]
             return chunks, Step(new_pages, rows, positions, None)
         chunks, batch = build_batch(scheduled, has_recurrent=self.recurrent_states is not None)
         for chunk in chunks:
-            if chunk.samples:
-                chunk.request.last_token_on_device = True
+            if chunk.samples:  # which of several tokens is the last one, the table does not show
+                chunk.request.last_token_on_device = not chunk.drafts
         return chunks, Step(new_pages, [], [], batch)
 
     def _compute(self, step: Step) -> tuple[torch.Tensor, LogitsAt]:

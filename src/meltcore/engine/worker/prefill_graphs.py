@@ -70,7 +70,9 @@ class GraphBucket(NamedTuple):
         if batch.recurrent is not None and batch.recurrent.num_windows > batch.num_decodes:
             return False
         tokens, num_prefills = len(batch.token_ids) - batch.num_decodes, len(batch.rows) - batch.num_decodes
-        return batch.num_decodes <= self.num_decodes and tokens <= self.tokens and num_prefills <= self.max_prefills
+        holds_samples = len(batch.last_tokens) <= self.samples  # several of a chunk with drafts
+        holds_chunks = batch.num_decodes <= self.num_decodes and num_prefills <= self.max_prefills
+        return holds_samples and holds_chunks and tokens <= self.tokens
 
 
 def graph_buckets(max_num_seqs: int, max_tokens: int) -> list[GraphBucket]:

@@ -26,6 +26,9 @@ from meltcore.kernels.sampling.top_k_top_p import threshold_tokens
 from meltcore.protocol.generation import TokenLogprobs
 from meltcore.protocol.sampling_params import SEED_LIMIT
 
+# Of each row of logits: the drafts before its token.
+Drafts = Sequence[tuple[int, ...]]
+
 
 class SampleResult(NamedTuple):
     """Sampled token ids [rows] on the device, and the log-probabilities of the rows that ask for them.
@@ -83,10 +86,10 @@ class _Masks(NamedTuple):
     outcomes: torch.Tensor
 
     @classmethod
-    def allocate(cls, rows: int, words: int, device: torch.device) -> _Masks:
+    def allocate(cls, rows: int, words: int, device: torch.device, per_row: int = 1) -> _Masks:
         is_pinned = device.type == "cuda"
         return cls(
-            torch.zeros(rows, words, dtype=torch.int32, pin_memory=is_pinned),
+            torch.zeros(rows * per_row, words, dtype=torch.int32, pin_memory=is_pinned),
             torch.zeros(rows, dtype=torch.int64, pin_memory=is_pinned),
             torch.zeros(2, rows, dtype=torch.int64, pin_memory=is_pinned),
         )
@@ -152,9 +155,12 @@ class Sampler:
         # How long the device waits for masks (`Constraints.device_limits_s`). None if the host has waited.
         self.mask_limits_s: tuple[float, float] | None = None
 
-    def allocate_masks(self, rows: int, num_ids: int) -> MaskTable:
-        """Allocate the masks of grammars: a bit for each of `num_ids` token ids in each row of the runner."""
-        masks = _Masks.allocate(rows, -(-num_ids // WORD_BITS), self.device)
+    def allocate_masks(self, rows: int, num_ids: int, max_drafts: int = 0) -> MaskTable:
+        """Allocate the masks of grammars: a bit for each of `num_ids` token ids.
+
+        Each of the runner's `rows` has a mask for its next token and for the token after each of its drafts.
+        """
+        masks = _Masks.allocate(rows, -(-num_ids // WORD_BITS), self.device, 1 + max_drafts)
         self._masks = masks if self._masks is None else self._masks._replace(masks=masks.masks)  # graphs read the rest
         return MaskTable(*(part.numpy() for part in self._masks))
 
@@ -191,21 +197,27 @@ class Sampler:
         self._sent = requests, self.mask_limits_s
         return True
 
-    def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
-        """Sample one token per row, one row per request.
+    def sample(self, logits: torch.Tensor, requests: list[Request], drafts: Drafts | None = None) -> SampleResult:
+        """Sample one token per row, for the request of the row.
 
-        `logits` is [rows, vocab] of any floating type, and is overwritten.
+        `logits` is [rows, vocab] of any floating type, and is overwritten. A row may follow `drafts`, which are taken
+        for tokens of its request. Its token is not counted for penalties: the caller counts it if it is accepted.
         """
         raw_logprobs = self._raw_logprobs(logits, requests)
-        logits = self._penalties.apply(self._add_biases(logits, requests), requests)
-        self._mask_tokens(logits, requests)
-        token_ids = self._sample(logits, requests)
-        self._penalties.count(token_ids, requests)
+        logits = self._penalties.apply(self._add_biases(logits, requests), requests, drafts)
+        self._mask_tokens(logits, requests, drafts)
+        token_ids = self._sample(logits, requests, drafts)
+        if drafts is None:
+            self.count(token_ids, requests)
         if raw_logprobs is None:
             return SampleResult(token_ids, [], None)
         logprob_rows, distribution, num_logprobs = raw_logprobs
         sampled_ids = token_ids[self._tensor(logprob_rows)]
         return SampleResult(token_ids, logprob_rows, select_logprobs(distribution, sampled_ids, num_logprobs))
+
+    def count(self, token_ids: torch.Tensor, requests: list[Request], is_used: torch.Tensor | None = None) -> None:
+        """Count sampled tokens [rows] for penalties, of the rows that `is_used` [rows] bool selects."""
+        self._penalties.count(token_ids, requests, is_used)
 
     def without_counts(self) -> AbstractContextManager[None]:
         """Return a context in which sampled tokens are not counted, since values of warm-up steps are not token ids."""
@@ -236,35 +248,40 @@ class Sampler:
         logits[row_indices, id_indices] += to_device(np.concatenate(values), torch.float32, self.device)
         return logits
 
-    def _mask_tokens(self, logits: torch.Tensor, requests: list[Request]) -> None:
+    def _mask_tokens(self, logits: torch.Tensor, requests: list[Request], drafts: Drafts | None) -> None:
         """Mask end tokens before min_tokens, and the tokens that a grammar or a request's own mask excludes."""
-        mask_rows = self._mask_rows(requests)
+        mask_rows = self._mask_rows(requests, drafts)
         if mask_rows is not None:
             assert self._masks is not None
             mask_logits(logits, self._masks.masks, mask_rows)
         rows: list[int] = []
         tokens: list[int] = []
-        for row, request in enumerate(requests):
+        for row, (request, before) in enumerate(zip(requests, drafts or _no_drafts(requests), strict=True)):
             # The token being sampled is counted as in flight already.
-            if request.num_generated <= request.sampling.min_tokens:
+            if request.num_generated + len(before) <= request.sampling.min_tokens:
                 rows += [row] * len(request.stop_ids)
                 tokens += request.stop_ids
-            if request.token_mask is not None and (token_mask := request.token_mask(request.output_ids)) is not None:
+            if request.token_mask is None:
+                continue
+            if (token_mask := request.token_mask([*request.output_ids, *before])) is not None:
                 logits[row].masked_fill_(~token_mask.to(self.device), float("-inf"))
         if rows:
             masked_rows, masked_tokens = to_device_together([rows, tokens], self.device)
             logits[masked_rows, masked_tokens] = float("-inf")
 
-    def _mask_rows(self, requests: list[Request]) -> torch.Tensor | None:
+    def _mask_rows(self, requests: list[Request], drafts: Drafts | None) -> torch.Tensor | None:
         """Return the row of each request's mask, [rows] int64, or 0 where every token may be sampled.
 
         Returns None if no request has a mask.
         """
         constraints = [request.constraint for request in requests]
         if self.mask_limits_s is None:
+            per_row = 1 if self._masks is None else len(self._masks.masks) // len(self._masks.filled)
             mask_rows = [
-                0 if constraint is None or not constraint.needs_mask else request.row
-                for constraint, request in zip(constraints, requests, strict=True)
+                0 if constraint is None or not constraint.needs_mask else per_row * request.row + len(before)
+                for constraint, request, before in zip(
+                    constraints, requests, drafts or _no_drafts(requests), strict=True
+                )
             ]
             return self._tensor(mask_rows) if any(mask_rows) else None
         if not any(constraints):
@@ -281,14 +298,14 @@ class Sampler:
         )
         return wait_for_masks(rows, tickets, positions, self._masks.filled, self._masks.outcomes, limits_ns)
 
-    def _sample(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    def _sample(self, logits: torch.Tensor, requests: list[Request], drafts: Drafts | None) -> torch.Tensor:
         sampling_params = [request.sampling for request in requests]
         if all(params.temperature == 0 for params in sampling_params):
             return argmax(logits)
         seeds, positions, top_k = to_device_together(
             [
                 [self.seed_of(request) for request in requests],
-                [request.length for request in requests],
+                positions_of(requests, drafts),
                 [params.top_k if params.is_filtered else 0 for params in sampling_params],
             ],
             self.device,
@@ -316,6 +333,17 @@ class Sampler:
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return to_device(values, torch.int64, self.device)
+
+
+def positions_of(requests: Sequence[Request], drafts: Drafts | None) -> list[int]:
+    """Return the position of the token that is sampled in each row, by which its noise is drawn."""
+    if drafts is None:
+        return [request.length for request in requests]
+    return [request.length + len(before) for request, before in zip(requests, drafts, strict=True)]
+
+
+def _no_drafts(requests: Sequence[Request]) -> Drafts:
+    return ((),) * len(requests)
 
 
 def _first_ticket(request: Request) -> int:
@@ -349,11 +377,35 @@ class PenaltyTable:
         self._in_prompt = torch.empty(slots, vocab_size, dtype=torch.bool, device=device)
         assert self._output_counts.nbytes + self._in_prompt.nbytes == PENALTY_BYTES * slots * vocab_size, "as planned"
 
-    def apply(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
-        """Return the logits with penalties applied: `logits`, or a float32 copy if any row has penalties."""
+    def apply(self, logits: torch.Tensor, requests: list[Request], drafts: Drafts | None = None) -> torch.Tensor:
+        """Return the logits with penalties applied: `logits`, or a float32 copy if any row has penalties.
+
+        The drafts before a row count for it as if they were tokens of its request.
+        """
         rows = [row for row, request in enumerate(requests) if request.has_penalties]
         if not rows:
             return logits
+        logits = logits.float()
+        if drafts is None:
+            self._apply(logits, rows, requests)
+            return logits
+        for num_drafts in sorted({len(drafts[row]) for row in rows}):  # a row of each sequence at a time
+            together = [row for row in rows if len(drafts[row]) == num_drafts]
+            self._add_counts(together, requests, drafts, 1)
+            self._apply(logits, together, requests)
+            self._add_counts(together, requests, drafts, -1)
+        return logits
+
+    def _add_counts(self, rows: list[int], requests: list[Request], drafts: Drafts, change: int) -> None:
+        slots = [self._slot(requests[row]) for row in rows for _ in drafts[row]]
+        if slots:
+            token_ids = [token_id for row in rows for token_id in drafts[row]]
+            indices = to_device_together([slots, token_ids], self._device)
+            changes = torch.full_like(indices[0], change, dtype=torch.int32)
+            self._output_counts.index_put_(tuple(indices), changes, accumulate=True)
+
+    def _apply(self, logits: torch.Tensor, rows: list[int], requests: list[Request]) -> None:
+        """Apply penalties to some rows of float32 logits."""
         row_indices, slots = self._rows_and_slots(rows, requests)
         sampling_params = [requests[row].sampling for row in rows]
         presence, frequency, repetition = to_device(
@@ -365,20 +417,17 @@ class PenaltyTable:
             torch.float32,
             self._device,
         )
-        logits = logits.float()
         apply_penalties(
             logits, row_indices, slots, self._output_counts, self._in_prompt, presence, frequency, repetition
         )
-        return logits
 
-    def count(self, token_ids: torch.Tensor, requests: list[Request]) -> None:
+    def count(self, token_ids: torch.Tensor, requests: list[Request], is_used: torch.Tensor | None = None) -> None:
         """Count the sampled tokens on the device, since the host may not have read them when the next step starts."""
         rows = [row for row, request in enumerate(requests) if request.has_penalties]
         if rows and self._counts_tokens:
             row_indices, slots = self._rows_and_slots(rows, requests)
-            self._output_counts.index_put_(
-                (slots, token_ids[row_indices]), slots.new_ones(len(rows), dtype=torch.int32), True
-            )
+            counts = slots.new_ones(len(rows)) if is_used is None else is_used[row_indices]
+            self._output_counts.index_put_((slots, token_ids[row_indices]), counts.int(), accumulate=True)
 
     @contextmanager
     def without_counts(self) -> Iterator[None]:

@@ -27,13 +27,15 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.host.device import has_budget, has_mps
 from meltcore.engine.worker.compile_workers import CompileWorkers, KernelSource, worker_count
 from meltcore.engine.worker.cuda_graphs import PADDING_ROW
 from meltcore.engine.worker.model_runner import ModelRunner
+from meltcore.kernels.launch import force_implementation
 from meltcore.kernels.nvrtc import Binary, record_launches
+from meltcore.layers.uniform_routing import set_uniform_routing
 from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
@@ -333,6 +335,33 @@ def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
     """Run prompts within these limits on the padding row."""
     _launch_prompts(runner, limits)
     _launch_sampling(runner, EVERY_SAMPLING)
+
+
+def prepare_kernels(
+    runner: ModelRunner,
+    config: EngineConfig,
+    limits: StepLimits,
+    compiler: KernelCompiler | None,
+    compile_on_ranks: Callable[[StepLimits], None] | None,
+    progress: Progress,
+) -> list[MemoryRow]:
+    """Select the implementations of the kernels. On a GPU, compile all kernels and capture steps as CUDA graphs.
+
+    `compile_on_ranks` lets other ranks compile theirs. Returns a row for the memory of graphs, or none.
+    """
+    force_implementation("reference" if "reference-kernels" in config.debug else None)
+    set_uniform_routing("uniform-routing" in config.debug, config.seed)
+    if compiler is None:
+        return []  # torch bodies need no compiling, and the host tells them how to pad, which a graph cannot
+    if may_stay_on_all_sms(config, runner.device):
+        runner.model.prepare_decode(runner.caches)
+    progress("compiling kernels", 0.0)
+    if compile_on_ranks is not None:
+        compile_on_ranks(limits)
+    compiler.compile_kernels(runner, limits)
+    compiler.close()
+    warm_up(runner, limits)
+    return [] if config.enforce_eager else capture_graphs(runner, config, progress)
 
 
 def capture_graphs(runner: ModelRunner, config: EngineConfig, progress: Progress) -> list[MemoryRow]:

@@ -89,6 +89,29 @@ _ENGINE_METRICS: tuple[tuple[_Family, str, str, Callable[[EngineStats], float]],
         "Masks that were late, whose requests missed a step",
         attrgetter("late_masks_total"),
     ),
+    (
+        CounterMetricFamily,
+        "spec_decode_num_drafts",
+        "Sequences in steps that checked drafts of them",
+        lambda engine: engine.drafted[0],
+    ),
+    (
+        CounterMetricFamily,
+        "spec_decode_num_draft_tokens",
+        "Drafts that were checked",
+        lambda engine: sum(engine.drafted),
+    ),
+    (
+        CounterMetricFamily,
+        "spec_decode_num_accepted_tokens",
+        "Drafts that were accepted",
+        lambda engine: sum(engine.accepted),
+    ),
+)
+# Metric, attribute, help.
+_DRAFT_COUNTERS = (
+    ("spec_decode_num_draft_tokens_per_pos", "drafted", "Drafts that were checked, by position from 0"),
+    ("spec_decode_num_accepted_tokens_per_pos", "accepted", "Drafts that were accepted, by position from 0"),
 )
 # In the order of `StepSums`: name, help.
 _STEP_COUNTERS = (
@@ -171,6 +194,12 @@ class Metrics(Collector):
         for family_type, name, help, read in _MODEL_METRICS:
             yield self._family(family_type, name, help, {label: read(model) for label, model in self._models.items()})
         yield from self._steps(engines)
+        for name, attribute, help in _DRAFT_COUNTERS:
+            family = CounterMetricFamily(PREFIX + name, help, labels=["model_name", "position"])
+            for label, engine in engines.items():
+                counts = enumerate(getattr(engine, attribute))
+                _add(family, label, {str(position): count for position, count in counts if engine.drafted[position]})
+            yield family
         yield from self._labeled()
         for name, help, _ in HISTOGRAMS:
             histogram = HistogramMetricFamily(PREFIX + name, help, labels=["model_name"])

@@ -165,6 +165,7 @@ class _Sampling(JsonRequest, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    speculative_decoding: bool | None = None  # false: this answer has no drafts
     stream_options: StreamOptions | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -31,6 +31,7 @@ _PLAIN_FIELDS = (
     "ignore_eos",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "speculative_decoding",
 )
 _MODEL_DEFAULTS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
 

@@ -1,0 +1,43 @@
+"""Decides how many drafts the steps of an engine have, and reports what they yield."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+from meltcore.engine.core.chunk import prompt_tokens
+from meltcore.engine.core.speculation import DraftCounts, SpeculationController
+from meltcore.engine.worker.launched_step import LaunchedStep
+from meltcore.settings.speculation import MAX_DRAFTS, SpeculativeConfig
+
+
+class Speculation:
+    """Has drafts checked in the steps in which they pay."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._num_drafts = config.num_speculative_tokens
+        self._controller = SpeculationController(self._num_drafts)
+        self._counts = DraftCounts(self._num_drafts)
+
+    def begin(self, num_running: int) -> int:
+        """Return the number of drafts that each sequence may have in the next step."""
+        return self._controller.begin(max(1, num_running))
+
+    def record(self, step: LaunchedStep, sampled: list[list[int]], took_s: float | None) -> None:
+        """Count the drafts of a step that has ended, and compare its time with the times of other steps.
+
+        `sampled` has the tokens of each request that the step sampled. The time is None if it is not known.
+        """
+        chunks = [chunk for chunk in step.chunks if chunk.samples]
+        for chunk, tokens in zip(chunks, sampled, strict=True):
+            self._counts.add(len(chunk.drafts), len(tokens) - 1)
+        if took_s and chunks and not prompt_tokens(step.chunks):
+            num_drafts = 0 if step.windows is None else self._num_drafts
+            change = self._controller.record(took_s, len(chunks), num_drafts, sum(map(len, sampled)))
+            if change is not None:
+                print(f"meltcore: {change}", file=sys.stderr, flush=True)
+
+    def packed(self) -> bytes:
+        """Return how many drafts were checked at each position of a window, and then how many were accepted."""
+        unused = [0] * (MAX_DRAFTS - self._num_drafts)
+        return array("d", [*self._counts.drafted, *unused, *self._counts.accepted, *unused]).tobytes()

@@ -1,0 +1,57 @@
+"""Defines the settings of speculative decoding, with the names that vLLM has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from msgspec import Meta
+
+from meltcore.common.errors import ConfigError
+
+MAX_DRAFTS = 7  # of a sequence in a step
+_NgramTokens = Annotated[int, Meta(ge=1, le=16)]
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How drafts are proposed and accepted.
+
+    An n-gram of `prompt_lookup_max` to `prompt_lookup_min` tokens is looked up. With the method "synthetic" drafts are
+    accepted at random, so that a step with all drafts yields `synthetic_acceptance_length` tokens on average: only for
+    measurements with dummy weights.
+    """
+
+    method: Literal["ngram"]
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]
+    prompt_lookup_max: _NgramTokens = 4
+    prompt_lookup_min: _NgramTokens = 2
+    rejection_sample_method: Literal["strict", "synthetic"] = "strict"
+    synthetic_acceptance_length: float | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self | None:
+        """Return the settings of `--speculative-config`, or None if there are none. Raises ConfigError."""
+        if not settings:
+            return None
+        try:
+            config = msgspec.convert(dict(settings), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"speculative_config: {error}") from None
+        if config.prompt_lookup_min > config.prompt_lookup_max:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min {config.prompt_lookup_min} is more than prompt_lookup_max "
+                f"{config.prompt_lookup_max}"
+            )
+        length, most = config.synthetic_acceptance_length, 1 + config.num_speculative_tokens
+        if (length is not None) != (config.rejection_sample_method == "synthetic"):
+            raise ConfigError(
+                "speculative_config: synthetic_acceptance_length belongs to rejection_sample_method synthetic; "
+                f"got {length} with {config.rejection_sample_method}"
+            )
+        if length is not None and not 1 <= length <= most:
+            raise ConfigError(
+                f"speculative_config: synthetic_acceptance_length must be from 1 to {most}, the tokens of a step; "
+                f"got {length:g}"
+            )
+        return config

@@ -1,0 +1,160 @@
+"""Speculative decoding gives the tokens that an engine without it gives, whatever is drafted and rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import engine_tools as tools
+import pytest
+import torch
+from speculation_tools import NGRAM, ForcedDrafts
+
+from meltcore.engine.core.chunk import Chunk
+from meltcore.engine.core.request import Request
+from meltcore.engine.core.scheduler import Scheduler
+from meltcore.engine.worker import sampler
+from meltcore.engine.worker.drafter import Drafter
+from meltcore.engine.worker.sampler import Drafts, Sampler
+from meltcore.protocol.sampling_params import Grammar
+
+PROMPTS = {f"r{index}": tools.random_prompt(3 + 61 * index, index) for index in range(3)}
+# These are sampled again and again, so that penalties decide.
+_FEW_TOKENS: dict[str, object] = {"temperature": 1.0, "seed": 9, "logit_bias": dict.fromkeys(range(5, 13), 40.0)}
+SAMPLING: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0, "seed": 7},
+    "filters": {"temperature": 1.2, "seed": 8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {**_FEW_TOKENS, "presence_penalty": 2.0, "frequency_penalty": 2.0},
+    "repetition": {**_FEW_TOKENS, "repetition_penalty": 1.3},
+    "min_tokens": {"temperature": 1.0, "seed": 10, "min_tokens": 20, "ignore_eos": False},
+    "bias": {"logit_bias": {5: 3.0, 9: -4.0}, "temperature": 1.0, "seed": 11},
+    "logprobs": {"logprobs": 3},
+}
+
+
+def answers(seen: tools.SeenEngine, sampling: dict[str, object], tokens: int = 24) -> dict[str, list[int]]:
+    for request_id, prompt in PROMPTS.items():
+        seen.add(request_id, prompt, **{"max_tokens": tokens, **sampling})
+    return seen.run()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tools.make_reference().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_tokens_are_those_without_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    truth = answers(tools.open_engine(folder), SAMPLING[kind])
+    seen = tools.open_engine(folder, speculative_config=NGRAM)
+    for num_right in range(4):
+        with monkeypatch.context() as patch:
+            forced = ForcedDrafts(patch, truth, num_right)
+            assert answers(seen, SAMPLING[kind]) == truth
+        assert forced.num_windows.get(num_right, 0) >= 9
+        assert max(forced.num_windows) == num_right
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "qwen3_moe", "qwen3_5_moe_text"])
+def test_families_give_the_tokens_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Drafts slide out of a window of attention, go to experts, and are rolled back in recurrent states."""
+    tools.make_reference(family=family).save_pretrained(tmp_path)
+    truth = answers(tools.open_engine(tmp_path), {}, 80)
+    seen = tools.open_engine(tmp_path, speculative_config=NGRAM)
+    for num_right in (0, 2, 3):
+        with monkeypatch.context() as patch:
+            ForcedDrafts(patch, truth, num_right)
+            assert answers(seen, {}, 80) == truth
+
+
+GRAMMARS = {
+    "r0": Grammar("start: /[0-9]{3}x[0-9]{3}/"),
+    "r1": Grammar(r'start: /\{"a": [0-9]{1,9}, "b": "(no|yes)"\}/'),
+    "r2": Grammar("start: /[a-z]{9,30}/", reasoning_ids=(300, 301), starts_in_reasoning=True),
+}
+
+
+def test_answers_follow_their_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Masks of the tokens after drafts, which end an answer, leave its grammar, or end its reasoning."""
+    path = tools.with_tokenizer(folder, tmp_path)
+
+    def constrained(seen: tools.SeenEngine) -> dict[str, list[int]]:
+        for request_id, prompt in PROMPTS.items():
+            sampling = {"temperature": 1.0, "seed": 3, "max_tokens": 30, "logit_bias": {301: 4.0}}
+            seen.add(request_id, prompt, **sampling, grammar=GRAMMARS[request_id])
+        seen.add("free", PROMPTS["r0"], max_tokens=20)
+        return seen.run()
+
+    truth = constrained(tools.open_engine(path))
+    assert len(truth["r0"]) in (7, 8)
+    assert 301 in truth["r2"][:20]
+    seen = tools.open_engine(path, speculative_config=NGRAM)
+    for num_right in range(4):
+        with monkeypatch.context() as patch:
+            forced = ForcedDrafts(patch, truth, num_right)
+            assert constrained(seen) == truth
+        assert forced.num_windows.get(num_right, 0) >= 9
+
+
+def test_shifted_mask_rows_change_an_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The mask of the token before is used for the token after each draft."""
+    path = tools.with_tokenizer(folder, tmp_path)
+    seen = tools.open_engine(path)
+    seen.add("r1", PROMPTS["r1"], grammar=GRAMMARS["r1"], max_tokens=30, temperature=1.0, seed=3)
+    truth = seen.run()
+    whole = Sampler._mask_rows
+
+    def shifted(sampler: Sampler, requests: list[Request], drafts: Drafts | None) -> torch.Tensor | None:
+        return whole(sampler, requests, drafts and [each[:-1] for each in drafts])
+
+    monkeypatch.setattr(Sampler, "_mask_rows", shifted)
+    ForcedDrafts(monkeypatch, truth, 3)
+    speculating = tools.open_engine(path, speculative_config=NGRAM)
+    speculating.add("r1", PROMPTS["r1"], grammar=GRAMMARS["r1"], max_tokens=30, temperature=1.0, seed=3)
+    assert speculating.run() != truth
+
+
+def noise_of_one_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "positions_of", lambda requests, _drafts: [request.length for request in requests])
+
+
+def penalties_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler.PenaltyTable, "_add_counts", lambda *_arguments: None)
+
+
+def all_sampled_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drafter, "used_rows", lambda _self, windows, _outcomes: torch.ones(len(windows.drafts)) > 0)
+
+
+def rejected_drafts_stay_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Scheduler.update
+
+    def kept(self: Scheduler, scheduled: list[Chunk], sampled: list[list[int]]) -> None:
+        whole(self, [chunk._replace(drafts=()) for chunk in scheduled], sampled)
+
+    monkeypatch.setattr(Scheduler, "update", kept)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "kind"),
+    [
+        (noise_of_one_position, "temperature"),
+        (penalties_without_drafts, "penalties"),
+        (all_sampled_tokens_are_counted, "penalties"),
+        (rejected_drafts_stay_in_the_cache, "greedy"),
+    ],
+)
+def test_mutation_changes_the_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mutation: Callable[[pytest.MonkeyPatch], None], kind: str
+) -> None:
+    truth = answers(tools.open_engine(folder), SAMPLING[kind])
+    mutation(monkeypatch)
+    ForcedDrafts(monkeypatch, truth, 2)
+    try:
+        found = answers(tools.open_engine(folder, speculative_config=NGRAM), SAMPLING[kind])
+    except AssertionError:
+        return
+    assert found != truth
