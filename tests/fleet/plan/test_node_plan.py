@@ -70,6 +70,25 @@ def test_models_that_take_turns_on_a_cpu_count_as_the_largest_and_what_sleeps() 
     assert place_on_hosts([engines[2]], [Host("x", 17, (engines[0],)), Host("y", 17, (engines[3],))]) is not None
 
 
+def test_replicas_of_a_model_that_takes_turns_are_awake_together_on_their_gpu() -> None:
+    """The largest engine counted once, so two replicas on one GPU were planned with the memory of one."""
+    sizes = [("a", 0, 6), ("a", 1, 6), ("b", 0, 9)]  # of these 1 stays while the engine sleeps
+    engines = [sized_engine(model, replica, size, 1, (), True, resident_bytes=1) for model, replica, size in sizes]
+    needed = 1 + 3 * 1 + 2 * 5  # the driver, three processes, and the budgets of both replicas of a
+    placed = place(engines, [FilledGpu(0, needed, driver_bytes=1)])
+    assert placed is not None
+    assert placed[0].used_bytes == needed
+    assert place(engines, [FilledGpu(0, needed - 1, driver_bytes=1)]) is None
+    beside = FilledGpu(0, needed, (engines[0], engines[2]), driver_bytes=1)  # one runs there already
+    kept = place([engines[1]], [beside])
+    assert kept is not None
+    assert kept[0].used_bytes == needed
+    assert place([engines[1]], [beside._replace(total_bytes=needed - 1)]) is None
+    apart = place(engines, [FilledGpu(number, 11, driver_bytes=1) for number in range(2)])
+    assert apart is not None, "on two GPUs each has the larger of a and b"
+    assert sorted(gpu.used_bytes for gpu in apart) == [7, 11]
+
+
 def test_tensor_parallelism_over_nodes_is_refused_by_name() -> None:
     there = cluster(2, 2)
     with pytest.raises(ConfigError, match=r"models\.a\.tensor_parallel_size: got 4; the largest node .* has 2 GPUs"):

@@ -12,11 +12,19 @@ from meltcore.engine.memory.memory_needs import PlannedEngine
 from meltcore.fleet.plan.context_memory import ASSUMED
 
 
-class FilledGpu(NamedTuple):
-    """A GPU and the engines on it.
+def awake_bytes(engines: Iterable[PlannedEngine]) -> int:
+    """Return the bytes that the largest of the models that take turns frees while it sleeps, with all its replicas.
 
-    Only one of the models that take turns is awake at a time. So only the largest of them needs memory to be awake.
+    Only one of these models is awake at a time, and all replicas of a model are awake together.
     """
+    by_model: Counter[str] = Counter()
+    for engine in engines:
+        by_model[engine.model] += engine.awake_bytes
+    return max(by_model.values(), default=0)
+
+
+class FilledGpu(NamedTuple):
+    """A GPU and the engines on it."""
 
     number: int
     total_bytes: int
@@ -32,7 +40,7 @@ class FilledGpu(NamedTuple):
         with its whole size.
         """
         resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
-        return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
+        return self.driver_bytes + resident + awake_bytes(self.engines)
 
 
 class Place(NamedTuple):
@@ -67,13 +75,8 @@ class Host(NamedTuple):
         Models that take turns are awake together only where the largest of them has room for all. So their budgets
         count as the largest one, beside what each engine keeps asleep.
         """
-        awake_bytes: Counter[str] = Counter()  # by model, whose replicas are awake together
-        freed_bytes = 0
-        for engine in self.engines:
-            if engine.sleeps:
-                awake_bytes[engine.model] += engine.awake_bytes
-                freed_bytes += engine.budget_bytes - engine.asleep_bytes
-        saved_bytes = max(0, freed_bytes - max(awake_bytes.values(), default=0))
+        freed_bytes = sum(engine.budget_bytes - engine.asleep_bytes for engine in self.engines if engine.sleeps)
+        saved_bytes = max(0, freed_bytes - awake_bytes(self.engines))
         return sum(engine.size_bytes for engine in self.engines) - saved_bytes
 
     @property
@@ -88,25 +91,26 @@ class _Room:
 
     def __init__(self, gpu: FilledGpu) -> None:
         self.gpu, self._engines = gpu, list(gpu.engines)
-        self._models = {engine.model for engine in gpu.engines}
-        self._resident_bytes = gpu.driver_bytes + sum(engine.size_bytes - engine.awake_bytes for engine in gpu.engines)
-        self._awake_bytes = max((engine.awake_bytes for engine in gpu.engines), default=0)
+        self._awake_by_model = Counter[str]()  # with 0 for models that do not take turns
+        for engine in gpu.engines:
+            self._awake_by_model[engine.model] += engine.awake_bytes
+        self._awake_bytes = max(self._awake_by_model.values(), default=0)
+        self._resident_bytes = gpu.used_bytes - self._awake_bytes
 
     def fits(self, engine: PlannedEngine) -> bool:
         """Return whether one more engine fits on the GPU. Models that take turns count as in `FilledGpu.used_bytes`."""
-        awake_bytes = engine.awake_bytes
-        resident_bytes = self._resident_bytes + engine.size_bytes - awake_bytes
-        return resident_bytes + max(self._awake_bytes, awake_bytes) <= self.gpu.total_bytes
+        model_bytes = self._awake_by_model[engine.model] + engine.awake_bytes
+        resident_bytes = self._resident_bytes + engine.size_bytes - engine.awake_bytes
+        return resident_bytes + max(self._awake_bytes, model_bytes) <= self.gpu.total_bytes
 
     def has(self, model: str) -> bool:
-        return model in self._models
+        return model in self._awake_by_model
 
     def add(self, engine: PlannedEngine) -> None:
-        awake_bytes = engine.awake_bytes
         self._engines.append(engine)
-        self._models.add(engine.model)
-        self._resident_bytes += engine.size_bytes - awake_bytes
-        self._awake_bytes = max(self._awake_bytes, awake_bytes)
+        self._awake_by_model[engine.model] += engine.awake_bytes
+        self._resident_bytes += engine.size_bytes - engine.awake_bytes
+        self._awake_bytes = max(self._awake_bytes, self._awake_by_model[engine.model])
 
     def filled(self) -> FilledGpu:
         return self.gpu._replace(engines=tuple(self._engines))

@@ -24,8 +24,8 @@ class PlacedFleet(msgspec.Struct, frozen=True):
         spec: The contents of fleet.yaml, or what the flags of `serve` say. A plan has filled in memory and GPUs.
         places: The place of each replica of a planned model, by name. GPUs are numbered on their node. Engines without
             a place choose their GPUs when they start.
-        room_bytes: The bytes that models which take turns share, by device. For a missing device these are the bytes of
-            the largest such model.
+        room_bytes: The bytes that models which take turns share, by GPU. On the CPU, and on other missing devices,
+            these are the bytes of the largest such model.
     """
 
     spec: FleetSpec

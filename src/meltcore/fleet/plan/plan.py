@@ -15,7 +15,7 @@ import msgspec
 from meltcore.common.options import Size
 from meltcore.engine.memory.memory_needs import PlannedEngine
 from meltcore.fleet.plan.context_memory import ASSUMED, ContextMemory
-from meltcore.fleet.plan.first_fit import FilledGpu, Host, Kept, keep, place, place_on_hosts
+from meltcore.fleet.plan.first_fit import FilledGpu, Host, Kept, awake_bytes, keep, place, place_on_hosts
 from meltcore.fleet.plan.nearest import nearest
 from meltcore.fleet.plan.needs import fleet_needs, pinned_bytes, planned_engines, read_fleet_sizes
 from meltcore.protocol.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, PlannedPart
@@ -269,7 +269,6 @@ def describe_plan(
 
 def _parts(gpu: FilledGpu) -> Iterator[PlannedPart]:
     yield PlannedPart(name="driver", size_bytes=gpu.driver_bytes)
-    awake = max((engine.awake_bytes for engine in gpu.engines), default=0)
     for engine in gpu.engines:
         if not engine.sleeps:
             yield PlannedPart(name=engine.model, size_bytes=engine.size_bytes)
@@ -277,7 +276,9 @@ def _parts(gpu: FilledGpu) -> Iterator[PlannedPart]:
     if asleep:
         names = " or ".join(dict.fromkeys(engine.model for engine in asleep))
         yield PlannedPart(
-            name=names, size_bytes=awake + sum(engine.resident_bytes for engine in asleep), note="take turns"
+            name=names,
+            size_bytes=awake_bytes(asleep) + sum(engine.resident_bytes for engine in asleep),
+            note="take turns",
         )
 
 
