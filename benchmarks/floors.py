@@ -30,7 +30,7 @@ from meltcore.engine.worker.loading import meta_decoder
 from meltcore.layers.feed_forward import SparseMoeBlock
 from meltcore.layers.ggml_weights import PackedRows
 from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
-from meltcore.measure.load.fleet.step_costs import read_step_costs
+from meltcore.measure.load.fleet.step_costs import merge_step_costs, read_step_costs
 from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.decoders.kv_cache_specs import group_layers
@@ -114,6 +114,16 @@ class Needs(NamedTuple):
         met = expected_experts(self.experts, self.top_k, tokens) if self.experts else 0.0
         return self.step_bytes + met * self.expert_bytes
 
+    def as_costs(self) -> StepCosts:
+        """The same as costs of steps. Bytes of routed experts are exact at powers of two, and between them too low."""
+        tokens = [2**power for power in range(13)] if self.experts else [1]
+        contexts = sorted({0, *self.window_bytes, 1 + max(self.window_bytes, default=0)})
+        return StepCosts(
+            weight_bytes=[(each, self.weight_bytes(each)) for each in tokens],
+            context_bytes=[(each, self.context_bytes(each) + self.state_bytes) for each in contexts],
+            unit_flops=2.0 * self.token_weights,
+        )
+
     def decode_us(self, sequences: int, context: float, limits: Limits) -> float:
         """Microseconds of a decode step of `sequences` sequences."""
         read = self.weight_bytes(sequences) + sequences * (self.context_bytes(context) + self.state_bytes)
@@ -156,20 +166,19 @@ def _num_weights(module: nn.Module) -> int:
 # --- the bound of an experiment on interference -----------------------------------------------------------------------
 
 
-def step_needs(model: ModelSection) -> tuple[float, float]:
-    """Bytes that each step of a model reads at least, and operations that a unit, and a row of a step, need at least.
+def step_needs(model: ModelSection) -> StepCosts:
+    """What the steps of a model need at least: bytes by tokens and by context, and operations, but no seconds.
 
-    A language model with one row meets the fewest experts. Of other tasks the layers that run in every step count, and
-    no operations: units are characters and seconds there, and only bytes bound them.
+    Of other tasks than generation the layers that run in every step count. Their units are characters and seconds, so
+    their operations are unknown.
     """
     if model.shapes is not None and not Path(model.model).expanduser().exists():
         model = msgspec.structs.replace(model, checkpoint=model.shapes, shapes=None)
     if model.task == "generation":
-        needs = Needs.of(meta_decoder(model, False)[0])
-        return needs.weight_bytes(1), 2.0 * needs.token_weights
+        return Needs.of(meta_decoder(model, False)[0]).as_costs()
     # An engine of synthesis replaces the weights of modulations by their values.
     weights = _layers_of_each_step(model).named_parameters()
-    return float(sum(weight.nbytes for name, weight in weights if "modulation." not in name)), 0.0
+    return StepCosts(weight_bytes=[(1, sum(weight.nbytes for name, weight in weights if "modulation." not in name))])
 
 
 def _layers_of_each_step(model: ModelSection) -> nn.Module:
@@ -188,10 +197,11 @@ def write_bound(gpu: GpuStepCosts, models: dict[str, ModelSection], limits: Limi
     gpu.bytes_per_s, gpu.flops_per_s = 1e6 * limits.bytes_per_us, 1e6 * limits.flops_per_us
     for name, model in models.items():
         if model.device != "cpu":
-            step_bytes, unit_flops = step_needs(model)
-            costs = gpu.models.get(name, StepCosts())
-            gpu.models[name] = msgspec.structs.replace(costs, step_bytes=step_bytes, unit_flops=unit_flops)
-            print(f"{name}: {step_bytes / 1e9:.2f} GB each step, {unit_flops / 1e9:.2f} GFLOP each token", flush=True)
+            needs = step_needs(model)
+            gpu.models[name] = merge_step_costs(needs, gpu.models.get(name, StepCosts()))
+            operations = "unknown" if needs.unit_flops is None else f"{needs.unit_flops / 1e9:.2f} G"
+            (_, least), (_, most) = needs.weight_bytes[0], needs.weight_bytes[-1]
+            print(f"{name}: {least / 1e9:.2f} to {most / 1e9:.2f} GB each step, operations per token {operations}")
 
 
 def main() -> None:

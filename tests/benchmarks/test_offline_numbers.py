@@ -50,14 +50,19 @@ def test_step_reads_the_experts_that_uniform_routing_uses(hybrid: Needs) -> None
 
 @pytest.mark.slow
 def test_bound_of_a_fleet_is_written_beside_what_was_measured() -> None:
-    """27 billion weights of Gemma 3 in 4.5 bits and its head; of Qwen3-30B-A3B those of one token in 8.5 bits."""
+    """27 billion weights of Gemma 3 in 4.5 bits and its head; of Qwen3-30B-A3B 8 to 128 experts in 8.5 bits."""
     fleet = load_fleet(ROOT / "src/meltcore/fleet/examples/fleet.yaml")
     names = ("gemma-3-27b", "indictrans2-en-indic", "indicconformer", "indicf5")
-    found = {name: [value / 1e9 for value in step_needs(fleet.engines[name])] for name in names}
-    assert found["gemma-3-27b"] == pytest.approx([17.22, 51.2], abs=0.01)
-    assert found["indictrans2-en-indic"] == pytest.approx([0.91, 0.0], abs=0.01), "18 layers of a decoder"
-    assert found["indicconformer"] == pytest.approx([1.22, 0.0], abs=0.01), "600 million weights in 16 bits"
-    assert found["indicf5"] == pytest.approx([0.37, 0.0], abs=0.01), "22 layers without modulations"
+    needs = {name: step_needs(fleet.engines[name]) for name in names}
+    found = {name: each.step_bytes(64) / 1e9 for name, each in needs.items()}
+    assert found["gemma-3-27b"] == pytest.approx(17.22, abs=0.01)
+    assert found["indictrans2-en-indic"] == pytest.approx(0.91, abs=0.01), "18 layers of a decoder"
+    assert found["indicconformer"] == pytest.approx(1.22, abs=0.01), "600 million weights in 16 bits"
+    assert found["indicf5"] == pytest.approx(0.37, abs=0.01), "22 layers without modulations"
+    gemma = needs.pop("gemma-3-27b")
+    assert gemma.unit_flops == pytest.approx(51.2e9, abs=1e7)
+    assert gemma.row_bytes(3000, 1) == 1024 * 507_904 + 1976 * 81_920, "sliding windows"
+    assert {each.unit_flops for each in needs.values()} == {None}, "units are characters and seconds"
     gpu = GpuStepCosts(models={"qwen3-30b-a3b": StepCosts(decode_s=[(1.0, 0.005)])})
     models = {name: fleet.engines[name] for name in ("qwen3-30b-a3b", "indicf5")}
     on_cpu = msgspec.structs.replace(models["indicf5"], device="cpu")
@@ -65,7 +70,8 @@ def test_bound_of_a_fleet_is_written_beside_what_was_measured() -> None:
     assert (gpu.bytes_per_s, gpu.flops_per_s) == (4e12, 7e14)
     assert set(gpu.models) == set(models)
     assert gpu.models["qwen3-30b-a3b"].decode_s == [(1.0, 0.005)]
-    assert gpu.models["qwen3-30b-a3b"].step_bytes == pytest.approx(3.24e9, abs=1e7)
+    read = [gpu.models["qwen3-30b-a3b"].step_bytes(rows) / 1e9 for rows in (1, 64, 4096)]
+    assert read == pytest.approx([3.24, 31.63, 32.12], abs=0.01), "64 rows read nearly all experts"
     assert gpu.models["qwen3-30b-a3b"].unit_flops == pytest.approx(5.46e9, abs=1e7)
     assert gpu.models["indicf5"].decode_s == [], "not measured yet"
 

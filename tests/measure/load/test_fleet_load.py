@@ -328,7 +328,8 @@ def test_a_simulation_that_is_no_bound_gives_no_ratios() -> None:
                     first_ms=Distribution(n=1000, p50=30.0, p95=40.0),
                     e2e_ms=latency,
                     throughput_ratio=0.5,
-                    overlap_ratio=0.9,
+                    bytes_ratio=0.9,
+                    flops_ratio=0.8,
                     alone_e2e_ms=Distribution(n=1000, p50=50.0, p95=alone_p95_ms),
                     alone_requests_per_s=100.0,
                     alone_busy_s=1.0,
@@ -345,7 +346,13 @@ def test_a_simulation_that_is_no_bound_gives_no_ratios() -> None:
 
     valid, html = page_of(100.0)
     assert valid.simulation_error == ""
-    of_a_bound = ("share of its throughput alone", "by bytes and operations", ">first token, p95, ms", "2.50 x")
+    of_a_bound = (
+        "share of its throughput alone",
+        "most, by the bytes",
+        "most, by the operations",
+        ">first token, p95, ms",
+        "2.50 x",
+    )
     assert all(words in html for words in of_a_bound)
     assert "alone: outside of steps, ms" in html
     missed, html = page_of(130.0)
@@ -453,7 +460,7 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
         "- {name: speech, task: transcription, rate: 20, max_p95_ratio: {e2e: 2}}\n"
     )
     costs_path = tmp_path / "costs.json"
-    needs = StepCosts(step_bytes=1e6, unit_flops=0.0)  # as benchmarks/floors.py writes them before any measurement
+    needs = StepCosts(weight_bytes=[(1, 1e6)])  # as benchmarks/floors.py writes them before any measurement
     peaks = GpuStepCosts(models={"mt": needs, "ears": needs}, bytes_per_s=1e12, flops_per_s=1e12)
     write_document(costs_path, StepCostsFile(gpus={"CPU": peaks}))
     with serve_tasks(models=CARDS, delay_s=0.01, metrics=_step_metrics) as server:
@@ -489,12 +496,13 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert speech_ideal.throughput_ratio is None
     assert speech_ideal.e2e_ms.n == 10
     assert speech_ideal.outside_ms > 0, "the server's delay is no step"
-    assert busy_ideal.overlap_ratio == 1.0, "a thousandth of the bytes that the GPU reads"
+    assert busy_ideal.bytes_ratio == 1.0, "a thousandth of the bytes that the GPU reads"
+    assert busy_ideal.flops_ratio is None, "the operations of these tasks are unknown"
     assert result.step_costs["mt"].decode_s == [(1.0, pytest.approx(0.002))]
     assert speech.rows_per_step == pytest.approx(1.0)
     [gpu] = read_step_costs(costs_path).gpus.values()
     assert gpu.models["mt"].decode_s[-1] == (1.0, pytest.approx(0.002)), "the file has what was measured"
-    assert gpu.models["mt"].step_bytes == 1e6
+    assert gpu.models["mt"].weight_bytes == [(1, 1e6)]
 
 
 @pytest.mark.slow

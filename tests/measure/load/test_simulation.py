@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -19,9 +19,9 @@ from meltcore.measure.documents.schema import LevelResult, StreamLoad
 from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
 from meltcore.measure.documents.values.percentiles import distribution
 from meltcore.measure.load.fleet import simulation
-from meltcore.measure.load.fleet.bound import MeasuredStream, simulate_experiment
+from meltcore.measure.load.fleet.bound import RANKS, MeasuredStream, simulate_experiment
 from meltcore.measure.load.fleet.fleet_gates import ExperimentSpec, StreamSpec, simulation_error
-from meltcore.measure.load.fleet.simulation import Job, SimulatedLoad, StreamTrace, overlap_share, simulate
+from meltcore.measure.load.fleet.simulation import Job, SimulatedLoad, StreamTrace, overlap_shares, simulate
 from meltcore.measure.load.fleet.step_costs import (
     AloneSteps,
     ModelCounters,
@@ -36,9 +36,10 @@ from meltcore.protocol.generation import EngineStats
 from meltcore.protocol.step_sums import StepKind, StepSums
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
+from meltcore.settings.config import PriorityClass
 
 
-def costs(step_s: float = 1.0, **fields: float) -> StepCosts:
+def costs(step_s: float = 1.0, **fields: Any) -> StepCosts:
     return StepCosts(decode_s=[(1, step_s)], **fields)
 
 
@@ -164,7 +165,8 @@ def test_step_costs_are_linear_between_points() -> None:
         ({"decode_s": [(1, 0.1)], "prompt_s": [(1, -0.1)]}, ">= 0"),
         ({"max_units": 0}, "> 0"),
         ({"row_steps": 0}, "> 0"),
-        ({"step_bytes": -1.0}, ">= 0"),
+        ({"weight_bytes": [(1, -1.0)]}, ">= 0"),
+        ({"context_bytes": [(8, 1.0), (8, 2.0)]}, "context_bytes has the size 8 after 8"),
     ],
 )
 def test_a_file_with_impossible_step_costs_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
@@ -191,14 +193,56 @@ def test_a_simulation_whose_time_does_not_advance_ends(monkeypatch: pytest.Monke
 
 
 def test_bytes_and_operations_bound_what_overlaps() -> None:
-    """Of 100 bytes per second an urgent stream reads 30: a busy one that reads 100 alone keeps 70 %."""
-    busy = SimulatedLoad(costs=costs(step_bytes=10.0, unit_flops=1.0), jobs=[], rank=1)
-    alone = StreamTrace(steps=10, row_steps=20)
-    urgent = (costs(step_bytes=6.0, unit_flops=5.0), StreamTrace(steps=5, row_steps=5))
-    assert overlap_share(busy, alone, [urgent], 1.0, (100.0, 1e9)) == pytest.approx(0.7)
-    assert overlap_share(busy, alone, [urgent], 1.0, (1e9, 30.0)) == pytest.approx(0.25)
-    assert overlap_share(busy, alone, [urgent], 1.0, (1e9, 20.0)) == 0.0
-    assert overlap_share(busy, alone, [(costs(), StreamTrace(steps=1))], 1.0, (100.0, 1e9)) is None
+    """Of 100 bytes per second others read 30: a busy stream that reads 100 alone keeps 70 %."""
+    weights = [(1, 1.0)]
+    busy = (costs(weight_bytes=weights, unit_flops=1.0), StreamTrace(read_bytes=100.0, row_steps=20))
+    others = [
+        (costs(weight_bytes=weights, unit_flops=5.0), StreamTrace(read_bytes=20.0, row_steps=3)),
+        (costs(weight_bytes=weights, unit_flops=5.0), StreamTrace(read_bytes=10.0, row_steps=1, units=1.0)),
+    ]
+    assert overlap_shares(busy, others, 1.0, (100.0, 1e9)) == (pytest.approx(0.7), 1.0)
+    assert overlap_shares(busy, others, 1.0, (1e9, 30.0)) == (1.0, pytest.approx(0.25))
+    assert overlap_shares(busy, others, 1.0, (1e9, 20.0)) == (1.0, 0.0)
+    of_speech = (costs(weight_bytes=weights), StreamTrace(read_bytes=10.0, row_steps=1))
+    assert overlap_shares(busy, [*others, of_speech], 1.0, (100.0, 1e9)) == (pytest.approx(0.6), None)
+    assert overlap_shares(busy, [*others, (costs(), StreamTrace())], 1.0, (100.0, 1e9)) == (None, None)
+    assert overlap_shares((costs(), StreamTrace()), others, 1.0, (100.0, 1e9)) == (None, None)
+
+
+def test_steps_read_the_experts_of_their_tokens_and_the_keys_of_their_rows() -> None:
+    """A step reads 10 bytes with one token and 40 with four; a row 2 for each token before it, at most eight."""
+    reads = costs(weight_bytes=[(1, 10.0), (4, 40.0)], context_bytes=[(0, 0.0), (8, 16.0), (9, 16.0)])
+    assert [reads.step_bytes(tokens) for tokens in (0.5, 2, 4)] == [10.0, 20.0, 40.0]
+    [trace] = simulate([SimulatedLoad(costs=reads, jobs=[Job(0, 1, 3.0, 1)])], 0.0)
+    assert trace.read_bytes == 40.0, "a row and three tokens; keys of a prompt in its own step are in no memory yet"
+    [trace] = simulate([SimulatedLoad(costs=reads, jobs=[Job(0, 1, 3.0, 4)])], 0.0)
+    assert trace.read_bytes == 40.0 + 3 * 10.0 + 8.0 + 10.0 + 12.0
+    assert sum(reads.row_bytes(context, 1) for context in range(4, 13)) == 8 + 10 + 12 + 14 + 5 * 16
+    assert reads.row_bytes(4, 9) == 9 * (8 + 16) / 2, "where a window ends, less than all: the bound stays a bound"
+
+
+def test_bytes_of_every_other_stream_count_and_the_class_of_the_server_decides_who_is_first() -> None:
+    """Streams of batch without limits were left out of the bytes, and limits made a stream urgent."""
+    busy = StreamSpec(name="busy", model="a", concurrency=1, max_p95_ratio={"e2e": 2.0})
+    jobs = [Job(0, 1, 0.0, 10)]
+    reads = costs(0.01, weight_bytes=[(1, 10.0)])
+
+    def stream(spec: StreamSpec, jobs: list[Job], priority: str) -> MeasuredStream:
+        return MeasuredStream(
+            spec=spec, costs=reads, alone=jobs, together=jobs, alone_s=1.0, alone_mean_ms=None, priority=priority
+        )
+
+    other = msgspec.structs.replace(busy, name="other", max_p95_ratio={})
+    gpu = GpuStepCosts(bytes_per_s=1500.0, flops_per_s=1e12)
+    shares = [
+        [(each.throughput_ratio, each.bytes_ratio) for each in simulate_experiment(streams, 0.95, gpu)]
+        for streams in ([stream(busy, jobs, a), stream(other, jobs, b)] for a, b in (("", ""), ("batch", "standard")))
+    ]
+    assert [share for share, _ in shares[0]] == [pytest.approx(1.0, abs=0.05), 0.0]
+    assert [share for share, _ in shares[1]] == [0.0, pytest.approx(1.0, abs=0.05)]
+    # Each reads 1,000 bytes alone. The GPU reads 1,425 in this time, and the first stream takes 1,000 of them.
+    assert [shares[0][1][1], shares[1][0][1]] == [pytest.approx(0.425)] * 2
+    assert list(RANKS) == list(get_args(PriorityClass))
 
 
 def decode(steps: int, rows: int) -> StepSums:
@@ -261,16 +305,18 @@ def test_rows_take_as_many_steps_as_their_tokens_took() -> None:
 
 
 def test_costs_of_a_file_stay_where_none_were_measured() -> None:
-    known = StepCosts(decode_s=[(1, 1.0), (5, 2.0), (64, 9.0)], prompt_s=[(9, 0.5)], max_units=64.0, step_bytes=1e9)
+    known = StepCosts(decode_s=[(1, 1.0), (5, 2.0), (64, 9.0)], prompt_s=[(9, 0.5)], max_units=64.0)
+    known.weight_bytes = [(1, 1e9)]
     measured = StepCosts(decode_s=[(6, 3.0)], prompt_s=[(64, 1.0)], max_units=128.0)
     merged = merge_step_costs(known, measured)
     assert merged.decode_s == [(1, 1.0), (6, 3.0), (64, 9.0)]
     assert merged.prompt_s == [(9, 0.5), (64, 1.0)]
-    assert (merged.max_units, merged.step_bytes) == (128.0, 1e9)
+    assert (merged.max_units, merged.weight_bytes) == (128.0, [(1, 1e9)])
     assert merge_step_costs(None, measured) == measured
-    needs = StepCosts(step_bytes=1e9, unit_flops=2.0)  # as benchmarks/floors.py writes them before any measurement
+    bytes_and_flops: dict[str, Any] = {"weight_bytes": [(1, 1e9)], "context_bytes": [(0, 5.0)], "unit_flops": 2.0}
+    needs = StepCosts(**bytes_and_flops)  # as benchmarks/floors.py writes them before any measurement
     limited = StepCosts(decode_s=[(6, 3.0)], max_units=512.0)
-    assert merge_step_costs(needs, limited) == msgspec.structs.replace(limited, step_bytes=1e9, unit_flops=2.0)
+    assert merge_step_costs(needs, limited) == msgspec.structs.replace(limited, **bytes_and_flops)
 
 
 def test_metrics_are_read_by_model_and_kind() -> None:
@@ -400,5 +446,5 @@ def test_a_simulation_alone_gives_its_latency_and_its_rate() -> None:
     assert ideal.alone_e2e_ms.p50 == pytest.approx(40.0)
     assert ideal.alone_requests_per_s == pytest.approx(100.0, rel=0.01)
     assert ideal.throughput_ratio == pytest.approx(1.0)
-    assert (ideal.outside_ms, ideal.overlap_ratio) == (0.0, None)
+    assert (ideal.outside_ms, ideal.bytes_ratio, ideal.flops_ratio) == (0.0, None, None)
     assert ideal.alone_busy_s == pytest.approx(20.0, rel=0.01)

@@ -364,10 +364,7 @@ class VersionedDocument(msgspec.Struct, kw_only=True):
 
 
 class Envelope(VersionedDocument, kw_only=True):
-    """The fields that the results of all measurements have.
-
-    `started` is UTC in ISO 8601; `notes` are remarks for readers.
-    """
+    """The fields that all results have. `started` is UTC in ISO 8601, and `notes` are remarks for readers."""
 
     started: str
     duration_s: float
@@ -438,14 +435,15 @@ class Interference(msgspec.Struct, kw_only=True):
 class SimulatedStream(msgspec.Struct, kw_only=True):
     """What an ideal scheduler gives a stream for the arrivals of the run together.
 
-    `throughput_ratio` is its throughput as a share of its simulated throughput alone, `overlap_ratio` what bytes and
-    operations alone would leave of it. Both are None for open loops, and the second one where these are unknown.
+    `throughput_ratio` is its share of its simulated throughput alone. `bytes_ratio` and `flops_ratio` are what bytes
+    and operations leave of it at most. All are None for open loops, and these two where a stream's needs are unknown.
     `outside_ms` is the time of a request outside of steps, which was measured alone and is part of the latencies,
     `first_outside_ms` the same until the first token. `alone_busy_s` is the time of all steps alone.
     """
 
     throughput_ratio: float | None = None
-    overlap_ratio: float | None = None
+    bytes_ratio: float | None = None
+    flops_ratio: float | None = None
     outside_ms: float = 0.0
     first_outside_ms: float = 0.0
     first_ms: Distribution

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,15 @@ _FACTS = ("weights", "tokenizer", "output_lengths", "device", "dtype", "weight_d
           "speculative_decoding", "replicas", "max_model_len", "vocab_size", "debug", "hf_overrides")  # fmt: skip
 
 
-def model_facts(listing: Any, model: str) -> dict[str, Any]:
-    """Return the fields beyond OpenAI's about `model` in a parsed /v1/models response.
+def model_facts(listing: Any, model: str, more: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the fields beyond OpenAI's about `model` in a parsed /v1/models response, also the fields `more`.
 
     Returns an empty dict if the server reports none, as most servers do.
     """
     entries = listing.get("data") if isinstance(listing, Mapping) else None
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, Mapping) and entry.get("id") == model:
-            return {name: entry[name] for name in _FACTS if entry.get(name)}
+            return {name: entry[name] for name in (*_FACTS, *more) if entry.get(name)}
     return {}
 
 

@@ -142,7 +142,7 @@ class EngineBackend:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
         common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
         facts = {"task": self.stats.task, **self.facts(engine)}
-        return card | facts | common | {"replicas": self.config.replicas}
+        return card | facts | common | {"replicas": self.config.replicas, "priority": self.config.priority}
 
     def facts(self, ready: Any) -> Mapping[str, Any]:  # noqa: ARG002 - of some tasks
         """Return the fields that the task adds to the model card."""

@@ -381,7 +381,7 @@ class HttpBackend:
         """Return OpenAI's model card. This server knows little about an upstream model."""
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "foreign"}
         card["task"] = self.config.task
-        card |= {"replicas": len(self.replicas), "paths": list(self.paths)}
+        card |= {"replicas": len(self.replicas), "priority": self.config.priority, "paths": list(self.paths)}
         return card | ({"max_model_len": self.config.max_model_len} if self.config.max_model_len else {})
 
 

@@ -10,10 +10,10 @@ from meltcore.measure.documents.schema import SimulatedStream
 from meltcore.measure.documents.step_costs import GpuStepCosts, StepCosts
 from meltcore.measure.documents.values.percentiles import distribution
 from meltcore.measure.load.fleet.fleet_gates import StreamSpec
-from meltcore.measure.load.fleet.simulation import Job, SimulatedLoad, StreamTrace, overlap_share, simulate
+from meltcore.measure.load.fleet.simulation import Job, SimulatedLoad, StreamTrace, overlap_shares, simulate
 from meltcore.measure.load.record import RequestRecord
 
-URGENT, BUSY = 0, 1  # ranks
+RANKS = {"interactive": 0, "standard": 1, "batch": 2}  # by the class of the requests of a model
 # In a closed loop the time outside of steps changes the batches, and so the time of steps: the estimate is repeated.
 _OUTSIDE_ROUNDS = 5
 # The time outside of steps is at most the larger of these. With more of it wrong step costs would give the latency that
@@ -26,7 +26,8 @@ MAX_OUTSIDE_S = 0.005
 class MeasuredStream:
     """What was measured of a stream: its step costs, its requests alone and together with all, and its time alone.
 
-    Streams with a limit of their latency are urgent, others are not.
+    `priority` is the class of the model's requests, as the server states it. Where it states none, streams with a limit
+    of their latency are interactive, and others are batch.
     """
 
     spec: StreamSpec
@@ -36,14 +37,16 @@ class MeasuredStream:
     alone_s: float
     alone_mean_ms: float | None
     alone_first_mean_ms: float | None = None
+    priority: str | None = None
 
     def load(self, jobs: Sequence[Job]) -> SimulatedLoad:
         """Return the load of some requests, which take no time outside of steps."""
         spec, costs = self.spec, self.costs
+        assumed = "interactive" if spec.max_simulated_p95_ratio or spec.max_p95_ratio else "batch"
         return SimulatedLoad(
             costs=costs,
             jobs=[job._replace(steps=max(1, round(costs.row_steps * job.steps))) for job in jobs],
-            rank=URGENT if spec.max_simulated_p95_ratio or spec.max_p95_ratio else BUSY,
+            rank=RANKS.get(self.priority or assumed, RANKS[assumed]),
             connections=spec.concurrency or 0 if jobs else 0,
         )
 
@@ -107,17 +110,19 @@ def simulate_experiment(streams: Sequence[MeasuredStream], send_s: float, gpu: G
     found = []
     for index, (stream, load, trace) in enumerate(zip(streams, loads, traces, strict=True)):
         alone_trace = alone[index][0]
-        throughput_ratio = overlap_ratio = None
+        throughput_ratio = bytes_ratio = flops_ratio = None
         if load.connections:
             # Of the same length as together: throughputs without the first steps are compared.
             [own] = simulate([replace(load, jobs=stream.load(stream.alone).jobs or load.jobs)], send_s)
             throughput_ratio = trace.warm_row_steps / own.warm_row_steps if own.warm_row_steps else None
-            others = [(each.costs, traces[at]) for at, each in enumerate(loads) if at != index and each.rank == URGENT]
-            overlap_ratio = None if peak is None else overlap_share(load, own, others, send_s, peak)
+            others = [(each.costs, traces[at]) for at, each in enumerate(loads) if at != index]
+            if peak is not None:
+                bytes_ratio, flops_ratio = overlap_shares((load.costs, own), others, send_s, peak)
         found.append(
             SimulatedStream(
                 throughput_ratio=throughput_ratio,
-                overlap_ratio=overlap_ratio,
+                bytes_ratio=bytes_ratio,
+                flops_ratio=flops_ratio,
                 outside_ms=1000 * load.outside_s,
                 first_outside_ms=1000 * load.first_outside_s,
                 first_ms=distribution([1000 * each for each in trace.first_s]),

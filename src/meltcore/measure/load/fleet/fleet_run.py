@@ -203,7 +203,7 @@ class _FleetRun:
                 task=model.task,
                 workload=tasks()[model.task].default_workload(model, config.sizes),
                 share=share,
-                facts=model_facts({"data": [model.card]}, model.name),
+                facts=model_facts({"data": [model.card]}, model.name, ("priority",)),
             )
             for model, share in zip(served, shares, strict=True)
         ]
@@ -388,6 +388,7 @@ class _FleetRun:
                 alone_s=spec_stream.alone_s or send_s,
                 alone_mean_ms=levels_alone[at].e2e_ms.mean,
                 alone_first_mean_ms=levels_alone[at].ttft_ms.mean,
+                priority=models[self.plan.experiment_streams[at].model].facts.get("priority"),
             )
             for at, spec_stream in enumerate(spec.streams)
         ]

@@ -62,6 +62,7 @@ class StreamTrace:
     steps: int = 0
     row_steps: int = 0
     units: float = 0.0
+    read_bytes: float = 0.0  # at least, if the bytes of its steps are known
     busy_s: float = 0.0
     ended_s: float = 0.0  # of its last request
 
@@ -113,6 +114,7 @@ class _StreamState:
         trace.steps += 1
         trace.row_steps += rows
         trace.units += units
+        trace.read_bytes += self.load.costs.step_bytes(rows + units)
         trace.busy_s += end_s - now_s
         if WARM_UP_SHARE * self.send_s < end_s <= self.send_s:
             trace.warm_row_steps += self._rows + new_rows
@@ -139,9 +141,12 @@ class _StreamState:
         return units, ended
 
     def _end(self, begun: _Begun, end_s: float) -> None:
-        self._rows -= begun.job.rows
+        job = begun.job
+        self._rows -= job.rows
+        # After the step of its prompt, each step of a row has one token more before it.
+        self.trace.read_bytes += job.rows * self.load.costs.row_bytes(job.units / job.rows + 1, job.steps - 1)
         ended_s = end_s + self.load.outside_s  # as the client sees it
-        self.trace.e2e_s.append(ended_s - begun.job.arrived_s)
+        self.trace.e2e_s.append(ended_s - job.arrived_s)
         self.trace.ended_s = ended_s
         if self.load.connections and ended_s < self.send_s:
             self._arrivals.append(next(self._source)._replace(arrived_s=ended_s))
@@ -178,33 +183,39 @@ def choose_stream(ready: Sequence[_StreamState]) -> _StreamState | None:
     return min(ready, key=lambda stream: (stream.load.rank, stream.last_end_s, stream.index), default=None)
 
 
-def overlap_share(
-    busy: SimulatedLoad,
-    busy_alone: StreamTrace,
-    urgent: Sequence[tuple[StepCosts, StreamTrace]],
+def overlap_shares(
+    busy: tuple[StepCosts, StreamTrace],
+    others: Sequence[tuple[StepCosts, StreamTrace]],
     send_s: float,
     peak: tuple[float, float],
-) -> float | None:
-    """Return the share of its speed alone that the busy stream keeps if steps overlap perfectly.
+) -> tuple[float | None, float | None]:
+    """Return which share of its speed alone the bytes and the operations leave a busy stream at most.
 
-    Then only bytes and operations bound the work of `send_s` seconds, by the GPU's `peak` of bytes and of operations
-    per second. Returns None if the bytes or operations of a stream are unknown.
+    Each is what is left of `peak`, the bytes and the operations that the GPU reads and computes per second, if the
+    other streams do what they do in the simulation of `send_s` seconds, and all steps overlap perfectly. A resource of
+    which the needs of any stream are unknown is None.
+
+    Args:
+        busy: costs of the busy stream and its trace alone.
+        others: costs of all other streams and their traces together.
+        send_s: seconds of both.
+        peak: bytes and operations per second.
     """
-    kept = 1.0
+    shares: list[float | None] = []
     for resource, per_s in enumerate(peak):
-        needed = [_needs(costs, trace)[resource] for costs, trace in [(busy.costs, busy_alone), *urgent]]
+        own, *needed = (_needs(costs, trace)[resource] for costs, trace in (busy, *others))
         known = [each for each in needed if each is not None]
-        if len(known) < len(needed):
-            return None
-        if known[0] > 0:
-            kept = min(kept, max(0.0, per_s * send_s - sum(known[1:])) / known[0])
-    return kept
+        if own is None or len(known) < len(needed):
+            shares.append(None)
+        else:
+            shares.append(min(1.0, max(0.0, per_s * send_s - sum(known)) / own) if own > 0 else 1.0)
+    return shares[0], shares[1]
 
 
 def _needs(costs: StepCosts, trace: StreamTrace) -> tuple[float | None, float | None]:
-    """Return the bytes and the operations of a simulated stream."""
+    """Return the bytes and the operations of a simulated stream. None if they are unknown."""
     work = trace.units + trace.row_steps
     return (
-        None if costs.step_bytes is None else trace.steps * costs.step_bytes,
+        trace.read_bytes if costs.weight_bytes else None,
         None if costs.unit_flops is None else work * costs.unit_flops,
     )

@@ -178,15 +178,19 @@ def merge_step_costs(known: StepCosts | None, measured: StepCosts) -> StepCosts:
     """Return the measured costs, with the known ones of batch sizes that were not measured now."""
     if known is None:
         return measured
+    measured = msgspec.structs.replace(
+        measured,
+        weight_bytes=known.weight_bytes,
+        context_bytes=known.context_bytes,
+        unit_flops=known.unit_flops,
+    )
     if not known.is_measured:  # its bytes and operations alone
-        return msgspec.structs.replace(measured, step_bytes=known.step_bytes, unit_flops=known.unit_flops)
+        return measured
     return msgspec.structs.replace(
         measured,
         decode_s=_merge_points(known.decode_s, measured.decode_s),
         prompt_s=_merge_points(known.prompt_s, measured.prompt_s),
         max_units=measured.max_units if known.max_units == UNLIMITED else max(measured.max_units, known.max_units),
-        step_bytes=known.step_bytes,
-        unit_flops=known.unit_flops,
     )
 
 

@@ -190,7 +190,8 @@ def _bound_blocks(experiment: FleetExperiment) -> list[Block]:
         share = after.level.steady_throughput / alone if alone else None
         for label, bound in (
             ("share of its throughput alone", ideal.throughput_ratio),
-            ("the same, by bytes and operations alone", ideal.overlap_ratio),
+            ("at most, by the bytes that steps read", ideal.bytes_ratio),
+            ("at most, by the operations of steps", ideal.flops_ratio),
         ):
             if bound is not None:
                 rows.append(_bound_row(after, label, share, bound, format_percent))
