@@ -85,12 +85,18 @@ def test_clean_run_says_that_nothing_was_found() -> None:
     assert "No reason found to distrust" in render(sample_run())
 
 
+def test_levels_in_full_are_sorted_by_load() -> None:
+    details = render(sample_run([sample_level(20), sample_level(8), sample_level(100)])).split("Each level in full")[1]
+    assert re.findall(r"<summary>concurrency (\d+)", details) == ["8", "20", "100"]
+
+
 def test_cautions_stand_in_the_verdict_once_per_kind() -> None:
     machine = {"one machine": "shared the 2 cores", "short level": "the level lasted 1.3 s; limit 10 s"}
-    levels = [sample_level(10), sample_level(20, cautions=machine), sample_level(30, cautions=machine)]
+    levels = [sample_level(10), *(sample_level(load, cautions=machine) for load in (20, 30))]
+    assert "(2 more levels too)" in render(sample_run([*levels, sample_level(40, cautions=machine)]))
     top = render(sample_run(levels)).split("Throughput and latency")[0]
     assert '<p class="badge unsure">OK, 2 cautions</p>' in top
-    assert "concurrency 20: the level lasted 1.3 s; limit 10 s (1 more levels too)" in top
+    assert "concurrency 20: the level lasted 1.3 s; limit 10 s (1 more level too)" in top
     assert "No reason found to distrust" not in top
     one = render(sample_run([sample_level(10, cautions={"steal": "3 % of the time; limit 2 %"})]))
     assert '<p class="badge unsure">OK, 1 caution</p>' in one

@@ -177,7 +177,10 @@ def caution_lines(levels: Sequence[LevelResult]) -> list[str]:
     for level in levels:
         for kind, text in level.cautions.items():
             by_kind.setdefault(kind, []).append(f"{format_load(level)}: {text}")
-    return [lines[0] + f" ({len(lines) - 1} more levels too)" * (len(lines) > 1) for lines in by_kind.values()]
+    return [
+        lines[0] + f" ({len(lines) - 1} more level{'s' * (len(lines) > 2)} too)" * (len(lines) > 1)
+        for lines in by_kind.values()
+    ]
 
 
 def evaluation_line(evaluation: Evaluation) -> str:

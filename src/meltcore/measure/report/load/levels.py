@@ -52,7 +52,7 @@ _GPU_STRIPS = (
 
 def levels_tables(levels: Sequence[LevelResult]) -> list[Table]:
     """Build one table per task, with one row per level, by its load."""
-    return [_levels_table(task, sorted(group, key=_offered_load)) for task, group in by_task(levels).items()]
+    return [_levels_table(task, sorted(group, key=offered_load)) for task, group in by_task(levels).items()]
 
 
 def _levels_table(task: MeasuredTask, levels: Sequence[LevelResult]) -> Table:
@@ -252,17 +252,18 @@ def _level_line(
     marks: list[Mark] = []
     workload = None
     for level, value in sorted(
-        zip(levels, values, strict=True), key=lambda level_and_value: _offered_load(level_and_value[0])
+        zip(levels, values, strict=True), key=lambda level_and_value: offered_load(level_and_value[0])
     ):
         tooltip = f"{format_load(level)}: {name} {format_number(value)} {unit}"
         if level.workload != workload:
-            marks.append(Mark(_offered_load(level), None))
+            marks.append(Mark(offered_load(level), None))
             workload = level.workload
-        marks.append(Mark(_offered_load(level), value, tooltip))
+        marks.append(Mark(offered_load(level), value, tooltip))
     return Line(name, color, marks, dashed=name == "steady window")
 
 
-def _offered_load(level: LevelResult) -> float:
+def offered_load(level: LevelResult) -> float:
+    """Return what tables and charts are sorted by: requests per second of an open loop, else concurrent requests."""
     return level.rate_per_s or 0.0 if level.load_kind == "open" else float(level.concurrency)
 
 

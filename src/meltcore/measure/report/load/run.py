@@ -34,6 +34,7 @@ from meltcore.measure.report.load.levels import (
     levels_tables,
     load_charts,
     named_distributions,
+    offered_load,
     relevant_definitions,
     timeline_figure,
 )
@@ -241,7 +242,7 @@ def _level_details_section(levels: Sequence[LevelResult]) -> Section:
     names = ("p50", "p90", "p95", "p99", "p999")
     percentile_heads = [f"p{100 * QUANTILES[name]:g}" for name in names]
     details = []
-    for level in levels:
+    for level in sorted(levels, key=offered_load):
         rows = []
         for name, distribution in named_distributions(task_of(level), level):
             percentiles = [percentile_cell(distribution, name) for name in names]
