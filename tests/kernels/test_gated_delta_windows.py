@@ -140,7 +140,13 @@ def one_more(window: Window) -> int:
     return min(window.replay_len + 1, window.position, 2 * WINDOW - 1 - window.size)
 
 
+def make_finite(slots: Slots) -> None:
+    """Whatever is read by mistake is a number, so that NaN does not show every mistake."""
+    slots.conv_states.nan_to_num_()
+
+
 def shift_ring(slots: Slots) -> None:
+    make_finite(slots)
     slots.conv_states.copy_(slots.conv_states.roll(1, dims=1))
 
 
@@ -154,19 +160,18 @@ def without_rollback(projected: torch.Tensor, params: GatedDeltaParams, metadata
 @pytest.mark.parametrize(
     ("net", "replay", "before_step"),
     [
-        (without_rollback, unchanged, None),
-        (None, lambda window: 0, None),
-        (None, lambda window: max(0, window.replay_len - 1), None),
-        (None, one_more, None),
+        (without_rollback, unchanged, make_finite),
+        (None, lambda window: 0, make_finite),
+        (None, lambda window: max(0, window.replay_len - 1), make_finite),
+        (None, one_more, make_finite),
         (None, unchanged, shift_ring),
     ],
     ids=["no rollback", "no replay", "one too few", "one too many", "convolution one off"],
 )
 def test_wrong_rollbacks_are_noticed(
-    net: Net | None, replay: Callable[[Window], int], before_step: Callable[[Slots], None] | None
+    net: Net | None, replay: Callable[[Window], int], before_step: Callable[[Slots], None]
 ) -> None:
-    net = net or in_reference(gated_delta_net)
-    assert largest_error(net, TINY, [1, 2], replay, before_step or (lambda _: None)) > WRONG
+    assert largest_error(net or in_reference(gated_delta_net), TINY, [1, 2], replay, before_step) > WRONG
 
 
 SHAPES = [

@@ -118,7 +118,7 @@ def test_rejected_drafts_leave_no_trace() -> None:
     of_other = torch.cat([plain.step([(2, position, other[position, None])], 1) for position in range(12)])
 
     def check(out: torch.Tensor, *expected: torch.Tensor) -> None:
-        torch.testing.assert_close(out, torch.cat(expected))
+        torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
     check(layers.step([(1, 0, one[:5])], 0), of_one[:5])
     out = layers.step([(1, 5, torch.cat([one[5:8], wrong[:1]]))], 1)  # two drafts of three are accepted
