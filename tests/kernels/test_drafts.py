@@ -52,7 +52,8 @@ def expected(sequence: Sequence, lookup: NgramSizes, k: int, columns: int) -> tu
 def tables_of(sequences: list[Sequence], k: int, max_model_len: int, rows: int, device: torch.device) -> DraftTables:
     tables = DraftTables.allocate(rows, max_model_len, k, device)
     tables.histories.fill_(-9)
-    tables.drafts.fill_(77)  # of an earlier sequence: the start forgets it
+    tables.drafts.fill_(77)  # of earlier sequences: the start forgets them
+    tables.num_drafts.fill_(5)
     first_tokens = [0, *accumulate(len(each.history) for each in sequences)]
     rows_, first, ids = tensors([each.row for each in sequences], first_tokens, flat(sequences, "history"))
     start_histories(tables, *(each.to(device) for each in (rows_, first, ids)))
@@ -108,6 +109,16 @@ def alone(
 
 
 PADDING = Sequence(0, [], [], [5, 6])
+
+
+def test_sequences_start_with_their_tokens_and_without_drafts() -> None:
+    """Rows 3 and 1 start; row 2 keeps what it has."""
+    sequences = [Sequence(3, [4, 5, 6], [], []), Sequence(1, [7], [], [])]
+    tables = tables_of(sequences, 2, 3, 4, torch.device("cpu"))
+    assert tables.histories.tolist() == [[-9] * 4, [7, -9, -9, -9], [-9] * 4, [4, 5, 6, -9]]
+    assert tables.lengths.tolist() == [0, 1, 0, 3]
+    assert tables.drafts[1:].tolist() == [[-1, -1], [77, 77], [-1, -1]]
+    assert tables.num_drafts[1:].tolist() == [0, 5, 0]
 
 
 @pytest.mark.slow
