@@ -8,6 +8,7 @@ from pathlib import Path
 import engine_tools as tools
 import pytest
 import torch
+from speculation_tools import NGRAM, ForcedDrafts
 from test_mutations import NOTICED, error_of, topk_prob_not_normalized
 from transformers import PreTrainedModel
 
@@ -173,3 +174,62 @@ def test_sequence_does_not_start_from_the_previous_state_of_its_slot(
         monkeypatch.setattr(delta_layer, "gated_delta_net", going_on)
     error = error_of(hybrid_reference, seen)
     assert error < NOTICED / 10 if begins_anew else error > NOTICED
+
+
+def of_windows(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[GatedDeltaParams, AttentionMetadata], AttentionMetadata]
+) -> None:
+    whole: Delta = delta_layer.gated_delta_net
+    monkeypatch.setattr(
+        delta_layer,
+        "gated_delta_net",
+        lambda projected, params, metadata: whole(projected, params, change(params, metadata)),
+    )
+
+
+def rejected_drafts_stay_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_windows(monkeypatch, lambda _, metadata: metadata._replace(num_windows=0, num_decodes=0))
+
+
+def accepted_draft_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fewer(_: GatedDeltaParams, metadata: AttentionMetadata) -> AttentionMetadata:
+        return metadata._replace(replay_lens=(metadata.replay_lens - 1).clamp(min=0))
+
+    of_windows(monkeypatch, fewer)
+
+
+def convolution_of_windows_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(params: GatedDeltaParams, metadata: AttentionMetadata) -> AttentionMetadata:
+        if metadata.num_windows:
+            params.conv_states.copy_(params.conv_states.roll(1, dims=1))
+        return metadata
+
+    of_windows(monkeypatch, shifted)
+
+
+def answers(seen: tools.SeenEngine) -> dict[str, list[int]]:
+    for index in range(2):
+        seen.add(f"r{index}", tools.random_prompt(5 + 61 * index, index), max_tokens=32)
+    return seen.run()
+
+
+@pytest.fixture(scope="module")
+def tokens_without_drafts(hybrid_checkpoint: Path) -> dict[str, list[int]]:
+    return answers(tools.open_engine(hybrid_checkpoint))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutation", [rejected_drafts_stay_in_the_state, accepted_draft_not_replayed, convolution_of_windows_shifted]
+)
+def test_mutation_of_the_rollback_changes_the_tokens(
+    hybrid_checkpoint: Path,
+    tokens_without_drafts: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    mutation: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    """Tests of speculative decoding say that they are the same without a mutation."""
+    ForcedDrafts(monkeypatch, tokens_without_drafts, 2)
+    seen = tools.open_engine(hybrid_checkpoint, speculative_config=NGRAM)
+    mutation(monkeypatch)
+    assert answers(seen) != tokens_without_drafts
