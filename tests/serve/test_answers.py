@@ -265,7 +265,7 @@ def test_models_route_lists_the_served_model(server: RunningServer) -> None:
     (card,) = server.request("GET", "/v1/models").json["data"]
     assert card["id"] == MODEL
     assert (card["owned_by"], card["weights"], card["tokenizer"]) == ("meltcore", "dummy", "synthetic")
-    assert (card["task"], card["max_model_len"]) == ("generation", 4096)
+    assert (card["task"], card["max_model_len"], card["priority"]) == ("generation", 4096, "standard")
     assert (card["weight_dtypes"], card["kv_cache_dtype"], card["speculative_decoding"]) == (
         ["float32"],
         "float32",

@@ -62,7 +62,7 @@ CARDS = [
     {"id": "gemma-3", "max_model_len": 8192, "vocab_size": 262_144, "weights": "dummy"},
     {"id": "chat", "root": "gemma-3", "max_model_len": 8192},
     {"id": "mt", "task": "translation", "source_languages": ["eng_Latn", "guj_Gujr"], "target_languages": ["guj_Gujr"],
-     "device": "CPU"},
+     "device": "CPU", "priority": "standard"},
     {"id": "ears", "task": "transcription", "languages": ["en"], "device": "CPU"},
     {"id": "voice", "task": "synthesis", "languages": ["kn"], "device": "CPU"},
 ]  # fmt: skip
@@ -498,6 +498,10 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     assert speech_ideal.outside_ms > 0, "the server's delay is no step"
     assert busy_ideal.bytes_ratio == 1.0, "a thousandth of the bytes that the GPU reads"
     assert busy_ideal.flops_ratio is None, "the operations of these tasks are unknown"
+    assert [model.facts.get("priority") for model in result.models if model.name in ("mt", "ears")] == [
+        "standard",
+        None,
+    ]
     assert result.step_costs["mt"].decode_s == [(1.0, pytest.approx(0.002))]
     assert speech.rows_per_step == pytest.approx(1.0)
     [gpu] = read_step_costs(costs_path).gpus.values()

@@ -96,6 +96,7 @@ def test_load_generator_counts_what_the_server_translates(server: RunningServer)
     found = server.check_no_leak()
     assert level.task.source == found["prompt_tokens_total"] - before["prompt_tokens_total"]
     assert level.task.work == found["requests_finished_total"] - before["requests_finished_total"]
+    assert level.task.work == found["requests_accepted_total"] - before["requests_accepted_total"], "for step costs"
 
 
 @pytest.mark.parametrize(

@@ -531,7 +531,7 @@ def test_requests_that_are_not_forwarded(monkeypatch: pytest.MonkeyPatch) -> Non
             async with server.session.get(server.url + "/v1/models") as response:
                 [card] = (await response.json())["data"]
             assert (card["id"], card["owned_by"], card["replicas"]) == ("m", "foreign", 1)
-            assert card["task"] == "generation"
+            assert (card["task"], card["priority"]) == ("generation", "standard")
 
     run(check())
 

@@ -42,7 +42,8 @@ SumsByKind = Mapping[StepKind, StepSums]
 class ModelCounters:
     """What a server has counted of one model: its steps by kind, and its requests and tokens.
 
-    A request of several sentences counts as many. A server without these counters has no requests.
+    A request of several sentences counts as many, also where one text has them. A server without these counters has no
+    requests.
     """
 
     steps: dict[StepKind, StepSums] = field(default_factory=dict)
@@ -136,7 +137,8 @@ def alone_error(load: StreamLoad, jobs: Sequence[Job], counted: Mapping[str, Mod
         pairs.append(("output tokens", level.output_tokens, own.generation_tokens))
     for name, expected, found in pairs:
         if abs(found - expected) > MAX_COUNT_ERROR * expected:
-            return f"the server counted {found:,.0f} {name}, and this client {expected:,.0f}: others sent some too"
+            texts = "" if level.task is None else ", or texts had several sentences"
+            return f"the server counted {found:,.0f} {name}, and this client {expected:,.0f}: others sent some{texts}"
     return ""
 
 
