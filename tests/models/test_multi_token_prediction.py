@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,55 +11,36 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from few_layers import open_few_layers
+from mtp_tools import (
+    EPS,
+    EXPERTS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    PAGE,
+    ROTARY_DIM,
+    SIZES,
+    THETA,
+    TOP_K,
+    VOCAB,
+    build,
+    metadata_of,
+    open_small,
+)
 from safetensors.torch import save_file
 from torch.nn.functional import silu
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
-from meltcore.kernels.attention.metadata import AttentionMetadata, PaddedGroup, make_query_tiles
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.decoders.qwen3_5 import MultiTokenPrediction, Qwen3_5
 from meltcore.models.loader import build_model, load_weights, parameter_bytes
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, TOP_K, VOCAB = 32, 4, 2, 16, 4, 2, 320
-EXPERTS, WIDTH, THETA, EPS = 6, 24, 10_000_000.0, 1e-6
-SIZES = {
-    "architectures": ["Qwen3_5MoeForCausalLM"],
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "moe_intermediate_size": WIDTH,
-    "shared_expert_intermediate_size": WIDTH,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-PAGE, TOKENS = 64, 72
+TOKENS = 72
 TOLERANCE = 1e-4  # of float32 against float64
-CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
-
-
-def open_small(folder: Path, files: Any = "config", **changes: Any) -> Any:
-    published = open_checkpoint("Qwen/Qwen3.5-35B-A3B", files="config").config["text_config"]
-    (folder / "config.json").write_text(json.dumps(published | SIZES | changes))
-    return open_checkpoint(str(folder), files=files)
-
-
-def build(folder: Path, group: TensorParallelGroup | None = None, **changes: Any) -> Qwen3_5:
-    model = build_model(open_small(folder, **changes), torch.float32, CPU, group=group, has_mtp=True)
-    assert isinstance(model, Qwen3_5)
-    return model
 
 
 class Made(NamedTuple):
@@ -159,22 +139,8 @@ class Sequence:
     @torch.inference_mode()
     def run(self, start: int, next_ids: torch.Tensor, hidden: torch.Tensor, shift: int = 0) -> torch.Tensor:
         """Run the layer on tokens from position `start` on. shift: of the positions, which a mutation gets wrong."""
-        size, none = len(next_ids), torch.empty(0, dtype=torch.int64)
-        positions = torch.arange(start, start + size)
-        metadata = AttentionMetadata(
-            page_table=self._pages,
-            rows=torch.tensor([1]),
-            context_lens=torch.tensor([start]),
-            slot_mapping=self._pages[1, positions // PAGE] * PAGE + positions % PAGE,
-            num_decodes=int(size == 1),
-            query_tiles=torch.from_numpy(make_query_tiles([] if size == 1 else [(1, 0, size, start)])),
-            padded_index=torch.arange(size),
-            padded_groups=[PaddedGroup(0, 1, 0, size, size, -(-(start + size) // PAGE))],
-            state_slots=none,
-            query_start_loc=none,
-            chunk_indices=none,
-            shared={},
-        )
+        positions = torch.arange(start, start + len(next_ids))
+        metadata = metadata_of(start, len(next_ids), self._pages)
         return self._model.draft_hidden(next_ids, hidden, positions + shift, self._cache, metadata)
 
 

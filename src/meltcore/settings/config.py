@@ -220,6 +220,11 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
+    def has_mtp(self) -> bool:
+        """Whether the model's layer for multi-token prediction drafts tokens."""
+        return self.speculation is not None and self.speculation.method == "mtp"
+
+    @property
     def max_drafts(self) -> int:
         """The maximum number of drafts of a sequence in a step, 0 without speculative decoding."""
         return 0 if self.speculation is None else self.speculation.num_speculative_tokens
@@ -247,7 +252,11 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     node_ranks: int = 0  # of all engines on GPUs of this machine, which may start together; 0: the engine is alone
 
     def __post_init__(self) -> None:
-        SpeculativeConfig.of(self.speculative_config)
+        if self.has_mtp and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "speculative_config: the method mtp runs on one GPU; got tensor_parallel_size "
+                f"{self.tensor_parallel_size}, with which the method ngram drafts"
+            )
         valid_switches = get_args(DebugSwitch)
         for switch in self.debug:
             if switch not in valid_switches:  # a misspelled one would disable nothing

@@ -17,12 +17,13 @@ _NgramTokens = Annotated[int, Meta(ge=1, le=16)]
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How drafts are proposed and accepted.
 
-    An n-gram of `prompt_lookup_max` to `prompt_lookup_min` tokens is looked up. With the method "synthetic" drafts are
+    The method "ngram" looks up an n-gram of `prompt_lookup_max` to `prompt_lookup_min` tokens. "mtp" runs the model's
+    layer for multi-token prediction, `num_speculative_tokens` times per step. With the method "synthetic" drafts are
     accepted at random, so that a step with all drafts yields `synthetic_acceptance_length` tokens on average: only for
     measurements with dummy weights.
     """
 
-    method: Literal["ngram"]
+    method: Literal["ngram", "mtp"]
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]
     prompt_lookup_max: _NgramTokens = 4
     prompt_lookup_min: _NgramTokens = 2

@@ -31,7 +31,6 @@ from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_m
 from meltcore.engine.host.step_pacing import NO_WAIT, StepCounts, StepTurn
 from meltcore.engine.memory.workspace import sampled_tokens
 from meltcore.engine.worker.caches import ModelRunnerConfig
-from meltcore.engine.worker.drafter import Drafter
 from meltcore.engine.worker.launched_step import Event, LaunchedStep
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
 from meltcore.engine.worker.model_runner import ModelRunner
@@ -184,7 +183,7 @@ class GenerationEngine:
         assert self.runner.cache_bytes == plan.cache_bytes, "the caches are allocated as planned"
         if (speculation := config.speculation) is not None:
             self._speculation = Speculation(speculation)
-            self.runner.drafter = Drafter(speculation, runner_config, config.seed, device)
+            self.runner.start_drafts(speculation, config.seed)
             self.scheduler.max_sampled_tokens = sampled_tokens(self.max_num_seqs, runner_config.window)
         limits = StepLimits(self.max_num_seqs, self.max_model_len, tokens)
         compile_on_ranks = None if ranks is None else ranks.compile_kernels

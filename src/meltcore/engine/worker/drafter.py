@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -27,7 +28,7 @@ class Drafter:
         """Allocate a history for each row of a model runner of these sizes."""
         self._device, self.max_drafts = device, config.num_speculative_tokens
         self._tables = DraftTables.allocate(sizes.max_num_seqs + 1, sizes.max_model_len, self.max_drafts, device)
-        self._lookup = NgramSizes(config.prompt_lookup_max, config.prompt_lookup_min)
+        self._lookup: NgramSizes | None = NgramSizes(config.prompt_lookup_max, config.prompt_lookup_min)
         self._synthetic = None
         if config.synthetic_acceptance_length is not None:
             self._synthetic = SyntheticAcceptance.of_length(
@@ -42,12 +43,7 @@ class Drafter:
         requests = [windows.requests[row] for row in windows.first_rows[:-1]]
         self._start([request for request in requests if request.num_in_history != len(request.token_ids)])
         rows, first_rows, max_drafts = to_device_together(
-            [
-                [request.row for request in requests],
-                windows.first_rows,
-                [self.max_drafts * request.sampling.speculative_decoding for request in requests],
-            ],
-            self._device,
+            [[request.row for request in requests], windows.first_rows, self._most_drafts(requests)], self._device
         )
         return accept_and_propose(self._tables, rows, first_rows, token_ids, max_drafts, self._lookup, self._synthetic)
 
@@ -57,6 +53,9 @@ class Drafter:
         rows = torch.arange(len(windows.requests), device=self._device)
         index = torch.repeat_interleave(first_rows.diff(), output_size=len(rows))
         return rows - first_rows[index] < outcomes[index, 0]
+
+    def _most_drafts(self, requests: Sequence[Request]) -> list[int]:
+        return [self.max_drafts * request.sampling.speculative_decoding for request in requests]
 
     def _start(self, requests: list[Request]) -> None:
         """Write the histories of sequences that were started, or that had a step without a drafter."""

@@ -8,16 +8,19 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from meltcore.engine.core.batch import Windows, scored_positions
+from meltcore.engine.core.batch import PromptTargets, Windows, scored_positions
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
-from meltcore.engine.worker.sampler import SampleResult
+from meltcore.engine.worker.sampler import SampleResult, select_logprobs
+from meltcore.engine.worker.transfer import to_device_together
 from meltcore.protocol.generation import TokenLogprobs
 
 # Of a step that yields between its layers: enough for the device to have the next one when it ends one.
 MAX_LAYERS_IN_FLIGHT = 2
 # Of prompt tokens [n]: their log-probabilities [n], and the highest ones and their ids [n, num_logprobs].
 PromptLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Prompt tokens scored in one block: with a vocabulary of 152,000 tokens their float32 logits take 0.3 GB.
+_SCORED_TOKENS = 256
 
 
 class Event(Protocol):
@@ -28,6 +31,32 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Return whether the device has passed this point."""
+
+
+def score_prompts(
+    hidden: torch.Tensor,
+    targets: PromptTargets,
+    logits_of: Callable[[torch.Tensor], torch.Tensor | None],
+    logit_rows: int,
+) -> PromptLogprobs | None:
+    """Compute log-probabilities of prompt tokens from a step's hidden states [tokens, hidden_size], block by block.
+
+    `logits_of` returns the logits of hidden states, or None on a rank that does not sample: then the result is None. A
+    block has at most `logit_rows` tokens.
+    """
+    tokens, token_ids = to_device_together([targets.tokens, targets.token_ids], hidden.device)
+    blocks: list[PromptLogprobs] = []
+    block_size = min(logit_rows, _SCORED_TOKENS)
+    for token_indices, block_token_ids in zip(
+        torch.split(tokens, block_size), torch.split(token_ids, block_size), strict=True
+    ):
+        logits = logits_of(hidden[token_indices])
+        if logits is not None:
+            blocks.append(select_logprobs(logits.log_softmax(-1), block_token_ids, targets.num_logprobs))
+    if not blocks:
+        return None
+    logprobs, values, ids = zip(*blocks, strict=True)
+    return torch.cat(logprobs), torch.cat(values), torch.cat(ids)
 
 
 class LaunchedStep(NamedTuple):

@@ -75,7 +75,7 @@ def load(
     """
     checkpoint = replace(checkpoint, config=apply_overrides(checkpoint.config, config.hf_overrides))
     dtype = _choose_dtype(checkpoint, config, device)
-    model = build_model(checkpoint, dtype, device, config.quantization, group)
+    model = build_model(checkpoint, dtype, device, config.quantization, group, has_mtp=config.has_mtp)
     max_model_len = _context_limit(config, model)
     cache_dtype = _cache_dtype(model, config, device)
     # Loading and the rotary table only take memory: what does not fit now never will.
@@ -164,7 +164,8 @@ def check_shards(config: EngineConfig, checkpoint: Checkpoint, device: torch.dev
     checkpoint = replace(checkpoint, config=apply_overrides(checkpoint.config, config.hf_overrides))
     dtype = _choose_dtype(checkpoint, config, device)
     model = build_meta_model(
-        checkpoint, dtype, device, config.quantization, TensorParallelGroup(0, config.tensor_parallel_size)
+        *(checkpoint, dtype, device, config.quantization, TensorParallelGroup(0, config.tensor_parallel_size)),
+        has_mtp=config.has_mtp,
     )
     sizes = _context_limit(config, model), _cache_dtype(model, config, device)
     _choose_host_weights(config, checkpoint, model, device, *sizes)
@@ -230,7 +231,9 @@ def meta_decoder(model: ModelSection, on_cpu: bool) -> tuple[Model, Checkpoint, 
     device, ranks = planned_device(on_cpu), model.tensor_parallel_size
     group = TensorParallelGroup(0, ranks) if ranks > 1 else None
     dtype, meta = _choose_dtype(checkpoint, config, device), torch.device("meta")
-    decoder = build_meta_model(checkpoint, dtype, meta, model.quantization, group, reads_files=False)
+    decoder = build_meta_model(
+        checkpoint, dtype, meta, model.quantization, group, reads_files=False, has_mtp=model.has_mtp
+    )
     if model.format in ("q4_0", "q8_0") and checkpoint.gguf is None:
         with meta, default_dtype(dtype):
             quantize_as_llama_cpp(decoder, model.format)

@@ -11,7 +11,6 @@ import torch
 from meltcore.engine.core.batch import (
     Batch,
     NewPages,
-    PromptTargets,
     Step,
     Windows,
     build_batch,
@@ -31,22 +30,22 @@ from meltcore.engine.worker.launched_step import (
     LaunchedStep,
     LayerYield,
     PromptLogprobs,
+    score_prompts,
 )
+from meltcore.engine.worker.mtp_drafter import MtpDrafter, StepStates
 from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets
-from meltcore.engine.worker.sampler import Drafts, Sampler, SampleResult, select_logprobs
+from meltcore.engine.worker.sampler import Drafts, Sampler, SampleResult
 from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_together, to_host
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.sampling.argmax import argmax
 from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.models.decoders.kv_cache_specs import group_layers
-from meltcore.models.decoders.model import Model
+from meltcore.models.decoders.model import Model, MtpModel
+from meltcore.settings.speculation import SpeculativeConfig
 
 # On GPUs of less memory the largest prefill graph has an eighth of the tokens: they cannot spare its memory.
 _LARGE_BYTES = 32 * 2**30
-
-# Prompt tokens scored in one block: with a vocabulary of 152,000 tokens their float32 logits take 0.3 GB.
-_SCORED_TOKENS = 256
 
 # Gets the requests that a step samples, and a function that records an event after its forward pass (None on a CPU).
 PrepareSampling = Callable[[list[Request], Callable[[], Event | None]], None]
@@ -103,6 +102,7 @@ class ModelRunner:
         self._longest_whole = 0  # tokens of a step that does not wait between its layers
         self._layer_yield: LayerYield | None = None  # of the newest step
         self.drafter: Drafter | None = None
+        self._mtp: MtpDrafter | None = None
         self.proposes_drafts = False  # in the next step
 
     @property
@@ -139,6 +139,15 @@ class ModelRunner:
         if prefill:
             self._capture_prefill_graphs(progress, capture_all)
 
+    def start_drafts(self, config: SpeculativeConfig, seed: int) -> None:
+        """Allocate what speculative decoding needs."""
+        sizes = config, self._config, seed
+        if config.method == "mtp":
+            assert isinstance(self.model, MtpModel)
+            self.drafter = self._mtp = MtpDrafter(*sizes, self.model, self.caches[-1], self.argmax)
+        else:
+            self.drafter = Drafter(*sizes, self.device)
+
     def _make_decode_graphs(self) -> DecodeGraphs:
         sizes, resample = capture_sizes(self._config.max_num_seqs), None
         if self.samples_in_graphs:
@@ -147,7 +156,8 @@ class ModelRunner:
         return DecodeGraphs(self._decode_step, sizes, self._last_token, self._page_table, resample)
 
     def _capture_prefill_graphs(self, progress: Progress, capture_all: bool) -> None:
-        max_tokens = self.max_graph_tokens if _memory_bytes(self.device) >= _LARGE_BYTES else self.max_graph_tokens // 8
+        is_large = torch.cuda.get_device_properties(self.device).total_memory >= _LARGE_BYTES
+        max_tokens = self.max_graph_tokens if is_large else self.max_graph_tokens // 8
         buckets = graph_buckets(self._config.max_num_seqs, min(max_tokens, self._config.max_num_batched_tokens))
         if buckets:
             graphs = PrefillGraphs(self._padded_step, buckets, self._page_table)
@@ -207,6 +217,8 @@ class ModelRunner:
         drafts = None if windows is None or len(windows.drafts) == len(requests) else windows.drafts
         sampled = requests if windows is None else windows.requests
         result, outcomes = self._run(step, sampled, prepare_sampling, drafts), None
+        if self._mtp is not None and step.batch is not None:
+            self._mtp.run_layer(chunks, result.token_ids)
         if windows is not None and self.drafter is not None:
             token_ids = result.token_ids if self._decoded is None else self._decoded.token_ids
             outcomes = self.drafter.propose(windows, token_ids)
@@ -301,8 +313,10 @@ class ModelRunner:
     def _build_step(self, scheduled: list[Chunk]) -> tuple[list[Chunk], Step]:
         """Convert chunks to a `Step`. Returns the chunks in the order of their results, and the step."""
         new_pages = take_new_pages(scheduled, *self._page_tables.shape[:2])
-        if self._decode_graphs is not None and all(
-            chunk.request.last_token_on_device and not chunk.drafts for chunk in scheduled
+        if (
+            self._decode_graphs is not None
+            and all(chunk.request.last_token_on_device and not chunk.drafts for chunk in scheduled)
+            and not (self.proposes_drafts and self._mtp is not None)  # whose layer needs the hidden states
         ):
             chunks = sort_longest_first(scheduled)
             rows, positions = [chunk.request.row for chunk in chunks], [chunk.start for chunk in chunks]
@@ -335,7 +349,8 @@ class ModelRunner:
 
     def _compute_batch(self, batch: Batch, new_pages: NewPages) -> tuple[torch.Tensor, LogitsAt]:
         targets = batch.prompt_targets  # a graph keeps the hidden states of last tokens only
-        graphs = self._prefill_graphs if targets is None and self._layer_yield is None else None
+        needs_all = targets is not None or self._layer_yield is not None or self._mtp is not None
+        graphs = None if needs_all else self._prefill_graphs
         if graphs is not None and (bucket := graphs.bucket_for(batch)) is not None:
             hidden, token_ids = graphs.replay(batch, bucket, new_pages)
             return token_ids, lambda at: self.model.logits(hidden[at])
@@ -344,30 +359,13 @@ class ModelRunner:
         last_tokens, sample_rows = to_device_together([batch.last_tokens, batch.sample_rows], self.device)
         hidden = self._forward(batch)
         if targets is not None:
-            self._prompt_logprobs = self._score_prompts(hidden, targets)
+            self._prompt_logprobs = score_prompts(
+                hidden, targets, lambda rows: self.all_logits(self.model.logits(rows)), self._config.logit_rows
+            )
         logits = self.model.logits(hidden[last_tokens])
         token_ids = self.argmax(logits)
         self._last_token.index_copy_(0, sample_rows, token_ids)
         return token_ids, lambda at: logits[at]
-
-    def _score_prompts(self, hidden: torch.Tensor, targets: PromptTargets) -> PromptLogprobs | None:
-        """Compute log-probabilities of prompt tokens from a step's hidden states [tokens, hidden_size], block by block.
-
-        Returns None on a rank that does not sample.
-        """
-        tokens, token_ids = to_device_together([targets.tokens, targets.token_ids], self.device)
-        blocks: list[PromptLogprobs] = []
-        block_size = min(self._config.logit_rows, _SCORED_TOKENS)
-        for token_indices, block_token_ids in zip(
-            torch.split(tokens, block_size), torch.split(token_ids, block_size), strict=True
-        ):
-            logits = self.all_logits(self.model.logits(hidden[token_indices]))
-            if logits is not None:
-                blocks.append(select_logprobs(logits.log_softmax(-1), block_token_ids, targets.num_logprobs))
-        if not blocks:
-            return None
-        logprobs, values, ids = zip(*blocks, strict=True)
-        return torch.cat(logprobs), torch.cat(values), torch.cat(ids)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Run the forward pass of a step. Returns hidden states [tokens, hidden_size].
@@ -408,6 +406,8 @@ class ModelRunner:
             chunk_indices=chunks,
         )
         hidden: torch.Tensor = self.model(token_ids, positions, self.caches, metadata, self._layer_yield)
+        if self._mtp is not None:
+            self._mtp.states = StepStates(hidden, positions, batch, metadata[-1])
         return hidden
 
     def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -483,10 +483,3 @@ class ModelRunner:
     def _write_pages(self, new: NewPages) -> None:
         rows, columns, pages = to_device_together(new, self.device)
         self._page_table[rows, columns] = pages
-
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        return to_device(values, torch.int64, self.device)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory

@@ -1,0 +1,152 @@
+"""Drafts tokens with a model's layer for multi-token prediction (MTP).
+
+The layer runs on the tokens of every step that is no decode graph: so its cache has the prompts too. Then it runs on
+single tokens, once for each further draft, and writes its cache at positions that later steps write again. A decode
+graph leaves a gap in the cache, which makes later drafts worse and no answer wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from meltcore.engine.core.batch import Batch, Windows
+from meltcore.engine.core.chunk import Chunk
+from meltcore.engine.core.kv_cache import PAGE_SIZE, pages_for
+from meltcore.engine.core.request import Request
+from meltcore.engine.worker.caches import ModelRunnerConfig
+from meltcore.engine.worker.drafter import Drafter
+from meltcore.engine.worker.transfer import to_device, to_device_together
+from meltcore.kernels.attention.metadata import AttentionMetadata, PaddedGroup
+from meltcore.models.decoders.model import MtpModel
+from meltcore.settings.speculation import SpeculativeConfig
+
+
+class StepStates(NamedTuple):
+    """What the layer needs of a step.
+
+    Args:
+        hidden: [tokens, hidden_size], the model's hidden states.
+        positions: [tokens] int64.
+        batch: the step.
+        metadata: the layer's metadata in this step.
+    """
+
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    batch: Batch
+    metadata: AttentionMetadata
+
+
+class _LayerOutput(NamedTuple):
+    """The layer's hidden states of a step, [tokens, hidden_size], and the token of each sampled row, [rows] int64."""
+
+    hidden: torch.Tensor
+    last_tokens: torch.Tensor
+    positions: torch.Tensor
+    page_table: torch.Tensor
+
+
+class MtpDrafter(Drafter):
+    """Accepts the drafts of a step, and drafts the next tokens with the layer."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        sizes: ModelRunnerConfig,
+        seed: int,
+        model: MtpModel,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        argmax: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Allocate a history for each row of a model runner of these sizes.
+
+        `cache` has the layer's keys and values. `argmax` returns the argmax of each row of the model's logits.
+        """
+        super().__init__(config, sizes, seed, model.device)
+        self._lookup = None
+        self._model, self._cache, self._argmax, self._max_model_len = model, cache, argmax, sizes.max_model_len
+        self.states: StepStates | None = None  # of the newest step
+        self._output: _LayerOutput | None = None  # of the newest step
+
+    def run_layer(self, chunks: Sequence[Chunk], token_ids: torch.Tensor) -> None:
+        """Run the layer on all tokens of the newest step, whose chunks are in the order of the batch.
+
+        `token_ids` [rows] are the tokens that the step has sampled: each follows a token of the step.
+        """
+        states, self.states = self.states, None
+        assert states is not None, "the step has hidden states"
+        next_ids, end = np.zeros(len(states.batch.token_ids), dtype=np.int64), 0
+        for chunk in chunks:
+            known_ids = chunk.request.token_ids[chunk.start + 1 : chunk.end + 1]
+            next_ids[end : end + len(known_ids)] = known_ids
+            end += chunk.size
+        device_ids, last_tokens = to_device_together([next_ids, states.batch.last_tokens], self._device)
+        device_ids[last_tokens] = token_ids
+        hidden = self._model.draft_hidden(device_ids, states.hidden, states.positions, self._cache, states.metadata)
+        self._output = _LayerOutput(hidden, last_tokens, states.positions, states.metadata.page_table)
+
+    def propose(self, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
+        """Accept the drafts that precede the sampled `token_ids` [rows], and draft the next tokens.
+
+        `run_layer` must have run on the step. The result is as in `Drafter`.
+        """
+        outcomes, output = super().propose(windows, token_ids), self._output
+        assert output is not None, "the layer has run on the tokens of this step"
+        self._output = None
+        requests = [windows.requests[row] for row in windows.first_rows[:-1]]
+        rows, first_rows, max_drafts = to_device_together(
+            [[request.row for request in requests], windows.first_rows, self._most_drafts(requests)], self._device
+        )
+        last_tokens = output.last_tokens[first_rows[:-1] + outcomes[:, 0] - 1]
+        page_table = self._own_pages(output.page_table, requests, rows)
+        drafts = self._draft(output.hidden[last_tokens], output.positions[last_tokens], page_table)
+        num_drafts = torch.minimum(max_drafts, self._max_model_len - self._tables.lengths[rows]).clamp(min=0)
+        drafts.masked_fill_(torch.arange(self.max_drafts, device=self._device) >= num_drafts[:, None], -1)
+        self._tables.num_drafts[rows] = outcomes[:, 1] = num_drafts
+        self._tables.drafts[rows] = outcomes[:, 2:] = drafts
+        return outcomes
+
+    def _draft(self, hidden: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
+        """Return the drafts that follow the layer's states `hidden` at `positions`, [requests, drafts] int64."""
+        drafts = [self._argmax(self._model.logits(hidden))]
+        while len(drafts) < self.max_drafts:
+            positions = (positions + 1).clamp(max=self._max_model_len - 1)
+            metadata = _single_tokens(positions, page_table)
+            hidden = self._model.draft_hidden(drafts[-1], hidden, positions, self._cache, metadata)
+            drafts.append(self._argmax(self._model.logits(hidden)))
+        return torch.stack(drafts, dim=1)
+
+    def _own_pages(self, page_table: torch.Tensor, requests: Sequence[Request], rows: torch.Tensor) -> torch.Tensor:
+        """Return the pages of the requests, [requests, columns] int64, with the null page for all that they lack.
+
+        Drafts may lie after the last page of a sequence, where a row of the runner's table has the pages of an earlier
+        sequence.
+        """
+        num_pages = [len(request.pages) for request in requests]
+        columns = min(page_table.shape[1], max(num_pages) + pages_for(self.max_drafts))
+        [device_num_pages] = to_device_together([num_pages], self._device)
+        is_own = torch.arange(columns, device=self._device) < device_num_pages[:, None]
+        return page_table[rows, :columns] * is_own
+
+
+def _single_tokens(positions: torch.Tensor, page_table: torch.Tensor) -> AttentionMetadata:
+    """Return the metadata of a step of one token per sequence. page_table: [sequences, columns]."""
+    (num_seqs, columns), empty = page_table.shape, positions.new_empty(0)
+    rows = torch.arange(num_seqs, device=positions.device)
+    return AttentionMetadata(
+        page_table=page_table,
+        rows=rows,
+        context_lens=positions,
+        slot_mapping=page_table[rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE,
+        num_decodes=num_seqs,
+        query_tiles=to_device([], torch.int32, positions.device),
+        padded_index=rows,
+        padded_groups=[PaddedGroup(0, num_seqs, 0, num_seqs, 1, columns)],
+        state_slots=empty,
+        query_start_loc=empty,
+        chunk_indices=empty,
+    )

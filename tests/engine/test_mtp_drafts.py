@@ -1,0 +1,166 @@
+"""Drafts of the layer for multi-token prediction: which they are, and that they change no answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import engine_tools as tools
+import numpy as np
+import pytest
+import torch
+from mtp_tools import HEAD_DIM, HIDDEN, KV_HEADS, PAGE, SIZES, build, metadata_of, open_small
+from safetensors.torch import load_file, save_file
+
+from meltcore.common.errors import ConfigError
+from meltcore.engine.generation.speculation import Speculation
+from meltcore.engine.worker.mtp_drafter import MtpDrafter
+from meltcore.models.decoders.qwen3_5 import Qwen3_5
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+PROMPTS = {name: tools.random_prompt(length, length) for name, length in (("a", 3), ("b", 58))}
+HYBRID, ATTENTION_ONLY = ["linear_attention", "full_attention"], ["full_attention"] * 2
+
+
+def write(folder: Path, share: float, **changes: Any) -> Path:
+    """A model whose next token mostly follows from the newest token alone, which the layer knows too.
+
+    share: of attention and experts. At 0 each draft is right.
+    """
+    shapes = {name: each.shape for name, each in build(folder, **changes).checkpoint_tensors().items()}
+    generator = torch.Generator().manual_seed(5)
+    tensors = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1:
+            tensor.zero_()
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
+            tensor *= share
+    tensors["model.embed_tokens.weight"] *= HIDDEN**0.5
+    tensors["mtp.fc.weight"] = torch.cat([torch.eye(HIDDEN), share * torch.eye(HIDDEN)], dim=1)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("model"), 0.2, layer_types=ATTENTION_ONLY)
+
+
+@pytest.fixture(autouse=True)
+def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether drafts pay is measured, and does not matter here."""
+    monkeypatch.setattr(Speculation, "begin", lambda self, _num_running: self._num_drafts)
+
+
+def answers(seen: tools.SeenEngine, **sampling: object) -> dict[str, list[int]]:
+    for request_id, prompt in PROMPTS.items():
+        seen.add(request_id, prompt, **{"max_tokens": 30, **sampling})
+    return seen.run()
+
+
+@torch.inference_mode()
+def expected_drafts(model: Qwen3_5, token_ids: list[int], count: int) -> list[int]:
+    """The drafts after known tokens, from one whole pass of the model and of the layer."""
+    page_table, shape = torch.tensor([[0] * 4, [3, 1, 4, 2]]), (5, PAGE, KV_HEADS, HEAD_DIM)
+    caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in model.kv_cache_specs()]
+    known, size = torch.tensor(token_ids), len(token_ids) - 1
+    metadata = metadata_of(0, size, page_table)
+    hidden = model(known[:-1], torch.arange(size), caches, [metadata] * len(caches))
+    hidden = model.draft_hidden(known[1:], hidden, torch.arange(size), caches[-1], metadata)[-1:]
+    drafts = [int(model.logits(hidden).argmax())]
+    for position in range(size, size + count - 1):
+        arrays = torch.tensor(drafts[-1:]), hidden, torch.tensor([position])
+        hidden = model.draft_hidden(*arrays, caches[-1], metadata_of(position, 1, page_table))
+        drafts.append(int(model.logits(hidden).argmax()))
+    return drafts
+
+
+def test_drafts_are_those_of_a_whole_pass(folder: Path) -> None:
+    """Of several sequences, after prompts in chunks, after accepted and rejected drafts, and at the ends of pages."""
+    seen = tools.open_engine(folder, speculative_config=MTP, max_num_batched_tokens=48)
+    model = seen.engine.runner.model
+    assert isinstance(model, Qwen3_5)
+    for request_id, prompt in PROMPTS.items():
+        seen.add(request_id, prompt, max_tokens=14)
+    compared, accepted = 0, set()
+    while seen.engine.has_work:
+        before = {request.id: len(request.token_ids) for request in seen.engine.scheduler.running}
+        seen.engine.step()
+        for request in seen.engine.scheduler.running:
+            if request.num_in_history != len(request.token_ids):
+                continue
+            accepted.add(len(request.token_ids) - before.get(request.id, len(request.token_ids)))
+            pages_end = len(request.pages) * PAGE
+            usable = min(3, 1 + pages_end - len(request.token_ids) + 1)  # later ones would need a page that is missing
+            expected = expected_drafts(model, request.token_ids, 3)
+            assert list(request.drafts[:usable]) == expected[:usable], (request.id, len(request.token_ids))
+            compared += usable
+    assert compared > 30
+    assert accepted >= {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_types", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
+def test_answers_are_those_without_drafts(tmp_path: Path, layer_types: list[str]) -> None:
+    write(tmp_path, 0.2, layer_types=layer_types)
+    plain, seen = tools.open_engine(tmp_path), tools.open_engine(tmp_path, speculative_config=MTP)
+    for sampling in ({}, {"temperature": 1.0, "seed": 3, "presence_penalty": 1.0, "logprobs": 1}):
+        truth = answers(plain, **sampling)
+        assert answers(seen, **sampling) == truth
+    assert answers(seen, **sampling, speculative_decoding=False) == truth
+    drafted, accepted = np.frombuffer(seen.engine.stats().draft_sums).reshape(2, -1)[:, :3]
+    assert all(0 < few < many for few, many in zip(accepted, drafted, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_types", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
+def test_right_drafts_are_accepted(tmp_path: Path, layer_types: list[str]) -> None:
+    """30 tokens take the step of the prompt and eight of four tokens, of which the last has one."""
+    write(tmp_path, 0.0, layer_types=layer_types)
+    truth = answers(tools.open_engine(tmp_path))
+    seen = tools.open_engine(tmp_path, speculative_config=MTP)
+    assert answers(seen) == truth
+    assert seen.steps == 9
+
+
+def test_drafts_do_not_reach_pages_of_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the page table keeps the pages of an earlier sequence, which another one may have by now."""
+    seen = tools.open_engine(folder, speculative_config=MTP, max_num_seqs=2)
+    seen.add("long", tools.random_prompt(150, 9), max_tokens=2)
+    seen.run()
+    written: set[int] = set()
+    draft = MtpDrafter._draft
+
+    def recording(self: MtpDrafter, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        written.update(table.flatten().tolist())
+        return draft(self, hidden, positions, table)
+
+    monkeypatch.setattr(MtpDrafter, "_draft", recording)
+    seen.add("short", tools.random_prompt(62, 10), max_tokens=6)
+    owned: set[int] = {0}
+    while seen.engine.has_work:
+        seen.engine.step()
+        owned.update(*(request.pages for request in seen.engine.scheduler.running))
+    assert written <= owned
+    assert 0 in written
+
+
+def test_layer_takes_one_more_cache(folder: Path) -> None:
+    plain, seen = tools.open_engine(folder), tools.open_engine(folder, speculative_config=MTP)
+    caches = [len(each.engine.runner.caches) for each in (plain, seen)]
+    assert caches == [SIZES["num_hidden_layers"], SIZES["num_hidden_layers"] + 1]
+    assert seen.engine.ready().speculative_decoding == "mtp"
+
+
+def test_several_gpus_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="method mtp runs on one GPU; got tensor_parallel_size 2"):
+        tools.open_engine(folder, speculative_config=MTP, tensor_parallel_size=2)
+
+
+def test_layer_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    """As in the files of some fine-tuned models, whose config.json still names the layer."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if "mtp." not in name}, tmp_path / "model.safetensors")
+    open_small(tmp_path, layer_types=ATTENTION_ONLY)
+    with pytest.raises(ConfigError, match=r"missing tensors: mtp\.fc\.weight"):
+        tools.open_engine(tmp_path, speculative_config=MTP)
