@@ -8,6 +8,7 @@ import engine_tools as tools
 import hybrid_tools
 import pytest
 import torch
+from speculation_tools import NGRAM, ForcedDrafts
 
 from meltcore.engine.worker.warm_up import StepLimits, warm_up
 
@@ -142,6 +143,34 @@ def test_few_slots_with_many_common_prefixes_give_the_same_logits(
     kept = {request_id: prompt for number, (request_id, prompt) in enumerate(prompts.items()) if number % 4 != 3}
     assert_as_alone(seen, folder, monkeypatch, kept)
     assert seen.engine.stats().prefix_hit_tokens_total > 0
+
+
+@pytest.mark.slow
+def test_sequences_with_drafts_keep_their_tokens_in_few_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots are restored, sequences preempted and aborted, while accepted drafts wait to be replayed."""
+    prefix = tools.random_prompt(130, 0)
+    prompts = {f"r{index}": prefix + tools.random_prompt(index, index) for index in range(7)}
+    plain = hybrid_tools.open_hybrid(folder, monkeypatch, enable_prefix_caching=False)
+    truth: dict[str, list[int]] = {}
+    for request_id, prompt in prompts.items():
+        plain.add(request_id, prompt, max_tokens=70)
+        truth |= plain.run()
+    forced = ForcedDrafts(monkeypatch, truth, 2)
+    limits = {"max_num_seqs": 3, "recurrent_slots": 5, "pages": 7, "max_model_len": 300}
+    seen = hybrid_tools.open_hybrid(folder, monkeypatch, speculative_config=NGRAM, **limits)
+    for request_id, prompt in prompts.items():
+        seen.add(request_id, prompt, max_tokens=70)
+    outputs = []
+    for number, output in enumerate(seen.outputs()):
+        outputs.append(output)
+        if number == 9:
+            seen.engine.abort([output.request_id])
+            del truth[output.request_id]
+    seen.engine.check_idle()
+    for request_id, tokens in truth.items():
+        assert [each for output in outputs if output.request_id == request_id for each in output.token_ids] == tokens
+    assert forced.num_windows[2] > 90
+    assert min(seen.engine.stats().prefix_hit_tokens_total, seen.engine.stats().preemptions_total) > 0
 
 
 def test_ended_sequences_release_their_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
