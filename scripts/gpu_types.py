@@ -131,7 +131,7 @@ def run_level(memory_mib: int, concurrency: int) -> LevelRun:
         if not chunks:
             raise RuntimeError(f"no progress after {finished} requests at concurrency {concurrency}")
         running = max(running, len(scheduler.running))
-        scheduler.update(chunks, [0] * sum(chunk.samples for chunk in chunks))
+        scheduler.update(chunks, [[0] for chunk in chunks if chunk.samples])
         finished += open_before - len(scheduler.running) - scheduler.waiting_count
     scheduler.pool.check()
     return LevelRun(concurrency, running, finished, scheduler.preemptions)

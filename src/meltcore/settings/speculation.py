@@ -11,7 +11,7 @@ from msgspec import Meta
 from meltcore.common.errors import ConfigError
 
 MAX_DRAFTS = 7  # of a sequence in a step
-_NgramTokens = Annotated[int, Meta(ge=1, le=16)]
+_NgramTokens = Annotated[int, Meta(ge=1, le=8)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +29,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_min: _NgramTokens = 2
     rejection_sample_method: Literal["strict", "synthetic"] = "strict"
     synthetic_acceptance_length: float | None = None
+
+    @property
+    def description(self) -> str:
+        """The method. Acceptance at random is named, since its texts and speeds are not those of the model."""
+        length = self.synthetic_acceptance_length
+        return self.method if length is None else f"{self.method}, synthetic acceptance length {length:g}"
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self | None:

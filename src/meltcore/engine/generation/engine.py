@@ -427,7 +427,7 @@ class GenerationEngine:
             page_size=PAGE_SIZE,
             weight_dtypes=weight_dtypes(self.runner.model),
             kv_cache_dtype=dtype_name(self.runner.kv_cache_dtype),
-            speculative_decoding="none" if self.config.speculation is None else self.config.speculation.method,
+            speculative_decoding="none" if self.config.speculation is None else self.config.speculation.description,
         )
 
     def check_idle(self) -> None:

@@ -397,7 +397,9 @@ def _launch_prompts(runner: ModelRunner, limits: StepLimits) -> None:
 
 
 def _launch_sampling(runner: ModelRunner, params: Sequence[SamplingParams]) -> None:
+    runner.proposes_drafts = runner.drafter is not None
     runner.launch([_make_prompt(index, 1, sampling) for index, sampling in enumerate(params)]).read()
+    runner.proposes_drafts = False
     runner.sampler.warm_up_masks()
 
 

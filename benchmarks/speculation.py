@@ -1,0 +1,124 @@
+"""Speculative decoding on real weights: are greedy answers the same, and how fast are they.
+
+Two kinds of prompts: "copy" asks for a page of sentences again with one change, "answer" asks a question about a page.
+The same prompts run with and without drafts, in one process, one engine after the other. Where two answers differ, the
+first different token is a tie if the two best log-probabilities there are closer than --noise: rounding then decides.
+The engine itself may turn drafts off where they do not pay, as on a server.
+
+    python benchmarks/speculation.py smollm2-135m-instruct.q4_1.gguf
+    python benchmarks/speculation.py MODEL --concurrency 16 --drafts 5 --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import replace
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from bench_output import Row, Target, need_gpu, write_result
+
+from meltcore import LLM, SamplingParams
+from meltcore.measure.problems.pages import page_problem
+
+FACTS = 8
+
+
+class Answers(NamedTuple):
+    """The answers of a run: token ids and log-probabilities by prompt, tokens per second, drafts and accepted ones."""
+
+    tokens: list[list[int]]
+    gaps: list[list[float]]
+    rate: float
+    drafted: list[float]
+    accepted: list[float]
+
+
+def prompts_of(kind: str, count: int) -> list[list[dict[str, str]]]:
+    """Return chats whose answers repeat much of the prompt ("copy") or little of it ("answer")."""
+    chats = []
+    for number in range(count):
+        page = page_problem(random.Random(number), "train", num_facts=FACTS).question
+        if kind == "copy":
+            page = f"Repeat this text word by word, but write 7 in place of every 3:\n\n{page}"
+        chats.append([{"role": "user", "content": page}])
+    return chats
+
+
+def run(llm: LLM, chats: list[list[dict[str, str]]], concurrency: int, max_tokens: int) -> Answers:
+    """Answer all chats greedily, `concurrency` at a time."""
+    sampling = SamplingParams(max_tokens=max_tokens, logprobs=2)
+    before, tokens, gaps, took_s = llm.engine.stats(), [], [], 0.0
+    for first in range(0, len(chats), concurrency):
+        began_s = time.perf_counter()
+        found = llm.chat(chats[first : first + concurrency], sampling)
+        took_s += time.perf_counter() - began_s
+        tokens += [each.token_ids for each in found]
+        gaps += [[each.top_logprobs[0] - each.top_logprobs[1] for each in answer.logprobs] for answer in found]
+    after = llm.engine.stats()
+    drafted = [new - old for new, old in zip(after.drafted, before.drafted, strict=True)]
+    accepted = [new - old for new, old in zip(after.accepted, before.accepted, strict=True)]
+    return Answers(tokens, gaps, sum(map(len, tokens)) / took_s, drafted, accepted)
+
+
+def compare(plain: Answers, speculating: Answers, noise: float) -> tuple[int, int, int]:
+    """Return how many answers are the same, differ from a tie on, and differ otherwise."""
+    same = ties = others = 0
+    for ours, theirs, gaps in zip(speculating.tokens, plain.tokens, plain.gaps, strict=True):
+        at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if at is None and len(ours) == len(theirs):
+            same += 1
+        elif at is not None and gaps[at] < noise:
+            ties += 1
+        else:
+            others += 1
+    return same, ties, others
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompts", type=int, default=100, help="Half of each kind.")
+    parser.add_argument("--tokens", type=int, default=128, help="Of an answer at most.")
+    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--drafts", type=int, default=5)
+    parser.add_argument("--noise", type=float, default=1e-3, help="In units of the logarithm of a probability.")
+    args = parser.parse_args()
+    if args.device != "cpu":
+        need_gpu(model=args.model)
+
+    kinds = {"copy": args.prompts // 2, "answer": args.prompts - args.prompts // 2}
+    settings: dict[str, Any] = {"device": args.device, "max_model_len": 2048, "max_num_seqs": max(16, args.concurrency)}
+    speculation = {"method": "ngram", "num_speculative_tokens": args.drafts}
+    found: dict[str, dict[str, Answers]] = {}
+    for name, config in {"plain": {}, "speculating": speculation}.items():
+        llm = LLM(args.model, speculative_config=config, enable_prefix_caching=False, **settings)
+        run(llm, prompts_of("copy", 1), 1, 16)  # the first steps compile
+        found[name] = {
+            kind: run(llm, prompts_of(kind, count), args.concurrency, args.tokens) for kind, count in kinds.items()
+        }
+        llm.close()
+    rows, notes = [], []
+    for kind in kinds:
+        plain, speculating = found["plain"][kind], found["speculating"][kind]
+        same, ties, others = compare(plain, speculating, args.noise)
+        row = Row(work=f"{kind}, {args.concurrency} at a time", unit="output tokens/s", value=speculating.rate)
+        row.peer, row.peer_value, row.ratio = "without drafts", plain.rate, speculating.rate / plain.rate
+        row.target = Target(1.5 if kind == "copy" and args.concurrency == 1 else 0.98, "ratio")
+        count = replace(row, work=f"{kind}: the same answers", unit="answers", value=float(same), ratio=None)
+        count.peer, count.peer_value, count.target = "answers", float(kinds[kind]), None
+        rows += [row, count]
+        pairs = zip(speculating.accepted, speculating.drafted, strict=True)
+        shares = [f"{100 * accepted / drafted:.0f} %" for accepted, drafted in pairs if drafted]
+        notes.append(
+            f"{kind}: {same} of {kinds[kind]} answers are the same, {ties} differ from a tie on, {others} differ "
+            f"otherwise; drafts accepted by position: {', '.join(shares) or 'none drafted'}"
+        )
+    write_result(rows, {"torch": metadata.version("torch")}, notes, subject=f"{args.model}, n-gram, k {args.drafts}")
+
+
+if __name__ == "__main__":
+    main()
