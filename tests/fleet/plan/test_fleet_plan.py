@@ -32,7 +32,7 @@ from meltcore.fleet.plan.first_fit import FilledGpu, place
 from meltcore.fleet.plan.nearest import changed_text
 from meltcore.fleet.plan.needs import named_needs
 from meltcore.fleet.plan.placement import engine_config
-from meltcore.fleet.plan.plan import plan_fleet, with_plan
+from meltcore.fleet.plan.plan import describe_plan, plan_fleet, with_plan
 from meltcore.fleet.plan.planned import FleetPlanner, does_not_fit, find_plan
 from meltcore.fleet.plan.site import OneMachine
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
@@ -173,6 +173,10 @@ def test_sleepable_models_on_the_cpu_take_turns_in_host_memory(keep: str) -> Non
     awake, _ = plan_fleet(spec, [])
     assert awake is not None
     assert (awake.sleeping, awake.hosts[0].engine_bytes) == ((), 3 * (2 * GIB + process))
+    # At run time the largest bounds what is awake on the CPU, so the page does not say that all stay awake.
+    assert [model.takes_turns for model in describe_plan(spec, awake, source="", fits=True).models] == [True] * 3
+    alone = msgspec.structs.replace(spec, models={"a": spec.models["a"]})
+    assert not describe_plan(alone, awake, source="", fits=True).models[0].takes_turns
     if keep == "host":
         weights = sum(row.size_bytes for row in awake.needs["a"].rows if row.name == "weights")
         assert weights > 0

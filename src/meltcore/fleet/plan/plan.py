@@ -285,11 +285,13 @@ def _parts(gpu: FilledGpu) -> Iterator[PlannedPart]:
 def _describe_model(spec: FleetSpec, plan: Plan, name: str) -> PlannedModel:
     needs, model = plan.needs.get(name), spec.models[name]
     rows = needs.rows if needs else []
+    # On the CPU the room is that of the largest, so two of them take turns also where the plan has space for both.
+    on_cpu = [each for each, other in spec.models.items() if other.residency == "sleepable" and other.device == "cpu"]
     return PlannedModel(
         name=name,
         task=model.task,
         place=_place_text(plan, name),
-        takes_turns=name in plan.sleeping,
+        takes_turns=name in plan.sleeping or (name in on_cpu and len(on_cpu) > 1),
         max_model_len=needs.max_model_len if needs else None,
         concurrency=needs.concurrency if needs else None,
         budget_bytes=needs.budget_bytes if needs else int(model.memory or 0),
