@@ -70,6 +70,25 @@ def test_families_give_the_tokens_without_drafts(tmp_path: Path, monkeypatch: py
             assert answers(seen, {}, 80) == truth
 
 
+@pytest.mark.slow
+def test_two_ranks_check_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, by the candidates of both ranks, and from whole rows on the first one."""
+    sampling = {"r0": {}, "r1": SAMPLING["temperature"], "r2": {**SAMPLING["filters"], "presence_penalty": 1.5}}
+
+    def answers_of_ranks(**settings: object) -> dict[str, list[int]]:
+        seen = tools.open_engine(folder, tensor_parallel_size=2, **settings)
+        for request_id, prompt in PROMPTS.items():
+            seen.add(request_id, prompt, **{"max_tokens": 24, **sampling[request_id]})
+        found = seen.run()
+        seen.engine.close()
+        return found
+
+    truth = answers_of_ranks()
+    forced = ForcedDrafts(monkeypatch, truth, 2)
+    assert answers_of_ranks(speculative_config=NGRAM) == truth
+    assert forced.num_windows[2] > 9
+
+
 GRAMMARS = {
     "r0": Grammar("start: /[0-9]{3}x[0-9]{3}/"),
     "r1": Grammar(r'start: /\{"a": [0-9]{1,9}, "b": "(no|yes)"\}/'),

@@ -219,10 +219,18 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
         """The settings of speculative decoding, or None without it."""
         return SpeculativeConfig.of(self.speculative_config)
 
+    def check_speculation(self) -> None:
+        """Raise ConfigError for settings of speculative decoding that are wrong."""
+        if self.has_mtp and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "speculative_config: the method mtp runs on one GPU; got tensor_parallel_size "
+                f"{self.tensor_parallel_size}, with which the method ngram drafts"
+            )
+
     @property
     def has_mtp(self) -> bool:
         """Whether the model's layer for multi-token prediction drafts tokens."""
-        return self.speculation is not None and self.speculation.method == "mtp"
+        return self.speculation is not None and self.speculation.has_mtp
 
     @property
     def max_drafts(self) -> int:
@@ -252,11 +260,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     node_ranks: int = 0  # of all engines on GPUs of this machine, which may start together; 0: the engine is alone
 
     def __post_init__(self) -> None:
-        if self.has_mtp and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                "speculative_config: the method mtp runs on one GPU; got tensor_parallel_size "
-                f"{self.tensor_parallel_size}, with which the method ngram drafts"
-            )
+        self.check_speculation()
         valid_switches = get_args(DebugSwitch)
         for switch in self.debug:
             if switch not in valid_switches:  # a misspelled one would disable nothing

@@ -101,6 +101,10 @@ def check_fleet(spec: FleetSpec, *, is_planned: bool = True) -> None:
             raise FleetError(f"{path}.url", fault)
         _check_kind(model, path, is_planned=is_planned)
         _check_device(spec, model, path)
+        try:
+            model.check_speculation()
+        except ConfigError as error:
+            raise FleetError(path, str(error)) from error
     _check_limits(spec)
     _check_languages(spec)
     _check_routes(spec)

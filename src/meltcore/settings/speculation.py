@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -23,7 +24,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     measurements with dummy weights.
     """
 
-    method: Literal["ngram", "mtp"]
+    method: Literal["ngram", "mtp", "qwen3_5_mtp", "qwen3_next_mtp"]  # the last two are vLLM's older names of mtp
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]
     prompt_lookup_max: _NgramTokens = 4
     prompt_lookup_min: _NgramTokens = 2
@@ -31,10 +32,15 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     synthetic_acceptance_length: float | None = None
 
     @property
+    def has_mtp(self) -> bool:
+        """Whether the model's layer for multi-token prediction drafts tokens."""
+        return self.method != "ngram"
+
+    @property
     def description(self) -> str:
         """The method. Acceptance at random is named, since its texts and speeds are not those of the model."""
-        length = self.synthetic_acceptance_length
-        return self.method if length is None else f"{self.method}, synthetic acceptance length {length:g}"
+        method, length = "mtp" if self.has_mtp else self.method, self.synthetic_acceptance_length
+        return method if length is None else f"{method}, synthetic acceptance length {length:g}"
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self | None:
@@ -44,7 +50,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         try:
             config = msgspec.convert(dict(settings), cls)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"speculative_config: {error}") from None
+            raise ConfigError(
+                f"speculative_config: got {json.dumps(settings)}: {error}. It takes method (ngram or mtp), "
+                f"num_speculative_tokens (1 to {MAX_DRAFTS}), prompt_lookup_max and prompt_lookup_min (1 to 8)"
+            ) from None
         if config.prompt_lookup_min > config.prompt_lookup_max:
             raise ConfigError(
                 f"speculative_config: prompt_lookup_min {config.prompt_lookup_min} is more than prompt_lookup_max "
