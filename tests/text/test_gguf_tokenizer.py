@@ -407,6 +407,14 @@ def test_what_cannot_be_built_is_named(tmp_path: Path, changes: dict[str, Any], 
         assert broken_reasons(path) == [str(error.value).removeprefix(f"{path}: ").removeprefix(f"{path} ")]
 
 
+@pytest.mark.parametrize("model", [None, "gpt2", "llama"])
+def test_file_without_tokens_is_refused_by_name(tmp_path: Path, model: str | None) -> None:
+    path = write_values(tmp_path / "m.gguf", {"model": model})
+    with pytest.raises(ConfigError, match=r"m\.gguf lacks tokenizer\.ggml\.tokens; name a tokenizer with --tokenizer"):
+        tokenizer_of(path)
+    assert broken_reasons(path) == [], "which the reader of the file reports"
+
+
 def write_values(path: Path, values: dict[str, Any]) -> Path:
     """Write a file with these values of the tokenizer. None leaves a key out."""
     writer = gguf.GGUFWriter(path, "qwen3")

@@ -42,6 +42,8 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
 
     Raises ConfigError that names file and key for an unsupported kind and for a missing or wrong value.
     """
+    if f"{PREFIX}tokens" not in gguf.metadata:
+        raise ConfigError(f"{gguf.path} lacks {PREFIX}tokens; name a tokenizer with --tokenizer")
     if reasons := _kind_reasons(gguf):
         raise UnservableModelError(str(gguf.path), reasons)
     kind = gguf.metadata.get(f"{PREFIX}model")
