@@ -4,6 +4,7 @@
     python benchmarks/repeat.py README                 the run behind the table of the README
     python benchmarks/repeat.py client_cost/cpu        the newest run of a result file
     python benchmarks/repeat.py offline/h200 --subject Qwen/Qwen3-8B-AWQ
+    python benchmarks/repeat.py --without-spread       count rows of a single run, and name the machine for them
 
 The new rows stay in a temporary folder: nothing under benchmarks/results/ changes. A caution says where other processes
 used the machine meanwhile.
@@ -46,6 +47,21 @@ def repeatable_runs() -> dict[str, list[dict[str, Any]]]:
 def is_repeatable(run: dict[str, Any]) -> bool:
     """Whether a run was made by a script of this folder, and has rows that no newer run replaced."""
     return str(run.get("command", "")).startswith(f"python {SCRIPT}") and bool(run.get("rows"))
+
+
+def without_spread() -> list[str]:
+    """Lines that count the rows of a single run in each result file, name the machine that repeats them, and sum up."""
+    lines, single, total, on_cpu = [], 0, 0, 0
+    for path in sorted(RESULTS.glob("*/*.json")):
+        runs = msgspec.json.decode(path.read_bytes()).get("runs", ())
+        rows = [(row, run) for run in runs for row in run.get("rows", ())]
+        found = [is_repeatable(run) for row, run in rows if "repeats" not in row]
+        if found:
+            count = "" if all(found) else f"; this script repeats {sum(found)} of them"
+            lines.append(f"{path.parent.name}/{path.stem}: {len(found)} of {len(rows)} rows, of {path.stem}{count}")
+        single, total = single + len(found), total + len(rows)
+        on_cpu += sum(found) * (path.stem == "cpu")
+    return [*lines, f"{single:,} of {total:,} rows have no spread; {on_cpu:,} of them can be repeated on a CPU"]
 
 
 def choose(name: str, subject: str | None) -> tuple[str, dict[str, Any]]:
@@ -111,7 +127,13 @@ def main() -> int:
     parser.add_argument("--subject", help="Model or server that was measured (default: the subject of the newest run).")
     parser.add_argument("--file", type=Path, action="append", default=[], help="A file that the command names.")
     parser.add_argument("--anyway", action="store_true", help="Also on another kind of machine.")
+    parser.add_argument(
+        "--without-spread", action="store_true", help="Count the rows of a single run, and run nothing."
+    )
     args = parser.parse_args()
+    if args.without_spread:
+        print("\n".join(without_spread()))
+        return 0
     if args.rows is None:
         for name, runs in repeatable_runs().items():
             for run in runs:

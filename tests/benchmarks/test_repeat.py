@@ -71,6 +71,24 @@ def test_rows_of_another_kind_of_machine_are_refused(machine: str, gpus: list[st
         repeat.check_machine(machine, gpus)
 
 
+def test_rows_of_a_single_run_are_counted_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    single, repeated = {"value": 1.0}, {"value": 1.0, "repeats": 3}
+    script, command = "python benchmarks/a.py", "meltcore load URL"
+    for name, runs in {
+        "a/cpu": [{"command": script, "rows": [single, repeated]}, {"command": script, "rows": [single]}],
+        "b/h200": [{"command": script, "rows": [single]}, {"command": command, "rows": [single]}],
+        "c/cpu": [{"command": script, "rows": [repeated]}],
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.json").write_text(json.dumps({"runs": runs}))
+    monkeypatch.setattr(repeat, "RESULTS", tmp_path)
+    assert repeat.without_spread() == [
+        "a/cpu: 2 of 3 rows, of cpu",
+        "b/h200: 2 of 2 rows, of h200; this script repeats 1 of them",
+        "4 of 6 rows have no spread; 2 of them can be repeated on a CPU",
+    ]
+
+
 @pytest.mark.slow
 def test_command_of_a_run_writes_beside_the_committed_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

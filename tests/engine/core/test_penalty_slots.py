@@ -130,7 +130,7 @@ def test_token_counts_take_at_most_an_eighth_of_the_reserve(gigabytes: int, max_
     taken = table._output_counts.nbytes + table._in_prompt.nbytes
     assert plan.penalty_slots == slots
     assert taken <= reserve.size_bytes * PENALTY_FRACTION
-    assert reserve.note == f"activations, workspaces, penalties of {slots:,} sequences ({size_text(taken)})"
+    assert reserve.note == f"activations, workspaces, {size_text(taken)} for penalties of {slots:,} sequences"
 
 
 def test_one_penalized_sequence_can_always_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,20 @@ def test_baseline_finds_loss_that_priors_allow(tmp_path: Path) -> None:
     assert "set by the baseline" in certificate.findings[0].message
 
 
+@pytest.mark.parametrize("metric", ["host_load", "collectives/all_to_all"])
+def test_loss_of_a_metric_without_a_known_ceiling_is_found_by_the_baseline_alone(metric: str, tmp_path: Path) -> None:
+    def modify(request: ProbeRequest, _target: tuple[int, ...], result: ProbeResult) -> ProbeResult | None:
+        if request.key.startswith(metric):
+            result.samples = [0.7 * sample for sample in result.samples]
+        return result
+
+    baseline = make_baseline(certified(tmp_path, node_of(h200s(2))))
+    assert findings_in(certified(tmp_path, node_of(h200s(2), modify))) == []
+    found = certified(tmp_path, node_of(h200s(2), modify), baseline=baseline)
+    assert found.verdict == "FAIL"
+    assert {(each.check, each.code) for each in found.findings} == {(metric.partition("/")[0], "BELOW_FLOOR")}
+
+
 def test_stored_certificate_is_a_baseline(tmp_path: Path) -> None:
     (tmp_path / "certificate.json").write_bytes(msgspec.json.encode(certified(tmp_path, node_of(h200s(2)), "quick")))
     certificate = read_certificate(tmp_path / "certificate.json")

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import EvalScore, RunResult
-from meltcore.measure.report.comparisons.compare_runs import compare_runs, environment_changes
+from meltcore.measure.report.comparisons.compare_runs import compare_runs, environment_changes, print_ratios
 
 
 def faster() -> RunResult:
@@ -100,3 +101,19 @@ def test_verb_prints_ratios_and_no_claim(tmp_path: Path, capsys: pytest.CaptureF
     assert "no evidence of a difference" in printed
     assert main(["compare", *paths, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["ratio"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("runs", "printed"), [((slower, faster), "\x1b[32m2.000"), ((faster, slower), "\x1b[31m0.500")]
+)
+def test_ratios_are_green_where_the_second_run_is_better(
+    runs: tuple[Callable[[], RunResult], ...],
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    print_ratios(compare_runs(*(run() for run in runs)), [], [])
+    assert printed in capsys.readouterr().out

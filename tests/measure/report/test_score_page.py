@@ -5,7 +5,7 @@ import re
 import pytest
 from sample_scores import sample_device, sample_health, sample_score_level, sample_scored_run
 
-from meltcore.measure.documents.score import ScoredRun
+from meltcore.measure.documents.score import ScoredRun, Spread
 from meltcore.measure.documents.values.percentiles import distribution
 from meltcore.measure.report.render import render
 from meltcore.measure.report.scores.score import format_percentile_ms, gpu_timeline_figure, score_charts
@@ -51,9 +51,13 @@ def test_nothing_is_fetched_and_no_script_runs() -> None:
 
 
 def test_score_that_compares_with_nothing_says_so_first() -> None:
-    device = sample_device(name="Example CPU", label="CPU", uuid=None, health=None)
+    spread = Spread(bucket_s=10.0, rates=[20.0, 40.0], variation=0.3, change=-0.1)
+    device = sample_device(name="Example CPU", label="CPU", uuid=None, health=None, spread=spread)
+    device.engine_settings["device"] = "cpu"
     html = render(sample_scored_run([device], not_comparable=["measured on a CPU: the score is one of GPUs"]))
     page = words(html)
+    assert "Throughput on the CPU: varies by 30.0 %, last third -10.0 %." in page
+    assert not re.search("FAIL|NOT MEASURED|expected", page)
     assert page.index("NOT COMPARABLE: this number ranks with no other") < page.index("The ladder")
     assert '<p class="badge unsure">NOT COMPARABLE</p>' in html
 

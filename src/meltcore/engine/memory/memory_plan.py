@@ -222,7 +222,7 @@ def _rows(
 ) -> list[MemoryRow]:
     """Return the rows of the memory table that the engine shows to its user, in bytes per purpose."""
     penalty_size = size_text(penalty_slots * PENALTY_BYTES * model.vocab_size)
-    penalty_note = f"penalties of {penalty_slots:,} sequences ({penalty_size})"
+    penalty_note = f"{penalty_size} for penalties of {penalty_slots:,} sequences"  # 80 columns part no size and unit
     rows = [
         MemoryRow("weights", model.weight_bytes),
         MemoryRow(

@@ -266,6 +266,6 @@ def _reason(error: Exception) -> str:
     if constants.HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
         return (
             "its files are not in the cache of this machine, and nothing is downloaded while HF_HUB_OFFLINE is set, as "
-            "`meltcore plan` does; download them before, by `hf download`"
+            "`meltcore plan` does; download them before, by `hf download`, or plan with `shapes:` in the fleet's file"
         )
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -13,7 +13,7 @@ from meltcore.measure.documents.schema import LevelResult, RunResult
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_load, format_number, format_percent
 from meltcore.measure.load.tasks.task import Metric, task_of
 from meltcore.measure.report.page.console import print_blocks
-from meltcore.measure.report.page.page import Block, Box, Column, Row, Table, Text, numeric_columns
+from meltcore.measure.report.page.page import Block, Box, Cell, Column, Row, Table, Text, numeric_columns
 
 CAVEAT = (
     "One run per side: these ratios hold no evidence of a difference. Repeat both runs, alternating, before concluding."
@@ -97,13 +97,12 @@ def print_ratios(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: C
     table_rows = []
     for index, row in enumerate(rows):
         format_value = format_percent if row.metric == "accuracy" else format_number
-        ratio = NOT_MEASURED if row.ratio is None else f"{row.ratio:.3f}"
-        cells = [
+        cells: list[str | Cell] = [
             row.load,
             row.metric,
             format_value(row.first),
             format_value(row.second),
-            ratio,
+            _ratio_cell(row),
             f"{row.better} is better",
         ]
         table_rows.append(Row(cells, ends_group=index + 1 == len(rows) or rows[index + 1].load != row.load))
@@ -111,6 +110,13 @@ def print_ratios(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: C
     blocks: list[Block] = [Box("bad", "These runs do not compare", items=reasons)] if reasons else []
     blocks += [Text(f"changed: {name}: {before} -> {after}") for name, before, after in changes]
     print_blocks([*blocks, Table(columns, table_rows), Text(CAVEAT)], Console())
+
+
+def _ratio_cell(row: MetricRatio) -> Cell:
+    """Return the ratio, green where the second run is better and red where it is worse."""
+    if row.ratio is None or row.ratio == 1:
+        return Cell(NOT_MEASURED if row.ratio is None else f"{row.ratio:.3f}")
+    return Cell(f"{row.ratio:.3f}", style="good" if (row.ratio > 1) == (row.better == "higher") else "warning")
 
 
 def ratios_json(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: Changes) -> str:

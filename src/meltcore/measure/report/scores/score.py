@@ -155,8 +155,9 @@ def level_line(label: str, level: ScoreLevel, is_sustained: bool) -> str:
         f"{label:<7} concurrency {level.concurrency:>6,} {description:<9}",
         f"{format_number(level.output_tokens_per_s):>8} tok/s",
         *(
-            f"{name} {_format_p50(distribution):>{width}}" + (" ms" if distribution.p50 is not None else "   ")
+            f"{name} {cell.console_text or cell.text:>{width}}" + (" ms" if distribution.p50 is not None else "   ")
             for name, distribution, width in latencies
+            for cell in [percentile_cell(distribution, "p50")]
         ),
     ]
     return "  ".join(parts).rstrip()
@@ -468,11 +469,6 @@ def _definition_facts() -> list[tuple[str, str]]:
     return [*((definition.name, definition.text) for definition in SCORE_DEFINITIONS), (TOO_FEW_MARK, too_small_text)]
 
 
-def _format_p50(distribution: Distribution) -> str:
-    cell = percentile_cell(distribution, "p50")
-    return cell.console_text or cell.text
-
-
 def summary_sections(score: Score) -> list[Block]:
     """Build the section of the totals and the three expectations, or no section if no device completed a window."""
     sums = totals(score)
@@ -483,8 +479,14 @@ def summary_sections(score: Score) -> list[Block]:
 
 
 def expectation_blocks(score: Score) -> list[Block]:
-    """Build one line per expectation with its verdict, and the rules in small print."""
+    """Build one line per expectation with its verdict, and the rules in small print.
+
+    A CPU is not judged by what is expected of GPUs: one line says how its rate varied.
+    """
     results = expectations(score)
+    if all(device.engine_settings.get("device") == "cpu" for device in score.devices):
+        [seen] = [expectation.seen for expectation in results if expectation.name == "throughput"]
+        return [Text(f"Throughput on the CPU: {seen}. The three expectations are of GPUs.", "small")]
     checks = [
         (
             style_of(expectation.verdict),
