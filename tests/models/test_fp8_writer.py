@@ -9,6 +9,7 @@ from typing import Any
 import engine_tools as tools
 import pytest
 import torch
+from mtp_tools import EXPERTS, build
 from safetensors.torch import load_file, save_file
 
 from meltcore.common.errors import ConfigError
@@ -19,6 +20,7 @@ from meltcore.models.writers import fp8_writer
 from meltcore.models.writers.fp8_writer import write_fp8
 
 FP8, LARGEST = torch.float8_e4m3fn, 448.0
+PARTS = ("gate", "up", "down")
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LINEAR += ("in_proj_qkv", "in_proj_z", "out_proj")
 
@@ -165,6 +167,31 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path, name: str, value
     with pytest.raises(ConfigError, match=rf"source.*{name}\.weight has values that are not finite"):
         write(source, tmp_path / "fp8")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_layer_for_multi_token_prediction_is_copied(tmp_path: Path, is_stacked: bool) -> None:
+    """A folder that is written can draft, whether the experts of the layer were stacked or had a tensor each."""
+    source, target = tmp_path / "source", tmp_path / "fp8"
+    source.mkdir()
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_value_head_dim": 16}
+    table = build(source, **sizes).checkpoint_tensors()
+    tensors = {name: torch.randn(each.shape).bfloat16() for name, each in table.items()}
+    prefix = "mtp.layers.0.mlp.experts"
+    if is_stacked:
+        single = {
+            part: [tensors.pop(f"{prefix}.{index}.{part}_proj.weight") for index in range(EXPERTS)] for part in PARTS
+        }
+        gate_up = [torch.cat(pair) for pair in zip(single["gate"], single["up"], strict=True)]
+        tensors |= {f"{prefix}.gate_up_proj": torch.stack(gate_up), f"{prefix}.down_proj": torch.stack(single["down"])}
+    save_file(tensors, source / "model.safetensors")
+    written = write(source, target)
+    assert all(torch.equal(written[name], each) for name, each in tensors.items() if name.startswith("mtp."))
+    checkpoint = open_checkpoint(str(target), files="all")
+    model = build_model(checkpoint, torch.float32, torch.device("cpu"), has_mtp=True)
+    load_weights(model, checkpoint, lambda stage, fraction: None)
+    assert "mtp.layers.0.self_attn.q_proj.weight_scale" not in model.checkpoint_tensors()
+    assert quantization_of(target).quantizes("model.layers.1.self_attn.q_proj")
 
 
 def test_sizes_that_cannot_be_served_are_refused(tmp_path: Path) -> None:

@@ -103,39 +103,43 @@ class MtpDrafter(Drafter):
         )
         last_tokens = output.last_tokens[first_rows[:-1] + outcomes[:, 0] - 1]
         page_table = self._own_pages(output.page_table, requests, rows)
-        drafts = self._draft(output.hidden[last_tokens], output.positions[last_tokens], page_table)
+        pages = min(page_table.shape[1], max(len(request.pages) for request in requests) + pages_for(self.max_drafts))
+        drafts = self._draft(output.hidden[last_tokens], output.positions[last_tokens], page_table, pages)
         num_drafts = torch.minimum(max_drafts, self._max_model_len - self._tables.lengths[rows]).clamp(min=0)
         drafts.masked_fill_(torch.arange(self.max_drafts, device=self._device) >= num_drafts[:, None], -1)
         self._tables.num_drafts[rows] = outcomes[:, 1] = num_drafts
         self._tables.drafts[rows] = outcomes[:, 2:] = drafts
         return outcomes
 
-    def _draft(self, hidden: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
-        """Return the drafts that follow the layer's states `hidden` at `positions`, [requests, drafts] int64."""
+    def _draft(
+        self, hidden: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor, pages: int
+    ) -> torch.Tensor:
+        """Return the drafts that follow the layer's states `hidden` at `positions`, [requests, drafts] int64.
+
+        `pages` is an upper bound of the pages that a sequence has then.
+        """
         drafts = [self._argmax(self._model.logits(hidden))]
         while len(drafts) < self.max_drafts:
             positions = (positions + 1).clamp(max=self._max_model_len - 1)
-            metadata = _single_tokens(positions, page_table)
+            metadata = _single_tokens(positions, page_table, pages)
             hidden = self._model.draft_hidden(drafts[-1], hidden, positions, self._cache, metadata)
             drafts.append(self._argmax(self._model.logits(hidden)))
         return torch.stack(drafts, dim=1)
 
     def _own_pages(self, page_table: torch.Tensor, requests: Sequence[Request], rows: torch.Tensor) -> torch.Tensor:
-        """Return the pages of the requests, [requests, columns] int64, with the null page for all that they lack.
+        """Return the pages of the requests, [requests, max_pages] int64, with the null page for all that they lack.
 
         Drafts may lie after the last page of a sequence, where a row of the runner's table has the pages of an earlier
         sequence.
         """
-        num_pages = [len(request.pages) for request in requests]
-        columns = min(page_table.shape[1], max(num_pages) + pages_for(self.max_drafts))
-        [device_num_pages] = to_device_together([num_pages], self._device)
-        is_own = torch.arange(columns, device=self._device) < device_num_pages[:, None]
-        return page_table[rows, :columns] * is_own
+        [num_pages] = to_device_together([[len(request.pages) for request in requests]], self._device)
+        is_own = torch.arange(page_table.shape[1], device=self._device) < num_pages[:, None]
+        return page_table[rows] * is_own
 
 
-def _single_tokens(positions: torch.Tensor, page_table: torch.Tensor) -> AttentionMetadata:
-    """Return the metadata of a step of one token per sequence. page_table: [sequences, columns]."""
-    (num_seqs, columns), empty = page_table.shape, positions.new_empty(0)
+def _single_tokens(positions: torch.Tensor, page_table: torch.Tensor, pages: int) -> AttentionMetadata:
+    """Return the metadata of a step of one token per sequence. page_table: [sequences, max_pages] int64."""
+    num_seqs, empty = len(page_table), positions.new_empty(0)
     rows = torch.arange(num_seqs, device=positions.device)
     return AttentionMetadata(
         page_table=page_table,
@@ -145,7 +149,7 @@ def _single_tokens(positions: torch.Tensor, page_table: torch.Tensor) -> Attenti
         num_decodes=num_seqs,
         query_tiles=to_device([], torch.int32, positions.device),
         padded_index=rows,
-        padded_groups=[PaddedGroup(0, num_seqs, 0, num_seqs, 1, columns)],
+        padded_groups=[PaddedGroup(0, num_seqs, 0, num_seqs, 1, pages)],
         state_slots=empty,
         query_start_loc=empty,
         chunk_indices=empty,

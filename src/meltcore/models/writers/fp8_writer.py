@@ -2,7 +2,7 @@
 
 Every matrix of attention, Gated DeltaNet, feed-forwards and experts becomes `weight` in e4m3 and `weight_scale`, one
 float32 per output channel. Embedding, output head, routers and the step sizes and decays of a recurrence keep their
-type. Activations are quantized per token when the folder is served.
+type, and so does the layer for multi-token prediction. Activations are quantized per token when the folder is served.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from meltcore.models.writers.rounding_loss import RoundingLoss
 from meltcore.models.writers.source_tensors import SourceTensor, SourceTensors, open_tensors
 
 _QUANTIZED = re.compile(r"\.(\w+_proj|in_proj_qkv|in_proj_z)\.weight$")
+_MTP = r"re:mtp\."  # the modules of the layer for multi-token prediction, whose experts may be stacked
 _LARGEST_VALUE = torch.finfo(torch.float32).max
 _SHARD_BYTES = 2**30
 _TEXT_FILES = (
@@ -164,12 +165,13 @@ def _quantization_config(planned: list[_PlannedTensor]) -> dict[str, Any]:
     inputs = weights | {"strategy": "token", "dynamic": True}
     unquantized_names = [tensor.name for tensor in planned if not tensor.is_quantized and len(tensor.shape) > 1]
     modules = {name.rpartition(".")[0] for name in unquantized_names if not name.endswith("embed_tokens.weight")}
+    ignored = {_MTP if re.match(_MTP.removeprefix("re:"), module) else module for module in modules}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
-        "ignore": sorted(modules | {"lm_head"}),
+        "ignore": sorted(ignored | {"lm_head"}),
         "kv_cache_scheme": None,
     }
 
