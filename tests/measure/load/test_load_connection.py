@@ -4,6 +4,7 @@ import asyncio
 import gc
 import signal
 import warnings
+from contextlib import suppress
 
 import pytest
 from waiting import WAIT_S
@@ -54,3 +55,14 @@ def test_request_ends_when_it_is_cancelled_as_its_answer_arrives(monkeypatch: py
             assert task.cancelled()
 
     asyncio.run(cancelled_with_the_answer())
+
+
+def test_interrupt_is_raised_though_the_coroutine_has_ended() -> None:
+    async def answer_in_spite_of_it() -> int:
+        signal.raise_signal(signal.SIGINT)
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(WAIT_S)
+        return 1
+
+    with pytest.raises(KeyboardInterrupt):
+        run_coroutine(answer_in_spite_of_it())

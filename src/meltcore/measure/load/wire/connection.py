@@ -293,10 +293,25 @@ def run_coroutine(
 
     An interrupt that arrives while the loop is being created raises KeyboardInterrupt before the coroutine has started.
     The coroutine is closed then. Otherwise Python would warn on standard error that the coroutine was never awaited.
+    An interrupt also raises KeyboardInterrupt if the coroutine ended in spite of it.
     """
+    kept = _keep_interrupt(coroutine)
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            return runner.run(coroutine)
+            return runner.run(kept)
     finally:
-        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-            coroutine.close()
+        for each in (kept, coroutine):
+            if inspect.getcoroutinestate(each) == inspect.CORO_CREATED:
+                each.close()
+
+
+async def _keep_interrupt(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of `coroutine`, or raise CancelledError if it was cancelled and returned nevertheless.
+
+    A cancellation can get lost where it meets a result or a time limit.
+    """
+    result = await coroutine
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    return result
