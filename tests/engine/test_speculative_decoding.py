@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from speculation_tools import NGRAM, ForcedDrafts
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Scheduler
+from meltcore.engine.generation.speculation import Speculation
 from meltcore.engine.worker import sampler
 from meltcore.engine.worker.drafter import Drafter
 from meltcore.engine.worker.sampler import Drafts, Sampler
+from meltcore.protocol.generation import SequenceOutput
 from meltcore.protocol.sampling_params import Grammar
 
 PROMPTS = {f"r{index}": tools.random_prompt(3 + 61 * index, index) for index in range(3)}
@@ -68,6 +71,37 @@ def test_families_give_the_tokens_without_drafts(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as patch:
             ForcedDrafts(patch, truth, num_right)
             assert answers(seen, {}, 80) == truth
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.slow])])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe_text"])
+def test_steps_with_and_without_drafts_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, device: str
+) -> None:
+    """Steps without drafts are launched one ahead, and some sequences come, go or have no drafts meanwhile."""
+    tools.make_reference(family=family).save_pretrained(tmp_path)
+    sampling = {**SAMPLING["penalties"], "max_tokens": 40}
+
+    plain = tools.open_engine(tmp_path, device=device)
+    for request_id, prompt in PROMPTS.items():
+        plain.add(request_id, prompt, **sampling)
+    truth = plain.run()
+
+    ForcedDrafts(monkeypatch, truth, 2)
+    choices = random.Random(1)
+    monkeypatch.setattr(Speculation, "begin", lambda self, _running: choices.choice([0, 0, self._num_drafts]))
+    seen = tools.open_engine(tmp_path, device=device, overlap=True, speculative_config=NGRAM)
+    outputs: list[SequenceOutput] = []
+    for index, (request_id, prompt) in enumerate(PROMPTS.items()):
+        seen.add(request_id, prompt, **sampling, speculative_decoding=index != 1)
+        seen.add(f"aborted {index}", prompt, **sampling)
+        for _ in range(3):
+            outputs += seen.engine.step().outputs
+        seen.engine.abort([f"aborted {index}"])
+    outputs += seen.outputs()
+    seen.engine.check_idle()
+    for request_id, tokens in truth.items():
+        assert [token for each in outputs if each.request_id == request_id for token in each.token_ids] == tokens
 
 
 @pytest.mark.slow
