@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from meltcore.common.errors import ConfigError
 from meltcore.engine.generation.speculation import Speculation
+from meltcore.engine.worker import drafter
 from meltcore.engine.worker.mtp_drafter import MtpDrafter
+from meltcore.engine.worker.warm_up import EVERY_SAMPLING, StepLimits, rehearse
 from meltcore.models.decoders.qwen3_5 import Qwen3_5
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -143,6 +145,25 @@ def test_drafts_do_not_reach_pages_of_others(folder: Path, monkeypatch: pytest.M
         owned.update(*(request.pages for request in seen.engine.scheduler.running))
     assert written <= owned
     assert 0 in written
+
+
+def test_rehearsal_looks_up_no_result_of_a_skipped_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skipped kernels leave any numbers in sampled tokens, accepted counts and drafts."""
+
+    def garbage(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 2**40)
+
+    seen = tools.open_engine(folder, speculative_config=MTP)
+    runner, drafted = seen.engine.runner, []
+    assert isinstance(runner.drafter, MtpDrafter)
+    monkeypatch.setattr(runner, "argmax", lambda logits: garbage(len(logits)))
+    monkeypatch.setattr(runner.drafter, "_argmax", lambda logits: drafted.append(len(logits)) or garbage(len(logits)))
+    monkeypatch.setattr(drafter, "accept_and_propose", lambda _tables, rows, *_: garbage(len(rows), 5))
+    rehearse(runner, StepLimits(0, 250, 140))
+    assert drafted == [len(EVERY_SAMPLING) - 1] * 3
+    runner.drafter.warm_up([1, 2])
+    assert drafted[3:] == [1, 1, 1, 2, 2, 2]
+    assert not runner.caches[-1][0][1:].any()
 
 
 def test_layer_takes_one_more_cache(folder: Path) -> None:

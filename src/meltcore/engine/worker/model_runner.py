@@ -179,6 +179,8 @@ class ModelRunner:
         """Launch padded decode steps of these sizes, for `compile_ahead`."""
         if counts:
             self._make_decode_graphs().warm_up_steps(counts)
+        if self._mtp is not None:
+            self._mtp.warm_up(counts)
 
     def reset_last_tokens(self) -> None:
         """Set each row's newest token to 0, since the values after warm-up are not token ids."""

@@ -85,7 +85,7 @@ class MtpDrafter(Drafter):
             next_ids[end : end + len(known_ids)] = known_ids
             end += chunk.size
         device_ids, last_tokens = to_device_together([next_ids, states.batch.last_tokens], self._device)
-        device_ids[last_tokens] = token_ids
+        device_ids[last_tokens] = self._valid_ids(token_ids)
         hidden = self._model.draft_hidden(device_ids, states.hidden, states.positions, self._cache, states.metadata)
         self._output = _LayerOutput(hidden, last_tokens, states.positions, states.metadata.page_table)
 
@@ -101,7 +101,8 @@ class MtpDrafter(Drafter):
         rows, first_rows, max_drafts = to_device_together(
             [[request.row for request in requests], windows.first_rows, self._most_drafts(requests)], self._device
         )
-        last_tokens = output.last_tokens[first_rows[:-1] + outcomes[:, 0] - 1]
+        last_rows = (first_rows[:-1] + outcomes[:, 0] - 1).clamp(0, len(output.last_tokens) - 1)
+        last_tokens = output.last_tokens[last_rows]
         page_table = self._own_pages(output.page_table, requests, rows)
         pages = min(page_table.shape[1], max(len(request.pages) for request in requests) + pages_for(self.max_drafts))
         drafts = self._draft(output.hidden[last_tokens], output.positions[last_tokens], page_table, pages)
@@ -111,6 +112,19 @@ class MtpDrafter(Drafter):
         self._tables.drafts[rows] = outcomes[:, 2:] = drafts
         return outcomes
 
+    @torch.inference_mode()
+    def warm_up(self, counts: Sequence[int]) -> None:
+        """Launch the drafting of padding for these numbers of sequences."""
+        for count in counts:
+            positions = torch.zeros(count, dtype=torch.int64, device=self._device)
+            page_table = positions.new_zeros(count, pages_for(self._max_model_len))
+            hidden = torch.zeros(count, self._model.config.hidden_size, dtype=self._model.dtype, device=self._device)
+            self._draft(hidden, positions, page_table, 1)
+
+    def _valid_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return ids that an embedding can look up: kernels that `rehearse` skips leave any numbers."""
+        return token_ids.clamp(0, self._model.config.vocab_size - 1)
+
     def _draft(
         self, hidden: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor, pages: int
     ) -> torch.Tensor:
@@ -118,12 +132,12 @@ class MtpDrafter(Drafter):
 
         `pages` is an upper bound of the pages that a sequence has then.
         """
-        drafts = [self._argmax(self._model.logits(hidden))]
+        drafts = [self._valid_ids(self._argmax(self._model.logits(hidden)))]
         while len(drafts) < self.max_drafts:
             positions = (positions + 1).clamp(max=self._max_model_len - 1)
             metadata = _single_tokens(positions, page_table, pages)
             hidden = self._model.draft_hidden(drafts[-1], hidden, positions, self._cache, metadata)
-            drafts.append(self._argmax(self._model.logits(hidden)))
+            drafts.append(self._valid_ids(self._argmax(self._model.logits(hidden))))
         return torch.stack(drafts, dim=1)
 
     def _own_pages(self, page_table: torch.Tensor, requests: Sequence[Request], rows: torch.Tensor) -> torch.Tensor:
