@@ -94,7 +94,7 @@ def main() -> None:
     settings: dict[str, Any] = {"device": args.device, "max_model_len": 2048, "max_num_seqs": max(16, args.concurrency)}
     speculation = {"method": "ngram", "num_speculative_tokens": args.drafts}
     found: dict[str, dict[str, Answers]] = {}
-    for name, config in {"plain": {}, "speculating": speculation}.items():
+    for name, config in {"plain": None, "speculating": speculation}.items():
         llm = LLM(args.model, speculative_config=config, enable_prefix_caching=False, **settings)
         run(llm, prompts_of("copy", 1), 1, 16)  # the first steps compile
         found[name] = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from speculation_tools import NGRAM, ForcedDrafts
 
+from meltcore.engine.core.batch import Windows
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Scheduler
@@ -104,6 +105,57 @@ def test_steps_with_and_without_drafts_take_turns(
         assert [token for each in outputs if each.request_id == request_id for token in each.token_ids] == tokens
 
 
+def test_histories_are_those_of_their_rows_after_preemptions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tools.open_engine(folder, speculative_config=NGRAM, pages=6, max_model_len=256)
+    whole, checked = Drafter.propose, 0
+
+    def checking(drafter: Drafter, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
+        nonlocal checked
+        outcomes = whole(drafter, windows, token_ids)
+        for index, first in enumerate(windows.first_rows[:-1]):
+            request = windows.requests[first]
+            length = len(request.token_ids)
+            assert drafter._tables.histories[request.row, :length].tolist() == request.token_ids.tolist()
+            assert int(drafter._tables.lengths[request.row]) == length + int(outcomes[index, 0])
+            checked += 1
+        return outcomes
+
+    monkeypatch.setattr(Drafter, "propose", checking)
+    for request_id, prompt in PROMPTS.items():
+        seen.add(request_id, prompt, max_tokens=100)
+    seen.run()
+    assert seen.engine.scheduler.preemptions > 0
+    assert checked > 100
+
+
+def test_no_request_is_preempted_for_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of the first request would need the page that the second one needs for its next token."""
+
+    def answers_on_three_pages(**settings: object) -> tuple[dict[str, list[int]], int]:
+        seen = tools.open_engine(folder, pages=3, max_model_len=128, enable_prefix_caching=False, **settings)
+        seen.add("first", tools.random_prompt(58, 1), max_tokens=10)
+        seen.add("second", tools.random_prompt(63, 2), max_tokens=4)
+        return seen.run(), seen.engine.scheduler.preemptions
+
+    truth, preemptions = answers_on_three_pages()
+    ForcedDrafts(monkeypatch, {"first": truth["first"]}, 0)
+    assert answers_on_three_pages(speculative_config=NGRAM | {"num_speculative_tokens": 7}) == (truth, preemptions)
+    assert preemptions == 0
+
+
+def test_steps_without_decodes_that_take_drafts_stay_as_they_are(folder: Path) -> None:
+    seen = tools.open_engine(folder, speculative_config=NGRAM, overlap=True)
+    for request_id, prompt in PROMPTS.items():
+        seen.add(request_id, prompt, max_tokens=30, speculative_decoding=False)
+    num_in_flight = 0
+    for _ in range(20):
+        seen.engine.step()
+        num_in_flight += seen.engine._launched is not None
+    seen.run()
+    assert num_in_flight == 20
+    assert sum(seen.engine.stats().drafted) == 0
+
+
 @pytest.mark.slow
 def test_two_ranks_check_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy, by the candidates of both ranks, and from whole rows on the first one."""
@@ -130,8 +182,15 @@ GRAMMARS = {
 }
 
 
-def test_answers_follow_their_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Masks of the tokens after drafts, which end an answer, leave its grammar, or end its reasoning."""
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_follow_their_grammars(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overlap: bool
+) -> None:
+    """Masks of the tokens after drafts, which end an answer, leave its grammar, or end its reasoning.
+
+    With overlap all masks count as slow, so that each is filled by a thread of its own.
+    """
+    monkeypatch.setattr("meltcore.engine.core.constraints._SLOW_S", -1.0 if overlap else 1.0)
     path = tools.with_tokenizer(folder, tmp_path)
 
     def constrained(seen: tools.SeenEngine) -> dict[str, list[int]]:
@@ -144,12 +203,15 @@ def test_answers_follow_their_grammars(folder: Path, monkeypatch: pytest.MonkeyP
     truth = constrained(tools.open_engine(path))
     assert len(truth["r0"]) in (7, 8)
     assert 301 in truth["r2"][:20]
-    seen = tools.open_engine(path, speculative_config=NGRAM)
+    seen = tools.open_engine(path, speculative_config=NGRAM, overlap=overlap)
     for num_right in range(4):
+        before = seen.engine.stats().masks_total
         with monkeypatch.context() as patch:
             forced = ForcedDrafts(patch, truth, num_right)
             assert constrained(seen) == truth
         assert forced.num_windows.get(num_right, 0) >= 9
+        steps = sum(forced.num_windows.values()) + 2 * len(truth)
+        assert seen.engine.stats().masks_total - before <= steps, "a request has one task for all masks of a step"
 
 
 def test_shifted_mask_rows_change_an_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_file import parse_fleet
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 WRONG = [
+    ({}, "missing required field `method`"),
+    ({"method": "mtp", "num_speculative_tokens": 3, "prompt_lookup_max": 8}, "prompt_lookup_max is for method ngram"),
     ({"method": "ngram"}, "num_speculative_tokens"),
-    ({**NGRAM, "method": "eagle"}, "'eagle'.*ngram or mtp"),
+    ({**NGRAM, "method": "eagle"}, "'eagle'.*ngram, mtp"),
     ({**NGRAM, "num_speculative_tokens": 9}, '"num_speculative_tokens": 9.*1 to 7'),
     ({**NGRAM, "prompt_lookup_min": 5}, "prompt_lookup_min 5 is more than prompt_lookup_max 4"),
     ({**NGRAM, "drafts": 1}, "unknown field `drafts`"),
@@ -27,6 +30,12 @@ WRONG = [
 def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"speculative_config: .*{message}"):
         EngineConfig(model="m", speculative_config=settings)
+
+
+def test_flag_is_checked_before_anything_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "owner/model", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 9}'])
+    assert "--speculative-config: speculative_config: got" in capsys.readouterr().err
 
 
 def test_a_fleet_names_the_model() -> None:

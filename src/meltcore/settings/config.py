@@ -12,7 +12,7 @@ from msgspec import Meta
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import json_object, not_empty, number, setting
 from meltcore.settings.field_types import ContextTokens, FleetSection, Sequences, Text, Tokens
-from meltcore.settings.speculation import SpeculativeConfig
+from meltcore.settings.speculation import SpeculativeConfig, speculative_settings
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -187,14 +187,14 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
         ),
     ] = msgspec.field(default_factory=dict)
     speculative_config: Annotated[
-        dict[str, Any],
+        dict[str, Any] | None,
         setting(
             'Speculative decoding in vLLM\'s form, like \'{"method": "ngram", "num_speculative_tokens": 3}\'.',
             group=ENGINE_GROUP,
             metavar="JSON",
-            type=json_object,
+            type=speculative_settings,
         ),
-    ] = msgspec.field(default_factory=dict)
+    ] = None
     async_scheduling: Annotated[
         bool | None,
         setting("Schedule the next step while the device computes one (default: on; CPU: off).", group=ENGINE_GROUP),

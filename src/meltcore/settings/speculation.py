@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import msgspec
 from msgspec import Meta
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.options import json_object
 
 MAX_DRAFTS = 7  # of a sequence in a step
-_NgramTokens = Annotated[int, Meta(ge=1, le=8)]
+_MAX_NGRAM = 8
+_NgramTokens = Annotated[int, Meta(ge=1, le=_MAX_NGRAM)]
+Method = Literal["ngram", "mtp", "qwen3_5_mtp", "qwen3_next_mtp"]  # the last two are vLLM's older names of mtp
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,7 +28,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     measurements with dummy weights.
     """
 
-    method: Literal["ngram", "mtp", "qwen3_5_mtp", "qwen3_next_mtp"]  # the last two are vLLM's older names of mtp
+    method: Method
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]
     prompt_lookup_max: _NgramTokens = 4
     prompt_lookup_min: _NgramTokens = 2
@@ -43,17 +47,21 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return method if length is None else f"{method}, synthetic acceptance length {length:g}"
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Self | None:
+    def of(cls, settings: Mapping[str, Any] | None) -> Self | None:
         """Return the settings of `--speculative-config`, or None if there are none. Raises ConfigError."""
-        if not settings:
+        if settings is None:
             return None
         try:
             config = msgspec.convert(dict(settings), cls)
         except msgspec.ValidationError as error:
             raise ConfigError(
-                f"speculative_config: got {json.dumps(settings)}: {error}. It takes method (ngram or mtp), "
-                f"num_speculative_tokens (1 to {MAX_DRAFTS}), prompt_lookup_max and prompt_lookup_min (1 to 8)"
+                f"speculative_config: got {json.dumps(settings)}: {error}. It takes "
+                f"method ({', '.join(get_args(Method))}), num_speculative_tokens (1 to {MAX_DRAFTS}), "
+                f"prompt_lookup_max and prompt_lookup_min (1 to {_MAX_NGRAM}) of ngram, rejection_sample_method "
+                "(strict, synthetic), and synthetic_acceptance_length"
             ) from None
+        if config.has_mtp and (given := [name for name in settings if name.startswith("prompt_lookup")]):
+            raise ConfigError(f"speculative_config: {given[0]} is for method ngram; got {config.method}")
         if config.prompt_lookup_min > config.prompt_lookup_max:
             raise ConfigError(
                 f"speculative_config: prompt_lookup_min {config.prompt_lookup_min} is more than prompt_lookup_max "
@@ -71,3 +79,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"got {length:g}"
             )
         return config
+
+
+def speculative_settings(text: str) -> dict[str, Any]:
+    """Return the settings in a text of JSON. Raises ArgumentTypeError if they are wrong."""
+    settings = json_object(text)
+    try:
+        SpeculativeConfig.of(settings)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return settings

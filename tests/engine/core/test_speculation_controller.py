@@ -158,3 +158,16 @@ def test_counts_are_by_position() -> None:
         counts.add(num_drafts, num_accepted)
     assert counts.drafted == [4, 3, 3]
     assert counts.accepted == [3, 1, 1]
+
+
+def test_steps_that_are_not_measured_have_drafts_once_these_are_known_to_pay() -> None:
+    controller = SpeculationController(3)
+    assert controller.in_use(4) == 0
+    for _ in range(200):
+        num_drafts = controller.begin(4)
+        controller.record(1.2 if num_drafts else 1.0, 4, num_drafts, 8 if num_drafts else 4)
+    assert (controller.in_use(4), controller.in_use(3), controller.in_use(9)) == (3, 3, 0)
+    for _ in range(200):
+        num_drafts = controller.begin(9)
+        controller.record(1.2 if num_drafts else 1.0, 9, num_drafts, 9)
+    assert controller.in_use(9) == 0

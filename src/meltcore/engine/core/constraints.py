@@ -190,7 +190,8 @@ class Constraints:
                 break
             if constraint.takes(token_id):
                 dropped.failed.extend(self._consume([(request, constraint, token_id)]))
-        request.drafts = constraint.drafts = constraint.checkable(request.drafts)
+        is_new = request.num_in_history == len(request.token_ids) + len(token_ids)
+        request.drafts = constraint.drafts = constraint.checkable(request.drafts) if is_new else ()
 
     def _late_and_failed(self, sampled: list[_Sampled]) -> tuple[list[Request], list[Request]]:
         """Return the requests whose tokens the device has sampled without masks, and which cannot be used."""
@@ -448,6 +449,7 @@ def _fail(request: Request, constraint: Constraint) -> None:
     whole = " ".join(error.split())[:500]
     print(f"meltcore: the grammar of request {request.id} has failed: {whole}", file=sys.stderr, flush=True)
     reason, _, _ = error.strip().partition("\n")  # what follows is the state of the parser, or a stack
-    advice = _ADVICE.get(constraint.matcher.stop_reason(), "its grammar and its tokens do not agree")
+    stop_reason = "" if constraint.is_filling else constraint.matcher.stop_reason()  # a thread may use the matcher
+    advice = _ADVICE.get(stop_reason, "its grammar and its tokens do not agree")
     request.error = f"the answer cannot go on: {advice} (llguidance: {reason[:200]})"
     request.error_code = "grammar_failed"

@@ -227,7 +227,7 @@ class Scheduler:
         needed is checked before a function is called for it: most tokens need none.
         """
         running, spare_tokens = list(self.running), min(budget, self.max_sampled_tokens) - len(self.running)
-        for request in running:
+        for index, request in enumerate(running):
             if budget == 0:
                 break
             length = request.length
@@ -237,12 +237,9 @@ class Scheduler:
                 or not self._can_schedule(request, length)
             ):
                 continue
-            drafts = self._usable_drafts(request, spare_tokens) if self.max_drafts else ()
+            drafts = self._usable_drafts(request, spare_tokens, len(running) - index) if self.max_drafts else ()
             end = length + len(drafts)
             while end > request.capacity and not self._allocate_pages(request, end):
-                if drafts:  # no other request is preempted for guesses
-                    drafts, end = (), length
-                    continue
                 # The last in priority is preempted: it comes last in this loop, so it is not scheduled yet.
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -254,11 +251,16 @@ class Scheduler:
                 spare_tokens -= len(drafts)
         return budget
 
-    def _usable_drafts(self, request: Request, spare_tokens: int) -> tuple[int, ...]:
-        """Return the drafts that the next step checks. None lies after the last token that the request may have."""
+    def _usable_drafts(self, request: Request, spare_tokens: int, num_left: int) -> tuple[int, ...]:
+        """Return the drafts that the next step checks. None lies after the last token that the request may have.
+
+        Where pages are missing for a token of each of the `num_left` sequences, drafts get none.
+        """
         if request.num_in_history != len(request.token_ids):
             return ()  # they were proposed before its newest token
         last = min(request.prompt_length + request.sampling.max_tokens, self.max_model_len) - request.length - 1
+        if self.pool.num_available < self._column_pages * num_left:
+            last = min(last, request.capacity - request.length)
         return request.drafts[: max(0, min(self.max_drafts, spare_tokens, last))]
 
     def _schedule_prompts(self, scheduled: list[Chunk], budget: int) -> int:
@@ -412,7 +414,7 @@ class Scheduler:
         self.pool.add_references(filter(None, match.pages))
         request.pages = match.pages
         request.sent_pages = 0
-        request.last_token_on_device, request.drafts = False, ()
+        request.last_token_on_device, request.drafts, request.num_in_history = False, (), 0
         request.registered_columns = match.columns
         request.num_computed_tokens = match.columns * PAGE_SIZE
         request.first_columns = [group.first_column(request.num_computed_tokens) for group in self._sliding]

@@ -142,6 +142,11 @@ class SpeculationController:
         sizes = self._sizes.setdefault(_size_class(decodes), _BatchSizes())
         return self._num_speculative_tokens if sizes.begin() else 0
 
+    def in_use(self, decodes: int) -> int:
+        """Return the most drafts of each sequence in a step that is not measured: none before drafts are judged."""
+        sizes = self._sizes.get(_size_class(decodes))
+        return self._num_speculative_tokens if sizes is not None and sizes.is_judged and sizes.is_on else 0
+
     def record(self, took_s: float, decodes: int, num_drafts: int, tokens: int) -> str | None:
         """Record a finished step, which had no prompt tokens.
 

@@ -299,7 +299,7 @@ class GenerationEngine:
 
     def _choose_drafts(self) -> list[SequenceOutput]:
         """Decide how many drafts the next step checks. They follow tokens in flight, whose outputs this returns."""
-        num_drafts = 0 if self._speculation is None else self._speculation.begin(len(self.scheduler.running))
+        num_drafts = 0 if self._speculation is None else self._speculation.begin(self.scheduler)
         self.scheduler.max_drafts, self.runner.proposes_drafts = num_drafts, num_drafts > 0
         launched = self._launched
         if launched is None or not num_drafts:
@@ -312,7 +312,8 @@ class GenerationEngine:
 
         The tokens of the step before are read first. Requests whose masks are late miss the step.
         """
-        requests = [request for request in requests if request.status is not RequestStatus.FINISHED]
+        # A request with drafts samples several rows.
+        requests = [each for each in dict.fromkeys(requests) if each.status is not RequestStatus.FINISHED]
         if all(request.constraint is None for request in requests):
             return
         forward = record_event()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from array import array
 
+import numpy as np
+
 from meltcore.engine.core.chunk import prompt_tokens
+from meltcore.engine.core.scheduler import Scheduler
 from meltcore.engine.core.speculation import DraftCounts, SpeculationController
 from meltcore.engine.worker.launched_step import LaunchedStep
 from meltcore.settings.speculation import MAX_DRAFTS, SpeculativeConfig
@@ -18,20 +21,33 @@ class Speculation:
         self._num_drafts = config.num_speculative_tokens
         self._controller = SpeculationController(self._num_drafts)
         self._counts = DraftCounts(self._num_drafts)
+        if config.synthetic_acceptance_length is not None:
+            print("meltcore: drafts are accepted at random, so texts are not the model's", file=sys.stderr, flush=True)
 
-    def begin(self, num_running: int) -> int:
-        """Return the number of drafts that each sequence may have in the next step."""
-        return self._controller.begin(max(1, num_running))
+    def begin(self, scheduler: Scheduler) -> int:
+        """Return the number of drafts that each sequence may have in the next step.
+
+        Steps with prompts are not measured. They have drafts where these are known to pay.
+        """
+        decodes = [request for request in scheduler.running if request.num_remaining <= 1]
+        if not any(request.sampling.speculative_decoding for request in decodes):
+            return 0
+        if scheduler.waiting_count or len(decodes) < len(scheduler.running):
+            return self._controller.in_use(len(decodes))
+        return self._controller.begin(len(decodes))
 
     def record(self, step: LaunchedStep, sampled: list[list[int]], took_s: float | None) -> None:
         """Count the drafts of a step that has ended, and compare its time with the times of other steps.
 
         `sampled` has the tokens of each request that the step sampled. The time is None if it is not known.
         """
+        if step.windows is not None and step.outcomes is not None:
+            sizes = np.diff(step.windows.first_rows).tolist()
+            for size, num_tokens in zip(sizes, step.outcomes[:, 0].tolist(), strict=True):
+                self._counts.add(size - 1, num_tokens - 1)
         chunks = [chunk for chunk in step.chunks if chunk.samples]
-        for chunk, tokens in zip(chunks, sampled, strict=True):
-            self._counts.add(len(chunk.drafts), len(tokens) - 1)
-        if took_s and chunks and not prompt_tokens(step.chunks):
+        may_have_drafts = any(chunk.request.sampling.speculative_decoding for chunk in chunks)
+        if took_s and may_have_drafts and not prompt_tokens(step.chunks):
             num_drafts = 0 if step.windows is None else self._num_drafts
             change = self._controller.record(took_s, len(chunks), num_drafts, sum(map(len, sampled)))
             if change is not None:

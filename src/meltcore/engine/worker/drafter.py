@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from meltcore.engine.core.batch import Windows
@@ -61,6 +62,6 @@ class Drafter:
         """Write the histories of sequences that were started, or that had a step without a drafter."""
         if requests:
             first_tokens = list(accumulate((len(request.token_ids) for request in requests), initial=0))
-            token_ids = [token_id for request in requests for token_id in request.token_ids]
+            token_ids = np.concatenate([np.frombuffer(request.token_ids, np.uint32) for request in requests])
             arrays = to_device_together([[request.row for request in requests], first_tokens, token_ids], self._device)
             start_histories(self._tables, *arrays)
