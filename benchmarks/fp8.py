@@ -25,7 +25,7 @@ from bench_output import Row, Target, need_gpu, write_result
 from meltcore import LLM, SamplingParams
 from meltcore.engine.core.request import Request
 from meltcore.engine.worker.model_runner import LogitsAt
-from meltcore.engine.worker.sampler import SampleResult
+from meltcore.engine.worker.sampler import Drafts, SampleResult
 from meltcore.measure.problems import evaluation_set, is_correct
 
 # quantization, kv_cache_dtype
@@ -88,10 +88,12 @@ def first_logits(llm: LLM) -> torch.Tensor:
     sample = runner.sample
     seen: dict[int, torch.Tensor] = {}
 
-    def recording(logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request]) -> SampleResult:
+    def recording(
+        logits_at: LogitsAt, token_ids: torch.Tensor, requests: list[Request], drafts: Drafts | None = None
+    ) -> SampleResult:
         logits = logits_at(torch.arange(len(requests), device=token_ids.device)).float().cpu()
         seen.update((request.arrival, logits[row]) for row, request in enumerate(requests))
-        return sample(logits_at, token_ids, requests)
+        return sample(logits_at, token_ids, requests, drafts)
 
     runner.sample = recording  # type: ignore[method-assign]
     prompts = random_prompts(LOGIT_PROMPTS, LOGIT_PROMPT_TOKENS, LOGIT_PROMPT_TOKENS, 99)

@@ -321,6 +321,8 @@ def test_preempted_answer_gets_its_own_mask_when_it_returns_to_its_row(
             is_added = True
             sampling = SamplingParams(max_tokens=12, ignore_eos=True, grammar=DIGITS)
             seen.engine.add(AddRequest("digits", tools.random_prompt(70, 3), sampling, priority=-1))
+            for compiled in seen.engine._constraints._compiling.values():  # before the other one gets a row again
+                compiled.result(WAIT_S)
     assert seen.engine.stats().preemptions_total == 1
     assert len(rows) == 1
     assert re.fullmatch("[a-z]{30}", text(outputs))

@@ -139,7 +139,7 @@ class Driver:
     def step(self) -> list[Request]:
         """The requests that have finished."""
         chunks = self.scheduler.schedule()
-        self.scheduler.update(chunks, [*self.random_tokens(sum(chunk.samples for chunk in chunks))])
+        self.scheduler.update(chunks, [[token] for token in self.random_tokens(sum(chunk.samples for chunk in chunks))])
         return [chunk.request for chunk in chunks if chunk.request.finish_reason is not None]
 
     def ask_all(self, prompts: list[tuple[list[int], int]]) -> None:
