@@ -32,7 +32,10 @@ _ARCHITECTURE_PAGE, _DECISIONS_INDEX = "docs/architecture.md", "docs/decisions/i
 _LIFE_HEADING = "A request's life"
 _FP8_PAGE = "fp8-kv-cache.md"  # no part of a server whose cache is not FP8
 # A submission is measured on one node without grammars, and the package's layout does not change its speed.
-_OTHER_PAGES = ("cluster-placement.md", "cluster-transport.md", "package-layout.md", "structured-output.md")
+_OTHER_PAGES = (
+    *("cluster-placement.md", "cluster-transport.md", "package-layout.md"),
+    *("speculative-decoding.md", "structured-output.md"),
+)
 _DECISION = re.compile(r"^\*\*Decision:\*\*\s+(.*?)\n\n", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\([^)]*\)")
 _INDEX_ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", re.MULTILINE)
