@@ -121,6 +121,7 @@ def test_histories_are_those_of_their_rows_after_preemptions(folder: Path, monke
         return outcomes
 
     monkeypatch.setattr(Drafter, "propose", checking)
+    monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: self._num_drafts)  # whether they pay or not
     for request_id, prompt in PROMPTS.items():
         seen.add(request_id, prompt, max_tokens=100)
     seen.run()

