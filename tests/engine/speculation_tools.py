@@ -39,7 +39,7 @@ class ForcedDrafts:
 
         monkeypatch.setattr(Drafter, "propose", forced)
         # Whether drafts pay is measured, and does not matter here.
-        monkeypatch.setattr(Speculation, "begin", lambda self, _num_running: self._num_drafts)
+        monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: self._num_drafts)
 
     def _fill(self, used: Drafter, windows: Windows, outcomes: torch.Tensor) -> None:
         tables = used._tables

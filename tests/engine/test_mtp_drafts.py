@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether drafts pay is measured, and does not matter here."""
-    monkeypatch.setattr(Speculation, "begin", lambda self, _num_running: self._num_drafts)
+    monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: self._num_drafts)
 
 
 def answers(seen: tools.SeenEngine, **sampling: object) -> dict[str, list[int]]:

@@ -23,9 +23,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How drafts are proposed and accepted.
 
     The method "ngram" looks up an n-gram of `prompt_lookup_max` to `prompt_lookup_min` tokens. "mtp" runs the model's
-    layer for multi-token prediction, `num_speculative_tokens` times per step. With the method "synthetic" drafts are
-    accepted at random, so that a step with all drafts yields `synthetic_acceptance_length` tokens on average: only for
-    measurements with dummy weights.
+    layer for multi-token prediction, `num_speculative_tokens` times per step. With the `rejection_sample_method`
+    "synthetic" drafts are accepted at random, so that a step with all drafts yields `synthetic_acceptance_length`
+    tokens on average: only for measurements with dummy weights.
     """
 
     method: Method
@@ -42,7 +42,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def description(self) -> str:
-        """The method. Acceptance at random is named, since its texts and speeds are not those of the model."""
+        """The method, and the length of synthetic acceptance, whose texts and speeds do not come from the model."""
         method, length = "mtp" if self.has_mtp else self.method, self.synthetic_acceptance_length
         return method if length is None else f"{method}, synthetic acceptance length {length:g}"
 

@@ -23,7 +23,7 @@ SAMPLING = {
 
 
 def expected(logits: np.ndarray, sampling: SamplingParams, output: list[int]) -> np.ndarray:
-    """The distribution of the next token after `output`, in float64: penalties, then filters in their order."""
+    """The distribution of the next token after `output`, in float64, after penalties and then filters."""
     logits = logits.astype(np.float64)
     for token in set(PROMPT + output):
         factor = sampling.repetition_penalty

@@ -264,7 +264,7 @@ def _recurrent_batch(scheduled: list[Chunk], chunks: list[Chunk], sizes: np.ndar
 
 
 def _sort_key(chunk: Chunk) -> tuple[bool, int, int]:
-    """Return a sort key: decodes first, those of one token before those with drafts.
+    """Return a sort key: decodes of one token, then decodes with drafts, then prompts.
 
     Chunks of similar sizes are together, and the longest first.
     """

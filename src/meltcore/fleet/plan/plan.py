@@ -285,7 +285,7 @@ def _parts(gpu: FilledGpu) -> Iterator[PlannedPart]:
 def _describe_model(spec: FleetSpec, plan: Plan, name: str) -> PlannedModel:
     needs, model = plan.needs.get(name), spec.models[name]
     rows = needs.rows if needs else []
-    # On the CPU the room is that of the largest, so two of them take turns also where the plan has space for both.
+    # On the CPU the largest of them sets the memory, so two take turns even where the plan has space for both.
     on_cpu = [each for each, other in spec.models.items() if other.residency == "sleepable" and other.device == "cpu"]
     return PlannedModel(
         name=name,

@@ -16,7 +16,7 @@ def gated_delta_net(projected: torch.Tensor, params: GatedDeltaParams, metadata:
 
     projected: [tokens, width], with the columns of `GatedDeltaShape`. A sequence without tokens before this step starts
     from zeros, and any other sequence starts from its slot. Returns [tokens, heads * value_dim] in the type of
-    `projected`. Raises ValueError for decodes that are no windows, if the slots are those of an engine that speculates.
+    `projected`. Raises ValueError for decodes that are no windows, in the slots of an engine that speculates.
     """
     shape = params.shape
     require_layout(projected, params, shape)
