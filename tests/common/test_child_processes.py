@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
-from waiting import WAIT_S
+import uvloop
+from waiting import WAIT_S, until
 
 from meltcore.common import process
 from meltcore.common.process import ProcessError, block_signals, call_with_timeout, loading_modules
@@ -23,6 +26,7 @@ IGNORES_SIGTERM = [
     "-c",
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)",
 ]
+WRITES_MUCH = [sys.executable, "-c", "import os, time; os.write(1, bytes(1_000_000)); time.sleep(60)"]
 # A parent that leaves a child of its own behind in its group.
 LEAVES_CHILD = [sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '60']); print('done')"]
 
@@ -62,6 +66,20 @@ def test_async_start_names_a_missing_program_and_end_kills_after_the_limit() -> 
         return child.returncode
 
     assert asyncio.run(work()) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_process_ends_whose_output_nobody_reads_any_more(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    async def work() -> None:
+        child = await process.start_async(WRITES_MUCH, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        await child.stdout.readexactly(1)
+        await until(lambda: child.stdout._paused, "a pipe that is full")  # type: ignore[union-attr]
+        await asyncio.wait_for(process.end_async(child, 0.0), WAIT_S)
+        assert child.returncode == -signal.SIGKILL
+        assert child.stdout.at_eof()
+
+    run(work())
 
 
 def test_logged_process_waits_for_its_log_and_ends_with_its_group(tmp_path: Path) -> None:

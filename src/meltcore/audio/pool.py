@@ -31,7 +31,7 @@ from meltcore.audio.messages import (
     ToWorker,
 )
 from meltcore.common.errors import RequestError
-from meltcore.common.process import ProcessError, end_async, start_async
+from meltcore.common.process import ProcessError, end_async, kill_async, start_async
 
 _COMMAND = (sys.executable, "-m", "meltcore.audio.worker")
 # Of CPU time, per file to decode or piece to encode. Three hours of MP3 take about 25 s; minutes of speech take about a
@@ -93,9 +93,7 @@ class AudioWorkers:
                     self._free.append(worker)
                 else:
                     self._all.discard(worker)
-                    with suppress(ProcessLookupError):
-                        worker.kill()
-                    await worker.wait()
+                    await kill_async(worker)
 
     async def _start(self) -> asyncio.subprocess.Process:
         worker = await start_worker()
@@ -243,9 +241,7 @@ class AudioEncoders:
             except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
                 if worker in self._workers:
                     self._workers.remove(worker)
-                with suppress(ProcessLookupError):
-                    worker.process.kill()
-                await worker.process.wait()
+                await kill_async(worker.process)
                 raise RequestError("the process that encodes the speech has failed", status=500) from error
         assert isinstance(answer, Encoded)
         return answer.data

@@ -395,9 +395,23 @@ async def end_async(process: asyncio.subprocess.Process, limit_s: float) -> None
         async with asyncio.timeout(limit_s):
             await process.wait()
     except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        await kill_async(process)
+
+
+async def kill_async(process: asyncio.subprocess.Process) -> None:
+    """Kill `process`, discard its unread output, and wait up to KILL_LIMIT_S until it has ended.
+
+    asyncio returns from `process.wait()` only once stdout is at its end. It stops reading a pipe whose reader falls
+    behind, so without the discarding it would wait forever for a process whose output nobody reads any more.
+    """
+    with suppress(ProcessLookupError):
+        process.kill()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(KILL_LIMIT_S):
+            if process.stdout is not None:
+                with suppress(RuntimeError):  # another task reads it
+                    await process.stdout.read()
+            await process.wait()
 
 
 def _wait_group_ended(process: subprocess.Popen[Any], signum: signal.Signals, limit_s: float) -> bool:
