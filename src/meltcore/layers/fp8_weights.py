@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from meltcore.kernels.fp8.block_fp8_experts import add_block_fp8_experts, block_
 from meltcore.kernels.fp8.block_fp8_linear import block_fp8_linear
 from meltcore.kernels.fp8.fp8 import FP8, Fp8Tensor, quantize
 from meltcore.kernels.fp8.fp8_linear import fp8_linear
+from meltcore.kernels.gemm.linear import LinearOptions
 from meltcore.kernels.moe.routing import RouterLogits, Routing
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant.ggml_expert_gemv import can_select
@@ -153,18 +154,9 @@ class BlockFp8Weight(nn.Module):
         groups = slice(start // self._row_group, stop // self._row_group)
         return _tensors(BlockFp8Tensor(self.values[start:stop], self.scales[groups]), part, self._stored)
 
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, hidden: torch.Tensor, norm: Norm | None = None, **options: Unpack[LinearOptions]) -> torch.Tensor:
         """Quantize `hidden` in blocks and return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
-        weight = BlockFp8Tensor(self.values, self.scales)
-        return block_fp8_linear(hidden, weight, norm, gated=gated, residual=residual, out=out)
+        return block_fp8_linear(hidden, BlockFp8Tensor(self.values, self.scales), norm, **options)
 
 
 class Fp8Experts(nn.Module):
@@ -193,24 +185,26 @@ class Fp8Experts(nn.Module):
 
     def outputs(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Compute the unweighted outputs of each token's experts. See `ExpertsWeight.outputs`."""
-        gate_up = BlockFp8Tensor(self.gate_up_values, self.gate_up_scales)
-        return block_fp8_expert_outputs(hidden, routing, gate_up, BlockFp8Tensor(self.down_values, self.down_scales))
+        return block_fp8_expert_outputs(hidden, routing, *self._gate_up_and_down)
 
     def selects(self, hidden: torch.Tensor, norm: Norm | None, pairs: int) -> bool:
         """Return whether the kernels of few tokens select a token's experts. See `ExpertsWeight.selects`."""
-        up, down = (
-            BlockFp8Tensor(self.gate_up_values, self.gate_up_scales).as_bytes(),
-            BlockFp8Tensor(self.down_values, self.down_scales).as_bytes(),
-        )
+        up, down = (weight.as_bytes() for weight in self._gate_up_and_down)
         return up is not None and down is not None and can_select(hidden, norm, pairs, [up], down)
 
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
         """Return `residual` with each token's weighted sum of expert outputs added in place, or else the sum alone."""
-        gate_up = BlockFp8Tensor(self.gate_up_values, self.gate_up_scales)
-        down = BlockFp8Tensor(self.down_values, self.down_scales)
-        return add_block_fp8_experts(residual, hidden, routing, gate_up, down)
+        return add_block_fp8_experts(residual, hidden, routing, *self._gate_up_and_down)
+
+    @property
+    def _gate_up_and_down(self) -> tuple[BlockFp8Tensor, BlockFp8Tensor]:
+        """Return the weights of both projections with their scales."""
+        return (
+            BlockFp8Tensor(self.gate_up_values, self.gate_up_scales),
+            BlockFp8Tensor(self.down_values, self.down_scales),
+        )
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loaders of one expert's gate_proj, [intermediate_size, hidden_size], and of its scales."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Unpack
 
 import torch
 from torch import nn
 
+from meltcore.kernels.gemm.linear import LinearOptions
 from meltcore.kernels.moe.routing import RouterLogits, Routing
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, empty, pack
@@ -104,17 +106,9 @@ class GgmlWeight(nn.Module):
         """Dequantize the rows of tokens, with zeros for tokens of other ranks. See `EmbeddingWeight.embeddings`."""
         return ggml_embedding(self.blocks.tensor, token_ids, self._dtype, first_token)
 
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, hidden: torch.Tensor, norm: Norm | None = None, **options: Unpack[LinearOptions]) -> torch.Tensor:
         """Return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
-        return ggml_linear(hidden, self.blocks.tensor, norm, gated=gated, residual=residual, out=out)
+        return ggml_linear(hidden, self.blocks.tensor, norm, **options)
 
 
 class GgmlExperts(nn.Module):
@@ -142,28 +136,26 @@ class GgmlExperts(nn.Module):
     @property
     def scratch_values(self) -> int:
         """The number of values that are dequantized at a time for many tokens."""
-        return experts_scratch_values([part.tensor for part in self._parts], self.down_proj.tensor)
+        return experts_scratch_values(self._gate_up, self.down_proj.tensor)
 
     @property
-    def _parts(self) -> list[PackedRows]:
+    def _gate_up(self) -> list[GgmlTensor]:
         """Return the packed gate and up weights: one fused tensor, or one tensor for each of them."""
-        return [part for part in self.gate_up_proj if isinstance(part, PackedRows)]
+        return [part.tensor for part in self.gate_up_proj if isinstance(part, PackedRows)]
 
     def outputs(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Compute the unweighted outputs of each token's experts. See `ExpertsWeight.outputs`."""
-        return ggml_expert_outputs(hidden, routing, [part.tensor for part in self._parts], self.down_proj.tensor)
+        return ggml_expert_outputs(hidden, routing, self._gate_up, self.down_proj.tensor)
 
     def selects(self, hidden: torch.Tensor, norm: Norm | None, pairs: int) -> bool:
         """Return whether the kernels of few tokens select a token's experts. See `ExpertsWeight.selects`."""
-        parts = [part.tensor for part in self._parts]
-        return can_select(hidden, norm, pairs, parts, self.down_proj.tensor)
+        return can_select(hidden, norm, pairs, self._gate_up, self.down_proj.tensor)
 
     def add_outputs(
         self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
     ) -> torch.Tensor:
         """Return `residual` with each token's weighted sum of expert outputs added in place, or else the sum alone."""
-        parts = [part.tensor for part in self._parts]
-        return add_ggml_experts(residual, hidden, routing, parts, self.down_proj.tensor)
+        return add_ggml_experts(residual, hidden, routing, self._gate_up, self.down_proj.tensor)
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loader of one expert's tensor gate_proj, [intermediate_size, bytes of a row]."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import nn
 
-from meltcore.kernels.activation import swiglu
 from meltcore.kernels.embedding import sharded_embedding
 from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor
 from meltcore.kernels.gemm.half_weight import PackedHalf, half_linear
+from meltcore.kernels.gemm.linear import LinearOptions, apply_options
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.quant.ggml_decode import dequantize
 from meltcore.layers.fp8_weights import BlockFp8Weight, Fp8Weight
@@ -60,21 +62,9 @@ class HalfWeight(nn.Module):
         assert isinstance(self.table, HalfTable | GgmlWeight), "the weight of an embedding has a table"
         return self.table.embeddings(token_ids, first_token)
 
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, hidden: torch.Tensor, norm: Norm | None = None, **options: Unpack[LinearOptions]) -> torch.Tensor:
         """Return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
-        output = half_linear(rms_norm(hidden, *norm) if norm else hidden, self.packed)
-        if residual is not None:
-            return residual.add_(output)
-        output = swiglu(output) if gated else output
-        return output if out is None else out.copy_(output)
+        return apply_options(half_linear(rms_norm(hidden, *norm) if norm else hidden, self.packed), **options)
 
 
 def stored_values(weight: nn.Module) -> torch.Tensor:

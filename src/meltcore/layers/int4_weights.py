@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 
 from meltcore.common.errors import ConfigError, ShardError
+from meltcore.kernels.gemm.linear import LinearOptions
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.kernels.quant.ggml_linear import ggml_linear
 from meltcore.kernels.quant.int4 import Int4Type, pack_int4_scales, pack_int4_values, pack_int4_zeros
 from meltcore.layers.ggml_weights import GgmlExperts, GgmlWeight, PackedRows
 from meltcore.layers.quantization import QuantizationMethod
@@ -194,19 +194,11 @@ class Int4Weight(GgmlWeight):
             loaders["g_idx"] = ConvertingLoader(shape, lambda _: target.copy_(order), (torch.int32,))
         return loaders
 
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, hidden: torch.Tensor, norm: Norm | None = None, **options: Unpack[LinearOptions]) -> torch.Tensor:
         """Return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
         if self.input_order is not None:
             hidden, norm = (rms_norm(hidden, *norm) if norm else hidden).index_select(1, self.input_order), None
-        return ggml_linear(hidden, self.blocks.tensor, norm, gated=gated, residual=residual, out=out)
+        return super().matmul(hidden, norm, **options)
 
 
 class Int4Experts(GgmlExperts):

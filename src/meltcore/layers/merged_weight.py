@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 from torch import nn
 
-from meltcore.kernels.activation import swiglu
+from meltcore.kernels.gemm.linear import LinearOptions, apply_options
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.layers.quantization import LinearFormat, LinearWeight, QuantizationMethod
 from meltcore.layers.weight_loader import MatrixPart, WeightLoader, as_slice
@@ -43,24 +43,13 @@ class MergedWeight(nn.Module):
             raise ValueError(f"rows {start} to {stop} have several formats and cannot be loaded from one tensor")
         return weight.tensors(part._replace(rows=range(start - rows.start, stop - rows.start)))
 
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, hidden: torch.Tensor, norm: Norm | None = None, **options: Unpack[LinearOptions]) -> torch.Tensor:
         """Return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
         hidden = rms_norm(hidden, *norm) if norm else hidden
         output = hidden.new_empty(len(hidden), self._rows[-1].stop)
         for rows, weight in self._parts():
             weight.matmul(hidden, out=output[:, as_slice(rows)])
-        if residual is not None:
-            return residual.add_(output)
-        result = swiglu(output) if gated else output
-        return result if out is None else out.copy_(result)
+        return apply_options(output, **options)
 
     def _parts(self) -> list[tuple[range, LinearWeight]]:
         """Return the rows and the weight of each part."""

@@ -7,14 +7,14 @@ not depend on the format. A layer may be sharded and quantized in either order b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Unpack
 
 import torch
 from torch import nn
 
 from meltcore.common.errors import ShardError
 from meltcore.kernels.embedding import sharded_embedding
-from meltcore.kernels.gemm.linear import linear
+from meltcore.kernels.gemm.linear import LinearOptions, linear
 from meltcore.kernels.moe.experts import add_experts, expert_outputs
 from meltcore.kernels.moe.routing import RouterLogits, Routing
 from meltcore.kernels.norm import Norm
@@ -40,25 +40,14 @@ class LinearWeight(Protocol):
         Raises ValueError if the part's rows are in several formats.
         """
 
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, hidden: torch.Tensor, norm: Norm | None = None, **options: Unpack[LinearOptions]) -> torch.Tensor:
         """Return norm(hidden) W^T: [tokens, input_size] -> [tokens, output_size].
-
-        At most one of `gated`, `residual` and `out` may be given.
 
         Args:
             hidden: [tokens, input_size].
             norm: None means that `hidden` is normalized already.
-            gated: whether the result is silu(first half) * second half of the outputs.
-            residual: [tokens, output_size]. The result is added to `residual` in place.
-            out: memory for the result, whose rows may be strided. None allocates memory, in float32 for an output head.
+            options: as `linear` in kernels/gemm/linear.py explains them. Rows of `out` may be strided, and it is
+                float32 for an output head.
         """
 
 
@@ -156,19 +145,12 @@ class DenseWeight(nn.Module):
         """Look up tokens, with zeros for tokens of other ranks. See `EmbeddingWeight.embeddings`."""
         return self.values[token_ids] if first_token is None else sharded_embedding(self.values, token_ids, first_token)
 
-    def matmul(
-        self,
-        hidden: torch.Tensor,
-        norm: Norm | None = None,
-        *,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def matmul(self, hidden: torch.Tensor, norm: Norm | None = None, **options: Unpack[LinearOptions]) -> torch.Tensor:
         """Return norm(hidden) W^T with the options of `LinearWeight.matmul`."""
+        out = options.get("out")
         if out is not None and not out.is_contiguous():
-            return out.copy_(linear(hidden, self.values, norm, gated=gated))
-        return linear(hidden, self.values, norm, gated=gated, residual=residual, out=out)
+            return out.copy_(linear(hidden, self.values, norm))
+        return linear(hidden, self.values, norm, **options)
 
 
 class DenseExperts(nn.Module):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from meltcore.kernels.activation import swiglu
 from meltcore.kernels.fp8 import block_fp8_wgmma
 from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor, quantize_tokens
 from meltcore.kernels.fp8.block_fp8_gemm import block_fp8_gemm
+from meltcore.kernels.gemm.linear import apply_options
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant import ggml_skinny_gemm
@@ -33,10 +33,7 @@ def block_fp8_linear(
     tokens = len(hidden)
     if not use_triton(hidden):
         sums = block_fp8_linear_reference(hidden, weight, norm)
-        if residual is not None:
-            return residual.add_(sums)
-        result = swiglu(sums) if gated else sums
-        return result if out is None else out.copy_(result)
+        return apply_options(sums, gated=gated, residual=residual, out=out)
     output = out if residual is None else residual
     if output is None:
         output = hidden.new_empty(tokens, len(weight.values) // (2 if gated else 1))

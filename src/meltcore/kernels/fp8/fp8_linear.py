@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from meltcore.kernels.activation import swiglu
 from meltcore.kernels.fp8 import fp8_gemv, fp8_split_k
 from meltcore.kernels.fp8.fp8 import Fp8Tensor, quantize
 from meltcore.kernels.gemm import tma
+from meltcore.kernels.gemm.linear import apply_options
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm
 
@@ -48,9 +48,7 @@ def fp8_linear(
     if in_triton and fp8_split_k.supports(hidden, weight):
         return fp8_split_k.fp8_split_k_gemm(quantized, weight, hidden.dtype, gated=gated, residual=residual)
     output = (_scaled_mm if in_triton else _matmul_reference)(quantized, weight, hidden.dtype)
-    if gated:
-        return swiglu(output)
-    return output if residual is None else residual.add_(output)
+    return apply_options(output, gated=gated, residual=residual)
 
 
 def uses_tma(hidden: Fp8Tensor, weight: Fp8Tensor, *, gated: bool) -> bool:

@@ -6,6 +6,8 @@ norm, the activation or the addition would take as long as the matmul.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 
 from meltcore.kernels.activation import swiglu
@@ -13,6 +15,14 @@ from meltcore.kernels.gemm import gemv as gemv_kernel
 from meltcore.kernels.gemm import split_k, tma
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm, rms_norm
+
+
+class LinearOptions(TypedDict, total=False):
+    """Options of a matrix multiplication, as `linear` explains them. At most one may be given."""
+
+    gated: bool
+    residual: torch.Tensor | None
+    out: torch.Tensor | None
 
 
 def linear(
@@ -53,6 +63,20 @@ def linear(
         return multiply_into(hidden, weight, out)
     output = torch.nn.functional.linear(hidden, weight)
     return swiglu(output) if gated else output
+
+
+def apply_options(
+    sums: torch.Tensor,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Apply the options of `linear` to a finished hidden W^T, [tokens, N]. Rows of `out` may be strided."""
+    if residual is not None:
+        return residual.add_(sums)
+    result = swiglu(sums) if gated else sums
+    return result if out is None else out.copy_(result)
 
 
 def multiply_into(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
