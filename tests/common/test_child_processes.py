@@ -69,7 +69,7 @@ def test_async_start_names_a_missing_program_and_end_kills_after_the_limit() -> 
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_process_ends_whose_output_nobody_reads_any_more(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+def test_a_process_ends_whose_output_no_task_reads_any_more(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
     async def work() -> None:
         child = await process.start_async(WRITES_MUCH, stdout=subprocess.PIPE)
         assert child.stdout is not None

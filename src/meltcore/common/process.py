@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self, TypeVar
+from typing import IO, Any, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.process_output import log_tail
@@ -41,62 +41,51 @@ class ProcessError(MeltcoreError):
 # --- starting ------------------------------------------------------------------------------------------------------
 
 
-def start(
-    command: Sequence[str],
-    *,
-    stdin: int | IO[Any] | None = subprocess.DEVNULL,
-    stdout: int | IO[Any] | None = None,
-    stderr: int | IO[Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-    new_session: bool = True,
-) -> subprocess.Popen[bytes]:
-    """Start a program. Its pipes are unbuffered.
+class ProcessOptions(TypedDict, total=False):
+    """Options of a program that is started. Without `stdin` the program reads from /dev/null.
 
-    `environment` is the child's whole environment. If it is None, the child inherits the environment of this process.
-    With `new_session` the child leads a session and a process group. Signals are blocked during the start: an interrupt
-    must not arrive before the parent knows the process. Raises ProcessError if the program cannot be started.
+    `environment` is the child's whole environment. Without it, the child inherits the environment of this process.
+    Unless `new_session` is False, the child leads a session and a process group.
     """
-    try:
-        with block_signals():
-            return subprocess.Popen(
-                list(command),
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                env=environment,
-                start_new_session=new_session,
-                bufsize=0,
-            )
-    except OSError as error:
-        raise ProcessError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+    stdin: int | IO[Any] | None
+    stdout: int | IO[Any] | None
+    stderr: int | IO[Any] | None
+    environment: Mapping[str, str] | None
+    new_session: bool
+
+
+def start(command: Sequence[str], **options: Unpack[ProcessOptions]) -> subprocess.Popen[bytes]:
+    """Start a program. Its pipes are unbuffered. Raises ProcessError if the program cannot be started.
+
+    Signals are blocked during the start: an interrupt must not arrive before the parent knows the process.
+    """
+    with _start_errors(command), block_signals():
+        return subprocess.Popen(list(command), bufsize=0, **_popen_options(options))
 
 
 async def start_async(
-    command: Sequence[str],
-    *,
-    stdin: int | IO[Any] | None = subprocess.DEVNULL,
-    stdout: int | IO[Any] | None = None,
-    stderr: int | IO[Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-    new_session: bool = True,
-    pass_fds: Collection[int] = (),
+    command: Sequence[str], *, pass_fds: Collection[int] = (), **options: Unpack[ProcessOptions]
 ) -> asyncio.subprocess.Process:
     """Start a program whose pipes and exit are awaited on the event loop.
 
-    `environment` is the child's whole environment. If it is None, the child inherits the environment of this process.
-    With `new_session` the child leads a session and a process group. The child inherits the file descriptors
-    `pass_fds`. Raises ProcessError if the program cannot be started.
+    The child inherits the file descriptors `pass_fds`. Raises ProcessError if the program cannot be started.
     """
+    with _start_errors(command):
+        return await asyncio.create_subprocess_exec(*command, pass_fds=pass_fds, **_popen_options(options))
+
+
+def _popen_options(options: ProcessOptions) -> dict[str, Any]:
+    """Return the options with the names and defaults that `subprocess.Popen` takes."""
+    names = {"environment": "env", "new_session": "start_new_session"}
+    given = {names.get(name, name): value for name, value in options.items()}
+    return {"stdin": subprocess.DEVNULL, "start_new_session": True, **given}
+
+
+@contextmanager
+def _start_errors(command: Sequence[str]) -> Iterator[None]:
     try:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            start_new_session=new_session,
-            pass_fds=pass_fds,
-        )
+        yield
     except OSError as error:
         raise ProcessError(f"{command[0]} cannot be started: {error.strerror}") from error
 
@@ -163,11 +152,9 @@ def describe_exit(returncode: int) -> str:
 
 def ended_within(process: subprocess.Popen[Any], limit_s: float) -> bool:
     """Wait up to `limit_s` seconds. Return whether `process` has ended."""
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+    return process.returncode is not None
 
 
 def stat_fields(pid: int) -> list[str] | None:
@@ -402,7 +389,7 @@ async def kill_async(process: asyncio.subprocess.Process) -> None:
     """Kill `process`, discard its unread output, and wait up to KILL_LIMIT_S until it has ended.
 
     asyncio returns from `process.wait()` only once stdout is at its end. It stops reading a pipe whose reader falls
-    behind, so without the discarding it would wait forever for a process whose output nobody reads any more.
+    behind, so without the discarding it would wait forever for a process whose output no task reads any more.
     """
     with suppress(ProcessLookupError):
         process.kill()
