@@ -29,7 +29,7 @@ from meltcore.engine.host.device import choose_device, describe_device, describe
 from meltcore.engine.host.sleep import SleepResult
 from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_memory
 from meltcore.engine.host.step_pacing import NO_WAIT, StepCounts, StepTurn
-from meltcore.engine.memory.workspace import sampled_tokens
+from meltcore.engine.memory.graph_sizes import sampled_tokens
 from meltcore.engine.worker.caches import ModelRunnerConfig
 from meltcore.engine.worker.launched_step import Event, LaunchedStep
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load

@@ -18,6 +18,11 @@ CAPTURED_DECODES = 64
 # Of rows that lie one after another without padding: tokens of the largest batch whose graphs are _PACKED_STEP apart.
 # The activations of more tokens leave a GPU's L2 cache. Then tokens of the smallest graph.
 MAX_PACKED_TOKENS, _FIRST_PACKED, _PACKED_STEP = 16_384, 64, 1024
+# Windows (a token and its drafts) of the largest graph. With seven drafts it has 1,024 tokens, whose logits take 0.6 GB
+# for a vocabulary of 152,000. Steps of more windows are launched kernel by kernel.
+MAX_WINDOWS = 128
+# A step with drafts computes the logits of this many tokens, or of one token of each sequence if these are more.
+_DRAFT_ROWS = 256
 # The tokens of a graph for each of its rows. A shorter row takes this many.
 MIN_ROW_TOKENS = 8
 
@@ -35,6 +40,24 @@ def bucket_shapes(max_num_seqs: int, max_tokens: int) -> list[tuple[int, int]]:
     shapes = [(0, tokens) for tokens in PREFILL_ONLY]
     shapes += [(count, tokens) for count in counts for tokens in MIXED]
     return sorted((shape for shape in shapes if shape[1] <= max_tokens), key=sum)
+
+
+def sampled_tokens(max_num_seqs: int, window: int) -> int:
+    """Return how many tokens of decoding sequences a step samples at most, with up to `window` for each."""
+    return max(max_num_seqs, min(max_num_seqs * window, _DRAFT_ROWS))
+
+
+def window_shapes(max_num_seqs: int, max_tokens: int, window: int) -> list[tuple[int, int]]:
+    """Return (windows, tokens) of buckets for steps with drafts, ascending. No step has more than `max_tokens`.
+
+    A window has up to `window` tokens. Numbers of windows are powers of two, as those for which the engine measures
+    whether drafts pay. Returns no shape for windows of one token.
+    """
+    if window == 1:
+        return []
+    most, max_tokens = min(max_num_seqs, MAX_WINDOWS), min(max_tokens, sampled_tokens(max_num_seqs, window))
+    counts = [*(1 << power for power in range((most - 1).bit_length())), most]
+    return [(count, min(count * window, max_tokens)) for count in counts if 0 < count <= max_tokens]
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meltcore.engine.memory.graph_sizes import MAX_GRAPH_TOKENS, bucket_shapes, capture_sizes, max_prefills
+from meltcore.engine.memory.graph_sizes import (
+    MAX_GRAPH_TOKENS,
+    bucket_shapes,
+    capture_sizes,
+    max_prefills,
+    sampled_tokens,
+    window_shapes,
+)
 from meltcore.models.quantized.step_sizes import FUSED_ROWS, StepBytes
 
 # Per slot and token of the vocabulary: a count in int32, and whether the prompt holds it.
@@ -17,8 +24,6 @@ LOGIT_BYTES = 4  # float32, as a head computes them
 # Logits that are sampled in a block: those of its rows, of rows with log-probabilities again, and these.
 SAMPLED_LOGIT_BYTES = 3 * LOGIT_BYTES
 MAX_LOGIT_ROWS = 64  # more are sampled in several blocks
-# A step with drafts computes the logits of this many tokens, or of one token of each sequence if these are more.
-_DRAFT_ROWS = 256
 _HISTORY_BYTES = 4  # per token of the longest context, to look up n-grams
 # cuBLAS keeps a workspace of 32 MiB for each stream, on GPUs of capability 9.0: of steps and of captures.
 LIBRARY_BYTES = 2 * 32 * 2**20 + 8 * 2**20
@@ -39,11 +44,6 @@ def sleep_rounding_bytes(weight_bytes: int) -> int:
     477 MiB of 16.04 GiB were lost (Gemma-3-27B in Q4_0, H200, 2026-11-24).
     """
     return weight_bytes // 25 + 2**26
-
-
-def sampled_tokens(max_num_seqs: int, window: int) -> int:
-    """Return how many tokens of decoding sequences a step samples at most, with up to `window` for each."""
-    return max(max_num_seqs, min(max_num_seqs * window, _DRAFT_ROWS))
 
 
 def graph_node_bytes(num_graphs: int, layers: int) -> int:
@@ -100,13 +100,14 @@ def plan_workspace(
     eager = activations(max_num_batched_tokens, sampled_tokens(max_num_seqs, window))
     graphs = nodes = 0
     if has_graphs:
-        shapes = bucket_shapes(max_num_seqs, min(MAX_GRAPH_TOKENS, max_num_batched_tokens))
-        sizes = capture_sizes(max_num_seqs)
-        tokens = max([max_num_seqs, *map(sum, shapes)])
-        rows = max([max_num_seqs, *(decodes + max_prefills(prompts) for decodes, prompts in shapes)])
+        max_tokens = min(MAX_GRAPH_TOKENS, max_num_batched_tokens)
+        shapes, windows = bucket_shapes(max_num_seqs, max_tokens), window_shapes(max_num_seqs, max_tokens, window)
+        sizes, window_tokens = capture_sizes(max_num_seqs), [tokens for _, tokens in windows]  # all have logits
+        tokens = max([max_num_seqs, *map(sum, shapes), *window_tokens])
+        rows = max([max_num_seqs, *(decodes + max_prefills(prompts) for decodes, prompts in shapes), *window_tokens])
         # The logits of decode graphs are one tensor; those of a bucket live in the graphs' memory.
         graphs = activations(tokens, rows) + max_num_seqs * vocab_size * LOGIT_BYTES
-        nodes = (len(shapes) + len(sizes)) * step.layers * GRAPH_LAYER_BYTES
+        nodes = graph_node_bytes(len(shapes) + len(windows) + len(sizes), step.layers)
     sampling = logit_rows * vocab_size * SAMPLED_LOGIT_BYTES + penalty_slots * vocab_size * PENALTY_BYTES
     tables = max_model_len * step.position_bytes
     if window > 1:

@@ -158,7 +158,8 @@ class ModelRunner:
     def _capture_prefill_graphs(self, progress: Progress, capture_all: bool) -> None:
         is_large = torch.cuda.get_device_properties(self.device).total_memory >= _LARGE_BYTES
         max_tokens = self.max_graph_tokens if is_large else self.max_graph_tokens // 8
-        buckets = graph_buckets(self._config.max_num_seqs, min(max_tokens, self._config.max_num_batched_tokens))
+        max_tokens = min(max_tokens, self._config.max_num_batched_tokens)
+        buckets = graph_buckets(self._config.max_num_seqs, max_tokens, self._config.window)
         if buckets:
             graphs = PrefillGraphs(self._padded_step, buckets, self._page_table)
             graphs.capture(progress, capture_all=capture_all)
@@ -437,7 +438,7 @@ class ModelRunner:
         return logits, self.argmax(logits)
 
     def _padded_step(self, inputs: PaddedInputs, bucket: GraphBucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a step with prompts, using only `inputs` and tables on the device.
+        """Compute a step with prompts or drafts, using only `inputs` and tables on the device.
 
         Returns the hidden states that are sampled, and their greedy tokens, which are also written to the table.
         """
@@ -446,7 +447,7 @@ class ModelRunner:
             self.recurrent_states.set_slots(inputs.rows, inputs.state_slots)
         metadata = self._layer_metadata(
             self._slot_mappings(rows, positions),
-            num_windows=bucket.num_decodes,
+            num_windows=bucket.num_windows,
             rows=inputs.rows,
             context_lens=inputs.context_lens,
             num_decodes=bucket.num_decodes,

@@ -1,4 +1,4 @@
-"""Replays steps with short prompts as CUDA graphs, since launching their kernels takes longer than computing them.
+"""Replays steps with short prompts or drafts as CUDA graphs, since launching takes longer than computing them.
 
 Launched kernel by kernel, a step of 28 layers costs the host 10 to 16 ms, however few tokens it has. Every sequence
 that decodes beside a short prompt would wait for it. So a step is padded to the next of a few sizes (buckets) and
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from meltcore.engine.core.batch import Batch, NewPages, RecurrentBatch
-from meltcore.engine.memory.graph_sizes import CAPTURED_DECODES, bucket_shapes, max_prefills
+from meltcore.engine.memory.graph_sizes import CAPTURED_DECODES, bucket_shapes, max_prefills, window_shapes
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
 from meltcore.engine.worker.transfer import StagingBuffer, align_entries
-from meltcore.kernels.attention.metadata import BLOCK_QUERIES
+from meltcore.kernels.attention.metadata import BLOCK_QUERIES, longest_first, make_query_tiles
 from meltcore.kernels.gated_delta.common import CHUNK
 from meltcore.kernels.graph_capture import GraphCapturer
 from meltcore.kernels.step_io import apply_updates
@@ -35,15 +35,25 @@ MIN_FREE_BYTES = 2**27
 
 
 class GraphBucket(NamedTuple):
-    """The shape of a padded step: `num_decodes` chunks of one token, and `tokens` of longer chunks."""
+    """The shape of a padded step: `num_decodes` chunks of one token, and `tokens` of longer chunks.
+
+    If `windows` is not 0, it is the shape of a step with drafts: up to `windows` chunks with `tokens` in total, each of
+    them a token and its drafts. Then `num_decodes` is 0.
+    """
 
     num_decodes: int
     tokens: int
+    windows: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of all tokens."""
+        return self.num_decodes + self.tokens
 
     @property
     def max_prefills(self) -> int:
-        """The maximum number of chunks of more than one token. If chunks are shorter, tokens stay unused."""
-        return max_prefills(self.tokens)
+        """The maximum number of chunks beside `num_decodes`. If chunks are shorter, tokens stay unused."""
+        return self.windows or max_prefills(self.tokens)
 
     @property
     def sequences(self) -> int:
@@ -52,8 +62,13 @@ class GraphBucket(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """The maximum number of chunks that sample."""
-        return self.num_decodes + self.max_prefills
+        """The maximum number of sampled tokens: one of each chunk, and every token of a window."""
+        return self.tokens if self.windows else self.num_decodes + self.max_prefills
+
+    @property
+    def num_windows(self) -> int:
+        """The number of chunks that recurrent layers compute as windows, with those of padding."""
+        return self.sequences if self.windows else self.num_decodes
 
     @property
     def tiles(self) -> int:
@@ -66,7 +81,10 @@ class GraphBucket(NamedTuple):
         return self.tokens // CHUNK + self.max_prefills + 1
 
     def holds(self, batch: Batch) -> bool:
-        """Return whether the batch fits into this shape. Windows of recurrent layers have one token here."""
+        """Return whether the batch fits into this shape."""
+        if self.windows:  # a prompt samples one token at most
+            has_prompts = len(batch.last_tokens) < len(batch.token_ids)
+            return not has_prompts and len(batch.rows) <= self.windows and len(batch.token_ids) <= self.tokens
         if batch.recurrent is not None and batch.recurrent.num_windows > batch.num_decodes:
             return False
         tokens, num_prefills = len(batch.token_ids) - batch.num_decodes, len(batch.rows) - batch.num_decodes
@@ -75,9 +93,14 @@ class GraphBucket(NamedTuple):
         return holds_samples and holds_chunks and tokens <= self.tokens
 
 
-def graph_buckets(max_num_seqs: int, max_tokens: int) -> list[GraphBucket]:
-    """Return buckets of up to `max_tokens` prompt tokens and `max_num_seqs` decodes, ascending by all tokens."""
-    return [GraphBucket(*shape) for shape in bucket_shapes(max_num_seqs, max_tokens)]
+def graph_buckets(max_num_seqs: int, max_tokens: int, window: int = 1) -> list[GraphBucket]:
+    """Return buckets of up to `max_tokens` prompt tokens and `max_num_seqs` decodes, ascending by all tokens.
+
+    If `window` is more than one token, there are also buckets of windows of up to this many tokens.
+    """
+    buckets = [GraphBucket(0, tokens, count) for count, tokens in window_shapes(max_num_seqs, max_tokens, window)]
+    buckets += [GraphBucket(*shape) for shape in bucket_shapes(max_num_seqs, max_tokens)]
+    return sorted(buckets, key=lambda bucket: bucket.size)
 
 
 class PaddedInputs(NamedTuple):
@@ -151,7 +174,8 @@ EMPTY_BATCH = Batch(
 
 def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
     """Write a batch that `bucket` holds into `inputs` in host memory."""
-    num_decodes, num_padded_decodes = batch.num_decodes, bucket.num_decodes - batch.num_decodes
+    num_decodes = min(batch.num_decodes, bucket.num_decodes)  # in a bucket of windows, these are windows too
+    num_padded_decodes = bucket.num_decodes - num_decodes
 
     def padded_indices(tokens: Sequence[int]) -> np.ndarray:
         """Return the indices of tokens in the padded step, whose first entries are for chunks of one token."""
@@ -173,14 +197,21 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
     padding = np.stack(
         [np.full_like(padding_sizes, PADDING_ROW), ends - padding_sizes, padding_sizes, np.zeros_like(padding_sizes)], 1
     )
-    _fill(inputs.tiles, np.concatenate([batch.tiles, padding]).reshape(-1).view(np.int64), 0)
+    _fill(inputs.tiles, np.concatenate([_tiles_from(batch, num_decodes), padding]).reshape(-1).view(np.int64), 0)
     _fill(inputs.last_tokens, padded_indices(batch.last_tokens), 0)
     _fill(inputs.sample_rows, batch.sample_rows, PADDING_ROW)
     fill_split(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
-    fill_split(inputs.context_lens, batch.context_lens, PADDING_POSITION, 0)
+    fill_split(inputs.context_lens, batch.context_lens, PADDING_POSITION, PADDING_POSITION if bucket.windows else 0)
     if batch.recurrent is not None:
         fill_split(inputs.state_slots, batch.recurrent.slots, 0, 0)
         _pad_chunks(batch.recurrent, num_decodes, bucket, inputs)
+
+
+def _tiles_from(batch: Batch, num_decodes: int) -> np.ndarray:
+    """Return the query tiles of all chunks but the first `num_decodes`, which have one token each: [tiles, 4] int32."""
+    singles = range(num_decodes, batch.num_decodes)
+    tiles = make_query_tiles((batch.rows[i], i - num_decodes, 1, batch.context_lens[i]) for i in singles)
+    return longest_first(np.concatenate([tiles, batch.tiles + np.array([0, len(tiles), 0, 0], np.int32)]))
 
 
 def _pad_chunks(batch: RecurrentBatch, num_decodes: int, bucket: GraphBucket, inputs: PaddedInputs) -> None:
@@ -216,7 +247,7 @@ PaddedStep = Callable[[PaddedInputs, GraphBucket], tuple[torch.Tensor, torch.Ten
 
 
 class PrefillGraphs:
-    """The graphs of steps with prompts."""
+    """The graphs of steps with prompts or drafts."""
 
     def __init__(self, step: PaddedStep, buckets: list[GraphBucket], page_table: torch.Tensor) -> None:
         """Allocate the inputs of all buckets.
@@ -225,7 +256,7 @@ class PrefillGraphs:
         """
         self._step = step
         self._buckets = buckets
-        self._bucket_sizes = [sum(bucket) for bucket in buckets]
+        self._bucket_sizes = [bucket.size for bucket in buckets]
         self._page_table = page_table
         num_entries = max(map(input_entries, buckets))
         self._inputs = torch.zeros(num_entries, dtype=torch.int64, device=page_table.device)
@@ -236,13 +267,15 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Progress, *, capture_all: bool = False) -> None:
-        """Capture buckets of few decodes, the largest first, so that smaller graphs fit into its memory.
+        """Capture buckets of few decodes or windows, the largest first, so that smaller graphs fit into its memory.
 
         Other buckets are captured at their first use, or immediately with `capture_all`.
         """
         self._memory_left = not capture_all
         first_buckets = [
-            bucket for bucket in reversed(self._buckets) if capture_all or bucket.num_decodes <= CAPTURED_DECODES
+            bucket
+            for bucket in reversed(self._buckets)
+            if capture_all or bucket.num_decodes + bucket.windows <= CAPTURED_DECODES
         ]
         for index, bucket in enumerate(first_buckets):
             padding = torch.zeros(input_entries(bucket), dtype=torch.int64)

@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
 from meltcore.engine.host.device import has_budget, has_mps
+from meltcore.engine.memory.graph_sizes import window_shapes
 from meltcore.engine.worker.compile_workers import CompileWorkers, KernelSource, worker_count
 from meltcore.engine.worker.cuda_graphs import PADDING_ROW
 from meltcore.engine.worker.model_runner import ModelRunner
@@ -325,6 +326,7 @@ def rehearse(runner: ModelRunner, limits: StepLimits) -> None:
         runner.warm_up_decodes(decodes)
         _launch_prompts(runner, limits)
         _launch_sampling(runner, [params for params in EVERY_SAMPLING if params.logprobs is None])
+        _launch_windows(runner, limits)  # last, since other ranks have no drafter and number kernels in this order
     runner.reset_last_tokens()
 
 
@@ -335,6 +337,7 @@ def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
     """Run prompts within these limits on the padding row."""
     _launch_prompts(runner, limits)
     _launch_sampling(runner, EVERY_SAMPLING)
+    _launch_windows(runner, limits)
 
 
 def prepare_kernels(
@@ -401,6 +404,24 @@ def _launch_sampling(runner: ModelRunner, params: Sequence[SamplingParams]) -> N
     runner.launch([_make_prompt(index, 1, sampling) for index, sampling in enumerate(params)]).read()
     runner.proposes_drafts = False
     runner.sampler.warm_up_masks()
+
+
+def _launch_windows(runner: ModelRunner, limits: StepLimits) -> None:
+    """Run steps with drafts, with as many tokens as their graphs have. A step samples all of these tokens."""
+    if runner.drafter is None:
+        return
+    runner.proposes_drafts = True
+    window = 1 + runner.drafter.max_drafts
+    for count, num_tokens in window_shapes(limits.max_num_seqs, limits.max_num_batched_tokens, window):
+        sizes = [
+            min(num_tokens // count + (index < num_tokens % count), limits.max_model_len) for index in range(count)
+        ]
+        windows = [
+            _make_prompt(index, 1, SamplingParams())._replace(size=size, drafts=(0,) * (size - 1))
+            for index, size in enumerate(sizes)
+        ]
+        runner.launch(windows).read()
+    runner.proposes_drafts = False
 
 
 def _max_tile_prompts(limits: StepLimits) -> list[Chunk]:

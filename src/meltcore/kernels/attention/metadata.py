@@ -119,8 +119,7 @@ def make_query_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
     """Cut chunks of prompts into tiles of at most BLOCK_QUERIES tokens.
 
     A chunk is (row in the page table, index of the first token, number of tokens, position of the first token). Returns
-    [tiles, 4] int32 with these four numbers of each tile. Tiles with most keys come first. The device starts tiles in
-    this order, and short tiles fill the gaps at the end.
+    [tiles, 4] int32 with these four numbers of each tile, in the order of `longest_first`.
     """
     table = np.array(list(chunks), dtype=np.int32).reshape(-1, 4)
     tile_counts = -(-table[:, 2] // BLOCK_QUERIES)
@@ -131,6 +130,14 @@ def make_query_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
     tiles[:, 1] += chunk_offset
     tiles[:, 2] = np.minimum(tiles[:, 2] - chunk_offset, BLOCK_QUERIES)
     tiles[:, 3] += chunk_offset
+    return longest_first(tiles)
+
+
+def longest_first(tiles: np.ndarray) -> np.ndarray:
+    """Sort tiles [tiles, 4], those with most keys first.
+
+    The device starts tiles in this order, and short tiles fill the gaps at the end.
+    """
     return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 3]), kind="stable")]
 
 

@@ -45,7 +45,7 @@ def gated_delta_windows(
 ) -> None:
     """Compute the windows of a step into `out` and update the states.
 
-    A window at position -1 is the padding of a CUDA graph. Its output is zeros.
+    A window at position -1 is the padding of a CUDA graph. It may have any number of tokens, whose output is zeros.
 
     Args:
         projected: [tokens, width]. The tokens of the windows come first.
@@ -85,7 +85,8 @@ def _windows_reference(
     entries = ring.shape[1]
     windows = slice(metadata.num_windows)
     positions, slots = metadata.context_lens[windows], metadata.state_slots[windows]
-    first_tokens, sizes = metadata.query_start_loc[windows], metadata.query_start_loc.diff()[windows]
+    first_tokens = metadata.query_start_loc[windows]
+    sizes = torch.where(positions < 0, 1, metadata.query_start_loc.diff()[windows])  # whatever padding there is
     replay_lens = torch.where(positions > 0, replay_lens, 0)
     if int(replay_lens.min()) < 0 or kernel - 1 + int((replay_lens + sizes).max()) > entries:
         raise ValueError(

@@ -1,0 +1,250 @@
+"""Steps with drafts, padded to the windows of a graph: their inputs, and results equal to those of the plain step.
+
+Nothing is captured here: the padded step itself runs, in torch, as attention's kernels divide it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import engine_tools as tools
+import numpy as np
+import pytest
+import torch
+from speculation_tools import NGRAM, ForcedDrafts
+from test_prefill_graphs import Uncaptured, chunk, padded
+
+from meltcore.engine.core.batch import Batch, NewPages, build_batch
+from meltcore.engine.core.chunk import Chunk
+from meltcore.engine.core.request import Request
+from meltcore.engine.core.scheduler import Scheduler
+from meltcore.engine.memory.graph_sizes import MAX_WINDOWS, sampled_tokens, window_shapes
+from meltcore.engine.memory.workspace import graph_node_bytes, plan_workspace
+from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW
+from meltcore.engine.worker.model_runner import ModelRunner
+from meltcore.engine.worker.prefill_graphs import EMPTY_BATCH, ON_DEVICE, GraphBucket, graph_buckets
+from meltcore.engine.worker.warm_up import StepLimits, rehearse, warm_up
+from meltcore.kernels.attention import paged as paged_attention
+from meltcore.models.quantized.step_sizes import StepBytes
+
+PROMPTS = {f"r{index}": tools.random_prompt(3 + 61 * index, index) for index in range(3)}
+SMALL = GraphBucket(0, 16, 4)
+
+
+def window(row: int, start: int, size: int) -> Chunk:
+    made = chunk(row, start, 1, known=size > 1)._replace(size=size, drafts=tuple(range(7, 6 + size)))
+    made.request.recurrent_slot = 10 * row
+    return made
+
+
+def batch_of(*chunks: Chunk, has_recurrent: bool = True) -> Batch:
+    return build_batch(list(chunks), has_recurrent=has_recurrent)[1]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("most_seqs", [1, 5, 8, 64, 100, 300, 1024])
+def test_buckets_hold_every_step_with_drafts(most_seqs: int, size: int) -> None:
+    """Of up to MAX_WINDOWS sequences, and with less than twice the tokens of that many whole windows."""
+    draw, buckets = random.Random(size), graph_buckets(most_seqs, 2048, size)
+    assert [bucket.size for bucket in buckets] == sorted(bucket.size for bucket in buckets)
+    assert len([bucket for bucket in buckets if bucket.windows]) <= 8
+    for count in (*range(1, 20), 64, 65, 127, 128, 129, 300):
+        if count <= most_seqs:
+            spare_tokens, sizes = sampled_tokens(most_seqs, size) - count, []
+            for _ in range(count):
+                sizes.append(1 + min(spare_tokens, draw.choice([0, 1, size - 1])))
+                spare_tokens -= sizes[-1] - 1
+            batch = batch_of(*(window(row, 9, tokens) for row, tokens in enumerate(sizes, 1)))
+            held = [bucket for bucket in buckets if bucket.holds(batch)]
+            if count > min(most_seqs, MAX_WINDOWS):
+                assert not any(bucket.windows for bucket in held)
+            else:
+                smallest = next(bucket for bucket in held if bucket.windows)
+                assert smallest.tokens < 2 * count * size
+                assert smallest.windows < 2 * count
+
+
+def test_no_buckets_of_windows_without_drafts() -> None:
+    assert window_shapes(64, 2048, 1) == window_shapes(0, 2048, 4) == []
+    assert graph_buckets(64, 2048, 1) == graph_buckets(64, 2048)
+    assert window_shapes(64, 5, 4) == [(1, 4), (2, 5), (4, 5)]
+
+
+def test_memory_plan_counts_the_graphs_of_windows() -> None:
+    step = StepBytes(token_bytes=1, fixed_bytes=0, layers=10, position_bytes=0)
+    sizes = {"vocab_size": 1000, "max_num_batched_tokens": 512, "max_model_len": 64, "penalty_slots": 1}
+    plain, windows = (
+        plan_workspace(step, max_num_seqs=24, logit_rows=1, has_graphs=True, window=size, **sizes) for size in (1, 4)
+    )
+    assert windows.nodes - plain.nodes == graph_node_bytes(6, 10)  # 1, 2, 4, 8, 16 and 24 windows
+    assert plain.graphs == 24 + 512 + (24 + 8) * 4000 + 24 * 4000
+    assert windows.graphs - plain.graphs == (4 * 24 - (24 + 8)) * 4000
+
+
+def test_prompts_do_not_run_as_windows() -> None:
+    """The state after a prompt is that after its last token, and its decodes have a faster kernel."""
+    assert SMALL.holds(batch_of(window(1, 5, 1), window(2, 5, 4)))
+    for prompt in (chunk(3, 0, 2), chunk(3, 5, 1, samples=False), chunk(3, 0, 11)):
+        assert not SMALL.holds(batch_of(window(1, 5, 1), window(2, 5, 4), prompt))
+    assert not SMALL.holds(batch_of(*(window(row, 5, 1) for row in range(1, 6)))), "too many windows"
+    assert not SMALL.holds(batch_of(*(window(row, 5, 6) for row in range(1, 4)))), "too many tokens"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_padded_inputs_equal_those_of_the_plain_step(seed: int) -> None:
+    draw = random.Random(seed)
+    windows = [window(row, draw.randint(1, 200), draw.randint(1, 4)) for row in range(1, 1 + draw.randint(1, 4))]
+    batch = batch_of(*windows)
+    inputs, count, sequences = padded(batch, SMALL), len(batch.token_ids), len(windows)
+    assert inputs.token_ids[:count].tolist() == [
+        ON_DEVICE if index in batch.device_tokens else token for index, token in enumerate(batch.token_ids)
+    ]
+    for given, sent in ((batch.positions, inputs.positions), (batch.token_rows, inputs.token_rows)):
+        assert sent[:count].tolist() == given.tolist()
+        assert not sent[count:].any()
+    assert inputs.last_tokens[:count].tolist() == list(range(count)) == batch.last_tokens
+    assert inputs.sample_rows.tolist() == batch.token_rows.tolist() + [PADDING_ROW] * (SMALL.tokens - count)
+
+    tiles = inputs.tiles.view(torch.int32).view(-1, 4).numpy()
+    covered = np.concatenate([np.arange(first, first + size) for _, first, size, _ in tiles])
+    assert sorted(covered) == list(range(SMALL.tokens))
+    for row, first, size, position in tiles[tiles[:, 0] != PADDING_ROW].tolist():
+        assert set(batch.token_rows[first : first + size]) == {row}
+        assert batch.positions[first : first + size].tolist() == list(range(position, position + size))
+    keys = tiles[: len(windows), 2] + tiles[: len(windows), 3]
+    assert keys.tolist() == sorted(keys, reverse=True)
+
+    # Recurrent layers compute each sequence, and the padding, as a window.
+    assert SMALL.num_windows == len(inputs.state_slots) == len(inputs.first_tokens) - 1
+    assert inputs.state_slots.tolist()[:sequences] == [10 * row for row in batch.rows]
+    assert not inputs.state_slots[sequences:].any()
+    assert inputs.context_lens.tolist()[:sequences] == batch.context_lens
+    assert set(inputs.context_lens.tolist()[sequences:]) == {PADDING_POSITION}
+    sizes = inputs.first_tokens.diff().tolist()
+    assert sizes[:sequences] == np.bincount(batch.token_rows)[batch.rows].tolist()
+    assert sum(sizes) == SMALL.tokens
+
+
+def test_padding_alone_is_no_sequence() -> None:
+    """As a graph is captured."""
+    inputs = padded(EMPTY_BATCH, SMALL)
+    assert set(inputs.context_lens.tolist()) == {PADDING_POSITION}
+    assert inputs.first_tokens.tolist() == [0] * (SMALL.sequences - 1) + [SMALL.tokens] * 2
+    assert not inputs.rows.any()
+
+
+class _Checked(Uncaptured):
+    """Padded steps. Each token of padding, too, must have finite hidden states, whatever the null slot holds."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner, graph_buckets(8, 16, 4))
+        self.window_sizes: list[set[int]] = []
+
+    def replay(self, batch: Batch, size: GraphBucket, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
+        self.window_sizes.append(set(np.unique(batch.token_rows, return_counts=True)[1].tolist()))
+        return super().replay(batch, size, new_pages)
+
+    def check(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = self._runner
+        model, states = runner.model, runner.recurrent_states
+        forward = model.forward
+
+        def checked(*arguments: object, **keywords: object) -> torch.Tensor:
+            if states is not None:
+                states.conv[0], states.states[0] = float("nan"), float("nan")
+            hidden: torch.Tensor = forward(*arguments, **keywords)
+            assert hidden.isfinite().all()
+            return hidden
+
+        monkeypatch.setattr(model, "forward", checked)
+
+
+def _kept(seen: tools.SeenEngine) -> list[torch.Tensor]:
+    """All that a step writes, but for the null page and the null slot."""
+    runner = seen.engine.runner
+    tensors = [tensor[1:] for tensor in runner.cache_tensors]
+    return tensors if runner.recurrent_states is None else [*tensors, runner.recurrent_states.folded[1:]]
+
+
+@pytest.fixture
+def windows_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = Scheduler._usable_drafts
+
+    def cut(scheduler: Scheduler, request: Request, *limits: int) -> tuple[int, ...]:
+        drawn = random.Random(100 * request.row + request.length).randrange(4)
+        return usable(scheduler, request, *limits)[:drawn]
+
+    monkeypatch.setattr(Scheduler, "_usable_drafts", cut)
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("windows_of_all_sizes", "nan_in_new_memory")
+@pytest.mark.slow
+@pytest.mark.parametrize("num_right", [1, 3])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text", "qwen3_moe", "qwen3_5_moe_text"])
+def test_padded_steps_change_what_plain_steps_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, num_right: int
+) -> None:
+    """Step by step: tokens, logits, and all pages and slots but those of padding."""
+    tools.make_reference(family=family).save_pretrained(tmp_path)
+    plain, seen = (tools.open_engine(tmp_path, speculative_config=NGRAM) for _ in range(2))
+    truth = tools.open_engine(tmp_path)
+    for engine in (truth, plain, seen):
+        for index, (request_id, prompt) in enumerate(PROMPTS.items()):
+            engine.add(
+                request_id,
+                prompt,
+                max_tokens=20 + 12 * index,
+                **({"temperature": 1.0, "seed": 3} if index == 2 else {}),
+            )
+    answers = truth.run()
+    graphs = _Checked(seen.engine.runner)
+    seen.engine.runner._prefill_graphs = graphs  # type: ignore[assignment]
+    ForcedDrafts(monkeypatch, answers, num_right)
+    outputs: list[list[tuple[str, list[int]]]] = [[], []]
+    while plain.engine.has_work:
+        with monkeypatch.context() as patch:
+            outputs[0] += [(each.request_id, each.token_ids) for each in plain.engine.step().outputs]
+            # Kernel by kernel as on CUDA, each by its torch body.
+            patch.setattr(paged_attention, "use_triton", lambda _tensor: True)
+            graphs.check(patch)
+            outputs[1] += [(each.request_id, each.token_ids) for each in seen.engine.step().outputs]
+        assert outputs[0] == outputs[1]
+        for expected, found in zip(_kept(plain), _kept(seen), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-4)
+    assert not seen.engine.has_work
+    for name, rows in plain.logits.items():
+        assert tools.relative_error(torch.stack(seen.logits[name]), torch.stack(rows)) <= 1e-5, name
+    for request_id, tokens in answers.items():
+        assert [token for name, each in outputs[1] if name == request_id for token in each] == tokens
+    assert {bucket.windows for bucket in graphs.used} >= {2, 4}
+    assert set().union(*graphs.window_sizes) == {1, 2, 3, 4}
+    assert sum(len(sizes) > 1 for sizes in graphs.window_sizes) > 5
+
+
+@pytest.mark.parametrize("launch", [rehearse, warm_up])
+def test_warm_up_launches_windows_of_every_bucket(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None]
+) -> None:
+    seen = tools.open_engine(checkpoint, max_model_len=300, speculative_config=NGRAM)
+    runner, sizes = seen.engine.runner, []
+    compute = runner._compute_batch
+    monkeypatch.setattr(
+        *(runner, "_compute_batch"),
+        lambda batch, pages: sizes.append((len(batch.rows), len(batch.last_tokens))) or compute(batch, pages),
+    )
+    monkeypatch.setattr(runner, "warm_up_decodes", lambda _counts: None)  # these have no torch body
+    launch(runner, StepLimits(100, 300, 140))
+    assert sizes[-8:] == window_shapes(100, 140, 4)
+    assert sizes[-1] == (100, 140)
+    assert not runner.proposes_drafts
+    assert not runner.caches[0][0][1:].any()
