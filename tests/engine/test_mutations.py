@@ -78,7 +78,7 @@ def one_page_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def swapping(self: runner_module.ModelRunner, batch: object) -> torch.Tensor:
         if batch.context_lens[0] == 128:  # type: ignore[attr-defined]
-            row = self._page_table[batch.rows[0]]  # type: ignore[attr-defined]
+            row = self.page_tables.flat[batch.rows[0]]  # type: ignore[attr-defined]
             row[[0, 2]] = row[[2, 0]]
         return whole(self, batch)  # type: ignore[arg-type]
 

@@ -171,7 +171,7 @@ def test_cache_bytes_are_those_of_the_pool(network: sliding_tools.Network, check
     planned = {row.name: row.size_bytes for row in engine.memory}
     assert planned["KV pages"] == engine.pool.total * page_bytes
     if network.sub_groups() > 1:
-        assert planned["page tables"] == engine.runner._page_table.nbytes
+        assert planned["page tables"] == engine.runner.page_tables.flat.nbytes
 
 
 def test_fp8_caches_of_sub_groups_share_their_bytes() -> None:

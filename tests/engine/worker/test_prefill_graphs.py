@@ -189,8 +189,7 @@ class Uncaptured:
         return next((size for size in self._sizes if size.holds(batch)), None)
 
     def replay(self, batch: Batch, size: GraphBucket, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
-        if new_pages.rows:
-            self._runner._write_pages(new_pages)
+        self._runner.page_tables.write(new_pages)
         self.used.append(size)
         hidden, token_ids = self._runner._padded_step(padded(batch, size), size)
         count = len(batch.last_tokens)

@@ -28,8 +28,7 @@ class UncapturedDecodes:
         self.replays = 0
 
     def replay(self, rows: list[int], positions: list[int], new_pages: NewPages) -> DecodeOutput:
-        if new_pages.rows:
-            self._runner._write_pages(new_pages)
+        self._runner.page_tables.write(new_pages)
         self.replays += 1
         padded = torch.tensor([*rows, PADDING_ROW]), torch.tensor([*positions, PADDING_POSITION])
         logits, token_ids = self._runner._decode_step(*padded)

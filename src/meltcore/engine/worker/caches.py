@@ -1,13 +1,15 @@
-"""The device memory of a model's caches: pages of keys and values, and slots of recurrent states."""
+"""The device memory of a model's caches: pages of keys and values with their tables, and slots of recurrent states."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from meltcore.engine.core.batch import RecurrentBatch
+from meltcore.engine.core.batch import NewPages, RecurrentBatch
+from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
 from meltcore.engine.worker.transfer import to_device, to_device_together
+from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.models.decoders.kv_cache_specs import KVCacheGroups, RecurrentStateSpec
 
 
@@ -61,6 +63,51 @@ def allocate_caches(
     if states is not None:
         caches |= {layer: states.layer(index) for index, layer in enumerate(groups.recurrent_layers)}
     return [caches[layer] for layer in sorted(caches)]
+
+
+class PageTables:
+    """The page tables of all sub-groups on the device, one after another.
+
+    So a step's updates are written by one kernel. flat: [sub_groups * rows, pages of a sequence] int64.
+    """
+
+    def __init__(self, groups: KVCacheGroups, layers: int, config: ModelRunnerConfig, device: torch.device) -> None:
+        """Allocate tables for a model of `layers` layers."""
+        rows, columns = PageLayout.of(groups).table_rows(config.max_num_seqs), pages_for(config.max_model_len)
+        self._tables = torch.zeros((len(groups.sub_groups), rows, columns), dtype=torch.int64, device=device)
+        self.flat = self._tables.flatten(0, 1)
+        self._sub_group_of_layer = [0] * layers  # of recurrent layers, which read no page table: any
+        for index, sub_group in enumerate(groups.sub_groups):
+            for layer in sub_group:
+                self._sub_group_of_layer[layer] = index
+
+    @property
+    def sub_groups(self) -> int:
+        """The number of sub-groups."""
+        return len(self._tables)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of a sub-group."""
+        return self._tables.shape[1]
+
+    def write(self, new: NewPages) -> None:
+        """Write pages that were allocated to sequences."""
+        if new.rows:
+            rows, columns, pages = to_device_together(new, self.flat.device)
+            self.flat[rows, columns] = pages
+
+    def slot_mappings(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the cache slot of each token in each sub-group: [sub_groups, tokens] int64."""
+        return self._tables[:, rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+    def layer_metadata(self, slot_mappings: torch.Tensor, **fields: Any) -> list[AttentionMetadata]:
+        """Return each layer's metadata. `slot_mappings` is [sub_groups, tokens], and all layers share `fields`."""
+        sub_group_metadata = [
+            AttentionMetadata(page_table=table, slot_mapping=slots, **fields, shared={})
+            for table, slots in zip(self._tables, slot_mappings, strict=True)
+        ]
+        return [sub_group_metadata[index] for index in self._sub_group_of_layer]
 
 
 class RecurrentStateCache:

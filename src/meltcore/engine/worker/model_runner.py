@@ -18,10 +18,10 @@ from meltcore.engine.core.batch import (
     take_new_pages,
 )
 from meltcore.engine.core.chunk import Chunk
-from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
+from meltcore.engine.core.kv_cache import PAGE_SIZE
 from meltcore.engine.core.request import Request
 from meltcore.engine.memory.graph_sizes import MAX_GRAPH_TOKENS, capture_sizes
-from meltcore.engine.worker.caches import ModelRunnerConfig, RecurrentStateCache, allocate_caches
+from meltcore.engine.worker.caches import ModelRunnerConfig, PageTables, RecurrentStateCache, allocate_caches
 from meltcore.engine.worker.cuda_graphs import DecodeGraphs, DecodeOutput
 from meltcore.engine.worker.drafter import Drafter
 from meltcore.engine.worker.launched_step import (
@@ -82,16 +82,7 @@ class ModelRunner:
             self.caches = allocate_caches(groups, pages, PAGE_SIZE, cache_dtype, self.device, self.recurrent_states)
         self.kv_cache_dtype = self.caches[groups.attention[0].layers[0]][0].dtype
         self._config = config
-        # Of all sub-groups, one after another, so that a step's updates are written by one kernel.
-        sub_groups = groups.sub_groups
-        table_rows = PageLayout.of(groups).table_rows(config.max_num_seqs)
-        table = (len(sub_groups), table_rows, pages_for(config.max_model_len))
-        self._page_tables = torch.zeros(table, dtype=torch.int64, device=self.device)
-        self._page_table = self._page_tables.flatten(0, 1)
-        self._sub_group_of_layer = [0] * len(self.caches)  # of recurrent layers, which read no page table: any
-        for index, layers in enumerate(sub_groups):
-            for layer in layers:
-                self._sub_group_of_layer[layer] = index
+        self.page_tables = PageTables(groups, len(self.caches), config, self.device)
         self._last_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._decode_graphs: DecodeGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
@@ -153,7 +144,7 @@ class ModelRunner:
         if self.samples_in_graphs:
             self.sampler.prepare_graphs(self._config.max_num_seqs)
             resample = self.sampler.resample
-        return DecodeGraphs(self._decode_step, sizes, self._last_token, self._page_table, resample)
+        return DecodeGraphs(self._decode_step, sizes, self._last_token, self.page_tables.flat, resample)
 
     def _capture_prefill_graphs(self, progress: Progress, capture_all: bool) -> None:
         is_large = torch.cuda.get_device_properties(self.device).total_memory >= _LARGE_BYTES
@@ -161,7 +152,7 @@ class ModelRunner:
         max_tokens = min(max_tokens, self._config.max_num_batched_tokens)
         buckets = graph_buckets(self._config.max_num_seqs, max_tokens, self._config.window)
         if buckets:
-            graphs = PrefillGraphs(self._padded_step, buckets, self._page_table)
+            graphs = PrefillGraphs(self._padded_step, buckets, self.page_tables.flat)
             graphs.capture(progress, capture_all=capture_all)
             self._prefill_graphs = graphs
 
@@ -315,7 +306,7 @@ class ModelRunner:
 
     def _build_step(self, scheduled: list[Chunk]) -> tuple[list[Chunk], Step]:
         """Convert chunks to a `Step`. Returns the chunks in the order of their results, and the step."""
-        new_pages = take_new_pages(scheduled, *self._page_tables.shape[:2])
+        new_pages = take_new_pages(scheduled, self.page_tables.sub_groups, self.page_tables.rows)
         if (
             self._decode_graphs is not None
             and all(chunk.request.last_token_on_device and not chunk.drafts for chunk in scheduled)
@@ -357,8 +348,7 @@ class ModelRunner:
         if graphs is not None and (bucket := graphs.bucket_for(batch)) is not None:
             hidden, token_ids = graphs.replay(batch, bucket, new_pages)
             return token_ids, lambda at: self.model.logits(hidden[at])
-        if new_pages.rows:
-            self._write_pages(new_pages)
+        self.page_tables.write(new_pages)
         last_tokens, sample_rows = to_device_together([batch.last_tokens, batch.sample_rows], self.device)
         hidden = self._forward(batch)
         if targets is not None:
@@ -396,7 +386,7 @@ class ModelRunner:
         if self.recurrent_states is not None and batch.recurrent is not None:
             state_slots, first_tokens, chunks = self.recurrent_states.attention_inputs(batch.recurrent, rows)
         metadata = self._layer_metadata(
-            self._slot_mappings(token_rows, positions),
+            self.page_tables.slot_mappings(token_rows, positions),
             num_windows=batch.recurrent.num_windows if batch.recurrent is not None else 0,
             rows=rows,
             context_lens=context_lens,
@@ -421,7 +411,7 @@ class ModelRunner:
         empty = positions.new_empty(0)
         has_windows = self.recurrent_states is not None and self.recurrent_states.has_windows
         metadata = self._layer_metadata(
-            empty.expand(len(self._page_tables), 0),
+            empty.expand(self.page_tables.sub_groups, 0),
             num_windows=rows.shape[0],
             rows=rows,
             context_lens=positions,
@@ -446,7 +436,7 @@ class ModelRunner:
         if self.recurrent_states is not None:
             self.recurrent_states.set_slots(inputs.rows, inputs.state_slots)
         metadata = self._layer_metadata(
-            self._slot_mappings(rows, positions),
+            self.page_tables.slot_mappings(rows, positions),
             num_windows=bucket.num_windows,
             rows=inputs.rows,
             context_lens=inputs.context_lens,
@@ -473,16 +463,4 @@ class ModelRunner:
         if states is not None and states.has_windows:
             arrays = fields["state_slots"], fields["context_lens"], fields["query_start_loc"]
             fields |= {"num_windows": num_windows, "replay_lens": states.count_replays(*arrays, num_windows)}
-        sub_group_metadata = [
-            AttentionMetadata(page_table=table, slot_mapping=slots, **fields, shared={})
-            for table, slots in zip(self._page_tables, slot_mappings, strict=True)
-        ]
-        return [sub_group_metadata[index] for index in self._sub_group_of_layer]
-
-    def _slot_mappings(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the cache slot of each token in each sub-group: [sub_groups, tokens] int64."""
-        return self._page_tables[:, rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-
-    def _write_pages(self, new: NewPages) -> None:
-        rows, columns, pages = to_device_together(new, self.device)
-        self._page_table[rows, columns] = pages
+        return self.page_tables.layer_metadata(slot_mappings, **fields)
