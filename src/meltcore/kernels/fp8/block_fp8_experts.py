@@ -15,7 +15,7 @@ from meltcore.kernels.gemm.split_k import GemmConfig, silu_and_mul
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 from meltcore.kernels.moe.combine import combine
-from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, pairs_of_program
+from meltcore.kernels.moe.grouped_gemm import Dispatch, pairs_of_program
 from meltcore.kernels.moe.routing import RouterLogits, Routing, sort_by_expert
 from meltcore.kernels.quant import ggml_expert_gemv
 from meltcore.kernels.quant.ggml_experts import add_ggml_experts
@@ -120,31 +120,19 @@ def block_fp8_grouped_gemm(
         from_tokens: whether the weight holds gate rows above up rows, and the result is silu(gate) * up. In the tile
             that a program loads, gate and up rows alternate.
     """
-    (rows, k), (tokens, top_k) = weight.values.shape[1:], dispatch.topk_ids.shape
-    # One size serves all tokens of the mode unless a test forces it for more: each is compiled.
-    max_tokens = (
-        triton.next_power_of_2(max(tokens, INDIRECT_TOKENS)) if dispatch.mode == "indirect" else INDIRECT_TOKENS
-    )
+    rows, k = weight.values.shape[1:]
     _block_fp8_grouped_gemm_kernel[(triton.cdiv(rows, config.block_n), dispatch.tiles)](
         *inputs,
         *weight,
         output,
-        dispatch.topk_ids,
-        *(dispatch.alignment[1:4] if dispatch.alignment else (dispatch.topk_ids,) * 3),
-        tokens,
+        *dispatch.arguments,
         ROWS=rows,
         K=k,
         ROW_GROUP=weight.row_group,
         COLUMN_BLOCKS=weight.scales.shape[2],
-        TOP_K=top_k,
-        MAX_TOKENS=max_tokens,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        NUM_STAGES=config.num_stages,
-        MODE=dispatch.mode,
         FROM_TOKENS=from_tokens,
-        num_warps=config.num_warps,
+        **dispatch.constants,
+        **config.constants,
         **pdl_options(output.device),
     )
 

@@ -216,15 +216,11 @@ def block_fp8_gemm(
         K=k,
         ROW_GROUP=weight.row_group,
         COLUMN_BLOCKS=weight.scales.shape[1],
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
-        NUM_STAGES=config.num_stages,
         PREFETCH_STEPS=min(_PREFETCH_STEPS, num_blocks(k) // config.split_k),
         GATED=gated,
         HAS_RESIDUAL=has_residual,
-        num_warps=config.num_warps,
+        **config.constants,
         **pdl_options(device),
     )
     return output

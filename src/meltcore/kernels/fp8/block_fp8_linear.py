@@ -11,6 +11,7 @@ import torch
 from meltcore.kernels.fp8 import block_fp8_wgmma
 from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor, quantize_tokens
 from meltcore.kernels.fp8.block_fp8_gemm import block_fp8_gemm
+from meltcore.kernels.gemm.gemv import output_tensor
 from meltcore.kernels.gemm.linear import apply_options
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm
@@ -34,9 +35,7 @@ def block_fp8_linear(
     if not use_triton(hidden):
         sums = block_fp8_linear_reference(hidden, weight, norm)
         return apply_options(sums, gated=gated, residual=residual, out=out)
-    output = out if residual is None else residual
-    if output is None:
-        output = hidden.new_empty(tokens, len(weight.values) // (2 if gated else 1))
+    output = output_tensor(hidden, weight.values, gated, residual, out)
     if tokens == 0:
         return output
     as_bytes = weight.as_bytes() if tokens == 1 else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX, Fp8Tensor
-from meltcore.kernels.gemm.gemv import K_MULTIPLE, GemvConfig, load_columns, silu
+from meltcore.kernels.gemm.gemv import K_MULTIPLE, GemvConfig, load_columns, output_tensor, silu
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync
 from meltcore.kernels.norm import Norm
@@ -189,7 +189,7 @@ def fp8_gemv(
     `fp8_skinny_gemm`.
     """
     k = hidden.shape[1]
-    output = output_or_residual(1, weight, hidden.dtype, gated, residual)
+    output = output_tensor(hidden, weight.values, gated, residual)
     block_k, warps = (512, 2) if k <= 2048 else (1024, 4)
     config = config or GemvConfig(4, min(block_k, k & -k), warps)
     norm_weight, eps = norm or (hidden, 0.0)
@@ -229,7 +229,7 @@ def fp8_skinny_gemm(
     `gated` and `residual` are explained at `gemv`.
     """
     num_tokens, k = hidden.values.shape
-    output = output_or_residual(num_tokens, weight, dtype, gated, residual)
+    output = output_tensor(hidden.values, weight.values, gated, residual, dtype=dtype)
     block_n, block_k = (8, 1024) if len(weight.values) <= 2048 else (16, 512)
     config = config or GemvConfig(block_n, min(block_k, k & -k), 4)
     _fp8_skinny_gemm_kernel[(triton.cdiv(output.shape[1], config.block_n),)](
@@ -251,16 +251,3 @@ def fp8_skinny_gemm(
         **pdl_options(hidden.values.device),
     )
     return output
-
-
-def output_or_residual(
-    tokens: int, weight: Fp8Tensor, dtype: torch.dtype, gated: bool, residual: torch.Tensor | None
-) -> torch.Tensor:
-    """Return `residual`, [tokens, N], if it is given, else new memory of that size.
-
-    N is the number of the weight's rows, or half of it if `gated`.
-    """
-    if residual is not None:
-        return residual
-    n = weight.values.shape[0] // (2 if gated else 1)
-    return torch.empty(tokens, n, dtype=dtype, device=weight.values.device)

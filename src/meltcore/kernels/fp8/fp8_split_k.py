@@ -12,7 +12,7 @@ import torch
 
 from meltcore.kernels.capability import shared_memory_bytes
 from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY, Fp8Tensor
-from meltcore.kernels.fp8.fp8_gemv import output_or_residual
+from meltcore.kernels.gemm.gemv import output_tensor
 from meltcore.kernels.gemm.split_k import (
     GemmConfig,
     reduce_splits,
@@ -137,7 +137,7 @@ def fp8_split_k_gemm(
 ) -> torch.Tensor:
     """Multiply quantized tokens by an FP8 weight, with the options of `split_k_gemm`. The result has type `dtype`."""
     (num_tokens, k), (rows, _), device = hidden.values.shape, weight.values.shape, weight.values.device
-    output = output_or_residual(num_tokens, weight, dtype, gated, residual)
+    output = output_tensor(hidden.values, weight.values, gated, residual, dtype=dtype)
     config = config or select_config(num_tokens, rows, k, shared_memory_bytes(device))
     grid, partial, counters = split_workspace(config, rows, num_tokens, output)
     _fp8_split_k_gemm_kernel[grid](
@@ -151,14 +151,10 @@ def fp8_split_k_gemm(
         num_tokens,
         N=output.shape[1],
         K=k,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
-        NUM_STAGES=config.num_stages,
         GATED=gated,
         HAS_RESIDUAL=residual is not None,
-        num_warps=config.num_warps,
+        **config.constants,
         **pdl_options(device),
     )
     return output

@@ -108,6 +108,24 @@ def _gemv_kernel(
     tl.store(output_ptr + row, result, mask=row < output_size)
 
 
+def output_tensor(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    gated: bool,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return what a GEMM writes, [tokens, N]: `residual` or `out` if it is given, else new memory.
+
+    N is the number of the weight's rows, or half of it if `gated`. `dtype` is the type of new memory. None takes the
+    type of `hidden`.
+    """
+    output = out if residual is None else residual
+    n = len(weight) // 2 if gated else len(weight)
+    return hidden.new_empty(len(hidden), n, dtype=dtype) if output is None else output
+
+
 class GemvConfig(NamedTuple):
     """The configuration of a GEMV: rows per program, columns per load (a power of two that divides K), and warps."""
 
@@ -153,10 +171,8 @@ def gemv(
         config: None selects a configuration by size.
     """
     k = hidden.shape[1]
-    output_size = weight.shape[0] // 2 if gated else weight.shape[0]
-    output = out if residual is None else residual
-    if output is None:
-        output = torch.empty(1, output_size, dtype=hidden.dtype, device=hidden.device)
+    output = output_tensor(hidden, weight, gated, residual, out)
+    output_size = output.shape[1]
     config = config or GemvConfig.select(output_size, k)
     norm_weight, eps = norm or (weight, 0.0)
     _gemv_kernel[(triton.cdiv(output_size, config.block_n),)](

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from meltcore.kernels.capability import shared_memory_bytes, sm_count
+from meltcore.kernels.gemm.gemv import output_tensor
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
 
@@ -200,6 +201,12 @@ class GemmConfig(NamedTuple):
     num_warps: int = 4
     split_k: int = 1
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """The constants of a launch, without the splits, which not every kernel has."""
+        tile = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
+        return {**tile, "NUM_STAGES": self.num_stages, "num_warps": self.num_warps}
+
 
 def split_workspace(
     config: GemmConfig, rows: int, tokens: int, output: torch.Tensor
@@ -264,10 +271,7 @@ def split_k_gemm(
         config: None selects a configuration by size.
     """
     tokens, k = hidden.shape
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
-    output = out if residual is None else residual
-    if output is None:
-        output = torch.empty(tokens, n, dtype=hidden.dtype, device=hidden.device)
+    output = output_tensor(hidden, weight, gated, residual, out)
     sms, shared_bytes = sm_count(hidden.device), shared_memory_bytes(hidden.device)
     config = config or select_config(tokens, weight.shape[0], k, sms, shared_bytes)
     grid, partial, counters = split_workspace(config, weight.shape[0], tokens, output)
@@ -278,16 +282,12 @@ def split_k_gemm(
         partial,
         counters,
         tokens,
-        N=n,
+        N=output.shape[1],
         K=k,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
-        NUM_STAGES=config.num_stages,
         GATED=gated,
         HAS_RESIDUAL=residual is not None,
-        num_warps=config.num_warps,
+        **config.constants,
         **pdl_options(hidden.device),
     )
     return output

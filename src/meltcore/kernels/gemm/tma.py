@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.capability import capability, sm_count
+from meltcore.kernels.gemm.gemv import output_tensor
 from meltcore.kernels.gemm.split_k import GemmConfig
 from meltcore.kernels.jit import TensorDescriptor, tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync
@@ -146,10 +147,8 @@ def tma_gemm(
         config: the tile configuration. None selects one by size.
     """
     (tokens, k), rows = hidden.shape, len(weight)
-    n = rows // 2 if gated else rows
-    output = residual
-    if output is None:
-        output = torch.empty(tokens, n, dtype=dtype, device=hidden.device)
+    output = output_tensor(hidden, weight, gated, residual, dtype=dtype)
+    n = output.shape[1]
     config = config or select_config(tokens, rows, gated=gated, is_fp8=scales is not None)
     outputs = config.block_n // 2 if gated else config.block_n
     # Whole tiles of 256 outputs leave no shared memory for what is added to them.
@@ -166,16 +165,12 @@ def tma_gemm(
         tokens,
         N=n,
         K=k,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        NUM_STAGES=config.num_stages,
         GROUP_M=_GROUP_M,
         GATED=gated,
         HAS_RESIDUAL=residual is not None,
         HAS_SCALES=scales is not None,
         HALVES=halves,
-        num_warps=config.num_warps,
+        **config.constants,
         **pdl_options(hidden.device),
     )
     return output

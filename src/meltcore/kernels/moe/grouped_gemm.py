@@ -263,6 +263,19 @@ class Dispatch(NamedTuple):
         """Return an upper bound of the tiles of pairs, which is the number of programs per tile of an expert's rows."""
         return self.topk_ids.numel() if self.alignment is None else len(self.alignment.expert_ids)
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """The arguments of a launch: expert ids of tokens, the alignment (unused without one), and the token count."""
+        alignment = (self.topk_ids,) * 3 if self.alignment is None else self.alignment[1:4]
+        return (self.topk_ids, *alignment, len(self.topk_ids))
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        """The constants of a launch, by which its programs find their pairs."""
+        # One size serves all tokens of the mode unless a test forces it for more: each is compiled.
+        tokens = max(len(self.topk_ids), INDIRECT_TOKENS) if self.mode == "indirect" else INDIRECT_TOKENS
+        return {"TOP_K": self.topk_ids.shape[1], "MAX_TOKENS": triton.next_power_of_2(tokens), "MODE": self.mode}
+
 
 def select_mode(num_tokens: int, down: torch.Tensor) -> Mode:
     """Return the fastest mode, as measured on an H200 for Qwen3.5's sizes.
@@ -292,28 +305,16 @@ def grouped_gemm(
     [experts, 2 * N, K] holds gate rows above up rows, and the result is silu(gate) * up. Otherwise the GEMM goes from
     pairs to pairs, with weight [experts, N, K]. `config.block_m` must equal the block size of the alignment.
     """
-    (rows, k), (num_tokens, top_k) = weight.shape[1:], dispatch.topk_ids.shape
-    # One size serves all tokens of the mode unless a test forces it for more: each is compiled.
-    max_tokens = (
-        triton.next_power_of_2(max(num_tokens, INDIRECT_TOKENS)) if dispatch.mode == "indirect" else INDIRECT_TOKENS
-    )
+    rows, k = weight.shape[1:]
     _moe_grouped_gemm_kernel[(triton.cdiv(rows, config.block_n), dispatch.tiles)](
         inputs,
         weight,
         output,
-        dispatch.topk_ids,
-        *(dispatch.alignment[1:4] if dispatch.alignment else (dispatch.topk_ids,) * 3),
-        num_tokens,
+        *dispatch.arguments,
         N=output.shape[1],
         K=k,
-        TOP_K=top_k,
-        MAX_TOKENS=max_tokens,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        NUM_STAGES=config.num_stages,
-        MODE=dispatch.mode,
         GATED=gated,
-        num_warps=config.num_warps,
+        **dispatch.constants,
+        **config.constants,
         **pdl_options(weight.device),
     )

@@ -188,14 +188,10 @@ def _launch_router(
         eps,
         K=k,
         EXPERTS=rows,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
         ROW_TILES=row_tiles,
-        BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
-        NUM_STAGES=config.num_stages,
         HAS_NORM=norm is not None,
-        num_warps=config.num_warps,
+        **config.constants,
         **pdl_options(device),
     )
     return hidden, logits

@@ -20,7 +20,7 @@ from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 from meltcore.kernels.moe.align import moe_align_block_size
 from meltcore.kernels.moe.combine import combine
-from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, default_config, pairs_of_program
+from meltcore.kernels.moe.grouped_gemm import Dispatch, default_config, pairs_of_program
 from meltcore.kernels.moe.grouped_gemm_tma import WeightSlice, expert_outputs_of_slices, supports_shape
 from meltcore.kernels.moe.routing import RouterLogits, Routing, sort_by_expert
 from meltcore.kernels.quant import ggml_expert_gemm, ggml_expert_gemv
@@ -144,31 +144,20 @@ def ggml_grouped_gemm(
     rows above up rows and the result is silu(gate) * up. Rows of `output` may be strided. The block_m of the config
     must be the alignment's.
     """
-    rows, (tokens, top_k) = weight.values.shape[1], dispatch.topk_ids.shape
-    max_tokens = (
-        triton.next_power_of_2(max(tokens, INDIRECT_TOKENS)) if dispatch.mode == "indirect" else INDIRECT_TOKENS
-    )
+    rows = weight.values.shape[1]
     _ggml_grouped_gemm_kernel[(triton.cdiv(rows, config.block_n), dispatch.tiles)](
         inputs,
         *weight.arrays,
         output,
-        dispatch.topk_ids,
-        *(dispatch.alignment[1:4] if dispatch.alignment else (dispatch.topk_ids,) * 3),
-        tokens,
+        *dispatch.arguments,
         output.stride(0),
         ROWS=rows,
         K=weight.columns,
-        TOP_K=top_k,
-        MAX_TOKENS=max_tokens,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        NUM_STAGES=config.num_stages,
         FORMAT=weight.type.name,
-        MODE=dispatch.mode,
         FROM_TOKENS=from_tokens,
         GATED=gated,
-        num_warps=config.num_warps,
+        **dispatch.constants,
+        **config.constants,
         **pdl_options(inputs.device),
     )
 

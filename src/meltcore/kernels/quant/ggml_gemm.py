@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.capability import shared_memory_bytes, sm_count
+from meltcore.kernels.gemm.gemv import output_tensor
 from meltcore.kernels.gemm.split_k import GemmConfig, reduce_splits, silu_and_mul, split_workspace, weight_row
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
@@ -179,10 +180,7 @@ def ggml_gemm(
     ended, so that kernel must not write it.
     """
     (tokens, k), rows = hidden.shape, len(weight.values)
-    n = rows // 2 if gated else rows
-    output = out if residual is None else residual
-    if output is None:
-        output = torch.empty(tokens, n, dtype=hidden.dtype, device=hidden.device)
+    output = output_tensor(hidden, weight.values, gated, residual, out)
     config = config or select_config(tokens, weight, sm_count(hidden.device), shared_memory_bytes(hidden.device))
     grid, partial, counters = split_workspace(config, rows, tokens, output)
     _ggml_gemm_kernel[grid](
@@ -193,18 +191,14 @@ def ggml_gemm(
         counters,
         tokens,
         output.stride(0),
-        N=n,
+        N=output.shape[1],
         K=k,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
         SPLIT_K=config.split_k,
-        NUM_STAGES=config.num_stages,
         PREFETCH_STEPS=min(_PREFETCH_STEPS, -(-k // config.block_k) // config.split_k),
         FORMAT=weight.type.name,
         GATED=gated,
         HAS_RESIDUAL=residual is not None,
-        num_warps=config.num_warps,
+        **config.constants,
         **pdl_options(hidden.device),
     )
     return output

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
+from meltcore.kernels.gemm.gemv import output_tensor
 from meltcore.kernels.gemm.split_k import split_counters
 from meltcore.kernels.launch import pdl_options
 from meltcore.kernels.norm import Norm
@@ -242,10 +243,7 @@ def ggml_skinny_gemm(
     previous kernel has ended, so that kernel must not write it.
     """
     (tokens, k), rows, device = hidden.shape, len(weight.values), hidden.device
-    n = rows // 2 if gated else rows
-    output = out if residual is None else residual
-    if output is None:
-        output = torch.empty(tokens, n, dtype=hidden.dtype, device=device)
+    output = output_tensor(hidden, weight.values, gated, residual, out)
     sms = sm_count(device)
     config = config or select_config(tokens, rows, k, weight.type, sms, shared_memory_bytes(device))
     groups = -(-rows // config.block_rows)
@@ -262,7 +260,7 @@ def ggml_skinny_gemm(
         config.macros(weight.type, k, hidden.dtype, pdl),
         [
             *(hidden, *weight.arrays, output, partial, counters, norm_weight, eps),
-            *(tokens, n, k, output.stride(0), config.splits, flags),
+            *(tokens, output.shape[1], k, output.stride(0), config.splits, flags),
         ],
         device,
         shared_bytes=config.shared_bytes(weight.type),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from meltcore.kernels.capability import capability, sm_count
+from meltcore.kernels.gemm.gemv import output_tensor
 from meltcore.kernels.gemm.split_k import split_counters
 from meltcore.kernels.nvrtc import INSTRUCTIONS, WGMMA, CudaKernel
 from meltcore.kernels.quant.ggml import BlockType, Fp8Type, GgmlTensor
@@ -171,10 +172,7 @@ def ggml_wgmma_gemm(
     the previous kernel has ended, so that kernel must not write it.
     """
     (tokens, k), rows, device = hidden.shape, len(weight.values), hidden.device
-    n = rows // 2 if gated else rows
-    output = out if residual is None else residual
-    if output is None:
-        output = torch.empty(tokens, n, dtype=hidden.dtype, device=device)
+    output = output_tensor(hidden, weight.values, gated, residual, out)
     config = config or select_config(tokens, rows, k, weight.type, sm_count(device))
     token_tiles, chunks = -(-tokens // config.tokens), -(-k // chunk_columns(weight.type))
     tiles = -(-rows // config.rows) * token_tiles
@@ -193,7 +191,7 @@ def ggml_wgmma_gemm(
             row_group_map(high, high_bytes or _COPY_BYTES, config.rows // 16, gated=gated),
             tensor_map(hidden, _BOX_COLUMNS, config.tokens, swizzled=True),
             *(weight.scales, weight.subscales, output, partial, split_counters(device)),
-            *(tokens, n, k, output.stride(0), token_tiles, tiles * chunks),
+            *(tokens, output.shape[1], k, output.stride(0), token_tiles, tiles * chunks),
             launch_flags(hidden, output, residual, gated=gated),
         ],
         device,
