@@ -8,7 +8,7 @@ import torch
 from meltcore.engine.core.batch import Windows
 from meltcore.engine.generation.speculation import Speculation
 from meltcore.engine.worker import drafter
-from meltcore.engine.worker.drafter import Drafter
+from meltcore.engine.worker.drafter import Drafter, NgramDrafter
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
@@ -23,9 +23,9 @@ class ForcedDrafts:
         self.answers, self.num_right = answers, num_right
         self.num_windows: dict[int, int] = {}
         accept = drafter.accept_and_propose
-        propose = Drafter.propose
+        propose = NgramDrafter.propose
 
-        def forced(used: Drafter, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
+        def forced(used: NgramDrafter, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
             monkeypatch.setattr(
                 drafter,
                 "accept_and_propose",
@@ -37,7 +37,7 @@ class ForcedDrafts:
             self._fill(used, windows, outcomes)
             return outcomes
 
-        monkeypatch.setattr(Drafter, "propose", forced)
+        monkeypatch.setattr(NgramDrafter, "propose", forced)
         # Whether drafts pay is measured, and does not matter here.
         monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: self._num_drafts)
 

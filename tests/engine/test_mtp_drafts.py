@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,19 @@ import pytest
 import torch
 from mtp_tools import HEAD_DIM, HIDDEN, KV_HEADS, PAGE, SIZES, build, metadata_of, open_small
 from safetensors.torch import load_file, save_file
+from waiting import WAIT_S
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import ConfigError, RankError
+from meltcore.engine.core.batch import MtpInputs, Step
+from meltcore.engine.distributed.rank_messages import SamplingStep
+from meltcore.engine.distributed.ranks import Ranks
 from meltcore.engine.generation.speculation import Speculation
 from meltcore.engine.worker import drafter
 from meltcore.engine.worker.mtp_drafter import MtpDrafter
 from meltcore.engine.worker.warm_up import EVERY_SAMPLING, StepLimits, rehearse
 from meltcore.models.decoders.qwen3_5 import Qwen3_5
+from meltcore.protocol.generation import AddRequest
+from meltcore.protocol.sampling_params import Grammar, SamplingParams
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 PROMPTS = {name: tools.random_prompt(length, length) for name, length in (("a", 3), ("b", 58))}
@@ -166,16 +175,149 @@ def test_rehearsal_looks_up_no_result_of_a_skipped_kernel(folder: Path, monkeypa
     assert not runner.caches[-1][0][1:].any()
 
 
-def test_layer_takes_one_more_cache(folder: Path) -> None:
-    plain, seen = tools.open_engine(folder), tools.open_engine(folder, speculative_config=MTP)
+def test_layer_takes_one_more_cache_also_by_its_older_name(folder: Path) -> None:
+    plain = tools.open_engine(folder)
+    seen = tools.open_engine(folder, speculative_config=MTP | {"method": "qwen3_5_mtp"})
+    assert isinstance(seen.engine.runner.drafter, MtpDrafter)
     caches = [len(each.engine.runner.caches) for each in (plain, seen)]
     assert caches == [SIZES["num_hidden_layers"], SIZES["num_hidden_layers"] + 1]
     assert seen.engine.ready().speculative_decoding == "mtp"
 
 
-def test_several_gpus_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="method mtp runs on one GPU; got tensor_parallel_size 2"):
-        tools.open_engine(folder, speculative_config=MTP, tensor_parallel_size=2)
+# Of ranks: greedy tokens and tokens drawn by temperature come from candidates, the others from rank 0 alone.
+RANK_SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0, "seed": 3},
+    "gathered": {"temperature": 1.0, "seed": 4, "top_k": 20, "presence_penalty": 1.0, "logprobs": 1},
+    "without drafts": {"speculative_decoding": False},
+}
+Drafts = dict[tuple[str, int], tuple[int, ...]]
+
+
+@contextmanager
+def opened(folder: Path, **settings: Any) -> Iterator[tools.SeenEngine]:
+    limits = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "enable_prefix_caching": False, "rank_timeout_s": WAIT_S}
+    seen = tools.open_engine(folder, pages=6, **(limits | settings))
+    with closing(seen.engine):
+        yield seen
+
+
+def answers_and_drafts(seen: tools.SeenEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[int]], Drafts]:
+    """The answers, and the drafts after each known number of tokens of a request. Most steps have drafts."""
+    choices = random.Random(1)
+    monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: choices.choice([0, *[self._num_drafts] * 3]))
+    found: dict[str, list[int]] = {}
+    drafts: Drafts = {}
+    for index, (kind, sampling) in enumerate(RANK_SAMPLING.items()):
+        seen.add(kind, tools.random_prompt(30 + 30 * index, index), max_tokens=40, **sampling)
+    while seen.engine.has_work:
+        for output in seen.engine.step().outputs:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        for request in seen.engine.scheduler.running:
+            if request.num_in_history == len(request.token_ids):
+                drafts[request.id, len(request.token_ids)] = request.drafts
+    seen.engine.check_idle()
+    return found, drafts
+
+
+@pytest.mark.slow
+def test_ranks_draft_as_one_gpu(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After prompts in chunks, preemptions, steps without drafts and a faulty token mask, until a rank ends."""
+    folder = tools.with_tokenizer(write(tmp_path, 0.2, layer_types=HYBRID), tmp_path_factory.mktemp("constrained"))
+    grammar: dict[str, Any] = {"grammar": Grammar("start: /[0-9]{9}x[a-f]{9}/"), "max_tokens": 25}
+    with opened(folder) as seen:
+        truth, _ = answers_and_drafts(seen, monkeypatch)
+        seen.add("constrained", PROMPTS["b"], **grammar)
+        constrained = seen.run()
+    with opened(folder, speculative_config=MTP, overlap=True) as seen:
+        found, expected = answers_and_drafts(seen, monkeypatch)
+        assert found == truth
+        assert seen.engine.scheduler.preemptions > 0
+    with opened(folder, speculative_config=MTP, overlap=True, tensor_parallel_size=2) as seen:
+        check_warm_up(seen)
+        assert answers_and_drafts(seen, monkeypatch) == (truth, expected)
+        assert len(expected) > 60
+        drafted, accepted = np.frombuffer(seen.engine.stats().draft_sums).reshape(2, -1)[:, :3]
+        assert all(0 < few < many for few, many in zip(accepted, drafted, strict=True))
+        seen.add("constrained", PROMPTS["b"], **grammar)
+        assert seen.run() == constrained
+        check_faulty_mask(seen)
+        assert answers_and_drafts(seen, monkeypatch) == (truth, expected)
+        with monkeypatch.context() as patch:
+            send_other_inputs(patch, next_ids=lambda inputs: np.roll(inputs.next_ids, 1))
+            found, drafts = answers_and_drafts(seen, patch)
+        assert found == truth, "no draft changes an answer"
+        assert drafts != expected
+        check_end_of_rank(seen, monkeypatch)
+
+
+def send_other_inputs(patch: pytest.MonkeyPatch, **changes: Callable[[MtpInputs], Any]) -> None:
+    """Rank 1 gets other inputs than rank 0 has."""
+    run = Ranks.run
+
+    def sending(ranks: Ranks, step: Step, sampling: SamplingStep) -> None:
+        assert step.mtp is not None
+        changed = {name: change(step.mtp) for name, change in changes.items()}
+        run(ranks, step._replace(mtp=step.mtp._replace(**changed)), sampling)
+
+    patch.setattr(Ranks, "run", sending)
+
+
+def check_warm_up(seen: tools.SeenEngine) -> None:
+    """Rank 0 drafts without rank 1, which receives nothing."""
+    runner = seen.engine.runner
+    assert isinstance(runner.drafter, MtpDrafter)
+    rehearse(runner, StepLimits(0, 250, 140))
+    with runner.without_collectives():
+        runner.drafter.warm_up([1, 2])
+
+
+def check_faulty_mask(seen: tools.SeenEngine) -> None:
+    """Rank 1 drafts in the step whose mask fails on rank 0."""
+
+    def mask(generated: Sequence[int]) -> torch.Tensor | None:
+        if len(generated) > 3:
+            raise ValueError("its own")
+        return None
+
+    seen.engine.add(AddRequest("masked", PROMPTS["a"], SamplingParams(max_tokens=20, ignore_eos=True)), mask)
+    seen.add("beside it", PROMPTS["b"], max_tokens=20)
+    with pytest.raises(ValueError, match="its own"):
+        seen.run()
+    seen.engine.abort(["masked", "beside it"])
+    seen.run()
+
+
+def check_end_of_rank(seen: tools.SeenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for its drafts."""
+    ranks, draft = seen.engine._ranks, MtpDrafter._draft
+    assert ranks is not None
+    process = ranks._processes[1]
+
+    def killing(*arguments: Any) -> torch.Tensor:
+        process.kill()
+        process.wait(WAIT_S)
+        return draft(*arguments)
+
+    monkeypatch.setattr(MtpDrafter, "_draft", killing)
+    seen.add("one", PROMPTS["a"])
+    with pytest.raises(RankError, match=rf"rank 1 \(process {process.pid}\): has ended: killed by signal 9"):
+        seen.run()
+
+
+@pytest.mark.slow
+def test_ranks_accept_the_same_drafts_at_random(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    found = []
+    for ranks in (1, 2):
+        with opened(folder, speculative_config=MTP | synthetic, tensor_parallel_size=ranks, seed=7) as seen:
+            found.append(answers_and_drafts(seen, monkeypatch))
+            if ranks == 2:
+                send_other_inputs(monkeypatch, started_rows=lambda _: [], started_lengths=lambda _: [])
+                found.append(answers_and_drafts(seen, monkeypatch))
+    assert found[0] == found[1] != found[2]
 
 
 def test_layer_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Scheduler
 from meltcore.engine.generation.speculation import Speculation
 from meltcore.engine.worker import sampler
-from meltcore.engine.worker.drafter import Drafter
+from meltcore.engine.worker.drafter import Drafter, NgramDrafter
 from meltcore.engine.worker.sampler import Drafts, Sampler
 from meltcore.protocol.generation import SequenceOutput
 from meltcore.protocol.sampling_params import Grammar
@@ -107,9 +107,9 @@ def test_steps_with_and_without_drafts_take_turns(
 
 def test_histories_are_those_of_their_rows_after_preemptions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = tools.open_engine(folder, speculative_config=NGRAM, pages=6, max_model_len=256)
-    whole, checked = Drafter.propose, 0
+    whole, checked = NgramDrafter.propose, 0
 
-    def checking(drafter: Drafter, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
+    def checking(drafter: NgramDrafter, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
         nonlocal checked
         outcomes = whole(drafter, windows, token_ids)
         for index, first in enumerate(windows.first_rows[:-1]):
@@ -120,7 +120,7 @@ def test_histories_are_those_of_their_rows_after_preemptions(folder: Path, monke
             checked += 1
         return outcomes
 
-    monkeypatch.setattr(Drafter, "propose", checking)
+    monkeypatch.setattr(NgramDrafter, "propose", checking)
     monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: self._num_drafts)  # whether they pay or not
     for request_id, prompt in PROMPTS.items():
         seen.add(request_id, prompt, max_tokens=100)

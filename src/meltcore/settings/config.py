@@ -221,11 +221,7 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
 
     def check_speculation(self) -> None:
         """Raise ConfigError for settings of speculative decoding that are wrong."""
-        if self.has_mtp and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                "speculative_config: the method mtp runs on one GPU; got tensor_parallel_size "
-                f"{self.tensor_parallel_size}, with which the method ngram drafts"
-            )
+        SpeculativeConfig.of(self.speculative_config)
 
     @property
     def has_mtp(self) -> bool:

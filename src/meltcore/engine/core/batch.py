@@ -112,6 +112,51 @@ class Windows(NamedTuple):
         return windows
 
 
+class MtpInputs(NamedTuple):
+    """What drafts by multi-token prediction need of a step, beside its batch. All ranks draft from the same inputs.
+
+    Args:
+        next_ids: the id of the token that follows each token of the batch, or 0 for a token that the step samples.
+        rows: row of each sequence that samples, or no rows if the step proposes no drafts.
+        first_rows: the first sampled row of each of these sequences, then the number of sampled rows.
+        max_drafts: the most drafts that each of these sequences may get.
+        num_pages: the number of pages of each of these sequences.
+        started_rows: row of each of these sequences that has started, or that had a step without a drafter.
+        started_lengths: the number of known tokens of each sequence in `started_rows`.
+    """
+
+    next_ids: np.ndarray
+    rows: list[int]
+    first_rows: list[int]
+    max_drafts: list[int]
+    num_pages: list[int]
+    started_rows: list[int]
+    started_lengths: list[int]
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], windows: Windows | None, max_drafts: int) -> MtpInputs:
+        """Return the inputs of a step with these chunks, in the order of its batch.
+
+        `windows` are the rows after which the step proposes up to `max_drafts` drafts, and None if it proposes none.
+        """
+        next_ids, end = np.zeros(sum(chunk.size for chunk in chunks), dtype=np.int64), 0
+        for chunk in chunks:
+            known_ids = chunk.request.token_ids[chunk.start + 1 : chunk.end + 1]
+            next_ids[end : end + len(known_ids)] = known_ids
+            end += chunk.size
+        requests = [] if windows is None else [windows.requests[row] for row in windows.first_rows[:-1]]
+        started = [request for request in requests if request.num_in_history != len(request.token_ids)]
+        return cls(
+            next_ids=next_ids,
+            rows=[request.row for request in requests],
+            first_rows=[] if windows is None else windows.first_rows,
+            max_drafts=[max_drafts * request.sampling.speculative_decoding for request in requests],
+            num_pages=[len(request.pages) for request in requests],
+            started_rows=[request.row for request in started],
+            started_lengths=[len(request.token_ids) for request in started],
+        )
+
+
 class NewPages(NamedTuple):
     """Changed entries of the device's page table. Row rows[i] gets the page pages[i] in column columns[i]."""
 
@@ -124,13 +169,14 @@ class Step(NamedTuple):
     """All inputs of a step for the device, as numbers, so that they can be sent to other ranks.
 
     If every sequence decodes a token that is on the device already, `rows` and `positions` describe the step and
-    `batch` is None. Otherwise they are empty.
+    `batch` is None. Otherwise they are empty. `mtp` is None if no layer for multi-token prediction runs in the step.
     """
 
     new_pages: NewPages
     rows: list[int]
     positions: list[int]
     batch: Batch | None
+    mtp: MtpInputs | None = None
 
 
 def take_new_pages(chunks: list[Chunk], sub_groups: int = 1, table_rows: int = 0) -> NewPages:

@@ -84,7 +84,7 @@ class GroupRunner(ModelRunner):
     def follow(self, step: Step, sampling: SamplingStep) -> None:
         """Compute a step that rank 0 has sent."""
         token_ids, logits_at = self._compute(step)
-        self._sample(logits_at, token_ids, sampling, [], None)
+        self._propose_by_mtp(step, self._sample(logits_at, token_ids, sampling, [], None).token_ids)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the argmax over all ranks' logits, [rows] int64."""

@@ -100,6 +100,8 @@ class RankProcess:
         # Rank 0 alone samples sequences with penalties: no slots for them here.
         sampler = Sampler(loaded.model.config.vocab_size, device, config.seed)
         runner = GroupRunner(loaded.model, sampler, message.config, loaded.cache_dtype, group)
+        if config.speculation is not None and config.has_mtp:  # rank 0 alone drafts by n-gram
+            runner.start_drafts(config.speculation, config.seed)
         set_collective_timeout(group, config)
         gc.collect()
         gc.freeze()

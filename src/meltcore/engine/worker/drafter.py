@@ -1,8 +1,7 @@
-"""Proposes the drafts of speculative decoding, on the device."""
+"""Accepts drafts of speculative decoding on the device, and proposes drafts by n-gram."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -23,40 +22,57 @@ from meltcore.settings.speculation import SpeculativeConfig
 
 
 class Drafter:
-    """Accepts the drafts of a step, and looks up the next ones in the histories of the sequences (n-gram)."""
+    """Has the drafts of each row of a model runner, and accepts the drafts of a step."""
 
-    def __init__(self, config: SpeculativeConfig, sizes: ModelRunnerConfig, seed: int, device: torch.device) -> None:
-        """Allocate a history for each row of a model runner of these sizes."""
+    def __init__(self, config: SpeculativeConfig, rows: int, history_len: int, seed: int, device: torch.device) -> None:
+        """Allocate tables of `rows` rows. Their histories keep the first `history_len` tokens of a sequence."""
         self._device, self.max_drafts = device, config.num_speculative_tokens
-        self._tables = DraftTables.allocate(sizes.max_num_seqs + 1, sizes.max_model_len, self.max_drafts, device)
-        self._lookup: NgramSizes | None = NgramSizes(config.prompt_lookup_max, config.prompt_lookup_min)
+        self._tables = DraftTables.allocate(rows, history_len, self.max_drafts, device)
         self._synthetic = None
         if config.synthetic_acceptance_length is not None:
             self._synthetic = SyntheticAcceptance.of_length(
                 config.synthetic_acceptance_length, self.max_drafts, seed, device
             )
 
-    def propose(self, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
-        """Accept the drafts that precede the sampled `token_ids` [rows], and propose the next ones.
-
-        Returns [requests, 2 + drafts] int64: how many of its tokens each request gets, how many drafts, and the drafts.
-        """
-        requests = [windows.requests[row] for row in windows.first_rows[:-1]]
-        self._start([request for request in requests if request.num_in_history != len(request.token_ids)])
-        rows, first_rows, max_drafts = to_device_together(
-            [[request.row for request in requests], windows.first_rows, self._most_drafts(requests)], self._device
-        )
-        return accept_and_propose(self._tables, rows, first_rows, token_ids, max_drafts, self._lookup, self._synthetic)
-
     def used_rows(self, windows: Windows, outcomes: torch.Tensor) -> torch.Tensor:
-        """Return whether the sampled token of each row counts, by the result of `propose`: [rows] bool."""
+        """Return whether the sampled token of each row counts, by the outcomes of the step: [rows] bool."""
         [first_rows] = to_device_together([windows.first_rows], self._device)
         rows = torch.arange(len(windows.requests), device=self._device)
         index = torch.repeat_interleave(first_rows.diff(), output_size=len(rows))
         return rows - first_rows[index] < outcomes[index, 0]
 
-    def _most_drafts(self, requests: Sequence[Request]) -> list[int]:
-        return [self.max_drafts * request.sampling.speculative_decoding for request in requests]
+    def _accept(
+        self,
+        rows: torch.Tensor,
+        first_rows: torch.Tensor,
+        token_ids: torch.Tensor,
+        max_drafts: torch.Tensor,
+        lookup: NgramSizes | None,
+    ) -> torch.Tensor:
+        return accept_and_propose(self._tables, rows, first_rows, token_ids, max_drafts, lookup, self._synthetic)
+
+
+class NgramDrafter(Drafter):
+    """Accepts the drafts of a step, and looks up the next ones in the histories of the sequences."""
+
+    def __init__(self, config: SpeculativeConfig, sizes: ModelRunnerConfig, seed: int, device: torch.device) -> None:
+        """Allocate a history for each row of a model runner of these sizes."""
+        super().__init__(config, sizes.max_num_seqs + 1, sizes.max_model_len, seed, device)
+        self._lookup = NgramSizes(config.prompt_lookup_max, config.prompt_lookup_min)
+
+    def propose(self, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
+        """Accept the drafts that precede the sampled `token_ids` [rows], and propose the next ones.
+
+        Returns the outcomes, [requests, 2 + drafts] int64: how many of its tokens each request gets, how many drafts,
+        and the drafts.
+        """
+        requests = [windows.requests[row] for row in windows.first_rows[:-1]]
+        self._start([request for request in requests if request.num_in_history != len(request.token_ids)])
+        most_drafts = [self.max_drafts * request.sampling.speculative_decoding for request in requests]
+        rows, first_rows, max_drafts = to_device_together(
+            [[request.row for request in requests], windows.first_rows, most_drafts], self._device
+        )
+        return self._accept(rows, first_rows, token_ids, max_drafts, self._lookup)
 
     def _start(self, requests: list[Request]) -> None:
         """Write the histories of sequences that were started, or that had a step without a drafter."""

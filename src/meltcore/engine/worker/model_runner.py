@@ -10,6 +10,7 @@ import torch
 
 from meltcore.engine.core.batch import (
     Batch,
+    MtpInputs,
     NewPages,
     Step,
     Windows,
@@ -23,7 +24,7 @@ from meltcore.engine.core.request import Request
 from meltcore.engine.memory.graph_sizes import MAX_GRAPH_TOKENS, capture_sizes
 from meltcore.engine.worker.caches import ModelRunnerConfig, PageTables, RecurrentStateCache, allocate_caches
 from meltcore.engine.worker.cuda_graphs import DecodeGraphs, DecodeOutput
-from meltcore.engine.worker.drafter import Drafter
+from meltcore.engine.worker.drafter import Drafter, NgramDrafter
 from meltcore.engine.worker.launched_step import (
     MAX_LAYERS_IN_FLIGHT,
     Event,
@@ -133,11 +134,11 @@ class ModelRunner:
     def start_drafts(self, config: SpeculativeConfig, seed: int) -> None:
         """Allocate what speculative decoding needs."""
         sizes = config, self._config, seed
-        if config.method == "mtp":
+        if config.has_mtp:
             assert isinstance(self.model, MtpModel)
             self.drafter = self._mtp = MtpDrafter(*sizes, self.model, self.caches[-1], self.argmax)
         else:
-            self.drafter = Drafter(*sizes, self.device)
+            self.drafter = NgramDrafter(*sizes, self.device)
 
     def _make_decode_graphs(self) -> DecodeGraphs:
         sizes, resample = capture_sizes(self._config.max_num_seqs), None
@@ -209,13 +210,16 @@ class ModelRunner:
         requests = [chunk.request for chunk in chunks if chunk.samples]
         windows = Windows.of(chunks) if self.proposes_drafts and requests else None
         drafts = None if windows is None or len(windows.drafts) == len(requests) else windows.drafts
+        if self._mtp is not None and batch is not None:
+            step = step._replace(mtp=MtpInputs.of(chunks, windows, self._mtp.max_drafts))
         sampled = requests if windows is None else windows.requests
-        result, outcomes = self._run(step, sampled, prepare_sampling, drafts), None
-        if self._mtp is not None and step.batch is not None:
-            self._mtp.run_layer(chunks, result.token_ids)
+        result = self._run(step, sampled, prepare_sampling, drafts)
+        token_ids = result.token_ids if self._decoded is None else self._decoded.token_ids
+        outcomes = self._propose_by_mtp(step, token_ids)
         if windows is not None and self.drafter is not None:
-            token_ids = result.token_ids if self._decoded is None else self._decoded.token_ids
-            outcomes = self.drafter.propose(windows, token_ids)
+            if isinstance(self.drafter, NgramDrafter):
+                outcomes = self.drafter.propose(windows, token_ids)
+            assert outcomes is not None, "a step with windows proposes drafts"
             if drafts is not None and any(request.has_penalties for request in requests):
                 self.sampler.count(token_ids, windows.requests, self.drafter.used_rows(windows, outcomes))
             outcomes = to_host(outcomes)
@@ -283,6 +287,10 @@ class ModelRunner:
         if self._decoded is not None and self._sample_in_graph(self._decoded, requests):
             return SampleResult(self._decoded.host_token_ids, [], None)
         return self.sample(logits_at, token_ids, requests, drafts)
+
+    def _propose_by_mtp(self, step: Step, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Run the layer for multi-token prediction, if the step runs it. Returns the outcomes: see `MtpDrafter`."""
+        return None if self._mtp is None or step.mtp is None else self._mtp.propose(step.mtp, token_ids)
 
     def _sample_in_graph(self, decoded: DecodeOutput, requests: list[Request]) -> bool:
         """Replace the greedy tokens of a decode step by a graph. Return False if it has not replaced any."""

@@ -3,6 +3,9 @@
 The layer runs on the tokens of every step that is no decode graph: so its cache has the prompts too. Then it runs on
 single tokens, once for each further draft, and writes its cache at positions that later steps write again. A decode
 graph leaves a gap in the cache, which makes later drafts worse and no answer wrong.
+
+Every rank has a shard of the layer, so every rank drafts. Ranks have equal inputs, sampled tokens and tables, so they
+accept and draft the same tokens.
 """
 
 from __future__ import annotations
@@ -10,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from meltcore.engine.core.batch import Batch, Windows
-from meltcore.engine.core.chunk import Chunk
+from meltcore.engine.core.batch import Batch, MtpInputs
 from meltcore.engine.core.kv_cache import PAGE_SIZE, pages_for
-from meltcore.engine.core.request import Request
 from meltcore.engine.worker.caches import ModelRunnerConfig
 from meltcore.engine.worker.drafter import Drafter
 from meltcore.engine.worker.transfer import to_device, to_device_together
 from meltcore.kernels.attention.metadata import AttentionMetadata, PaddedGroup
+from meltcore.kernels.sampling.drafts import start_lengths
 from meltcore.models.decoders.model import MtpModel
 from meltcore.settings.speculation import SpeculativeConfig
 
@@ -41,15 +42,6 @@ class StepStates(NamedTuple):
     metadata: AttentionMetadata
 
 
-class _LayerOutput(NamedTuple):
-    """The layer's hidden states of a step, [tokens, hidden_size], and the token of each sampled row, [rows] int64."""
-
-    hidden: torch.Tensor
-    last_tokens: torch.Tensor
-    positions: torch.Tensor
-    page_table: torch.Tensor
-
-
 class MtpDrafter(Drafter):
     """Accepts the drafts of a step, and drafts the next tokens with the layer."""
 
@@ -62,50 +54,38 @@ class MtpDrafter(Drafter):
         cache: tuple[torch.Tensor, torch.Tensor],
         argmax: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Allocate a history for each row of a model runner of these sizes.
+        """Allocate tables for each row of a model runner of these sizes.
 
         `cache` has the layer's keys and values. `argmax` returns the argmax of each row of the model's logits.
         """
-        super().__init__(config, sizes, seed, model.device)
-        self._lookup = None
+        super().__init__(config, sizes.max_num_seqs + 1, 0, seed, model.device)  # nothing is looked up
         self._model, self._cache, self._argmax, self._max_model_len = model, cache, argmax, sizes.max_model_len
         self.states: StepStates | None = None  # of the newest step
-        self._output: _LayerOutput | None = None  # of the newest step
 
-    def run_layer(self, chunks: Sequence[Chunk], token_ids: torch.Tensor) -> None:
-        """Run the layer on all tokens of the newest step, whose chunks are in the order of the batch.
+    def propose(self, inputs: MtpInputs, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Run the layer on all tokens of the newest step, accept the step's drafts, and draft the next tokens.
 
-        `token_ids` [rows] are the tokens that the step has sampled: each follows a token of the step.
+        `token_ids` [rows] are the tokens that the step has sampled: each follows a token of the step. Returns the
+        outcomes, as in `NgramDrafter`, or None if the step proposes no drafts.
         """
         states, self.states = self.states, None
         assert states is not None, "the step has hidden states"
-        next_ids, end = np.zeros(len(states.batch.token_ids), dtype=np.int64), 0
-        for chunk in chunks:
-            known_ids = chunk.request.token_ids[chunk.start + 1 : chunk.end + 1]
-            next_ids[end : end + len(known_ids)] = known_ids
-            end += chunk.size
-        device_ids, last_tokens = to_device_together([next_ids, states.batch.last_tokens], self._device)
-        device_ids[last_tokens] = self._valid_ids(token_ids)
-        hidden = self._model.draft_hidden(device_ids, states.hidden, states.positions, self._cache, states.metadata)
-        self._output = _LayerOutput(hidden, last_tokens, states.positions, states.metadata.page_table)
-
-    def propose(self, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
-        """Accept the drafts that precede the sampled `token_ids` [rows], and draft the next tokens.
-
-        `run_layer` must have run on the step. The result is as in `Drafter`.
-        """
-        outcomes, output = super().propose(windows, token_ids), self._output
-        assert output is not None, "the layer has run on the tokens of this step"
-        self._output = None
-        requests = [windows.requests[row] for row in windows.first_rows[:-1]]
-        rows, first_rows, max_drafts = to_device_together(
-            [[request.row for request in requests], windows.first_rows, self._most_drafts(requests)], self._device
+        next_ids, last_tokens = to_device_together([inputs.next_ids, states.batch.last_tokens], self._device)
+        next_ids[last_tokens] = self._valid_ids(token_ids)
+        hidden = self._model.draft_hidden(next_ids, states.hidden, states.positions, self._cache, states.metadata)
+        if not inputs.rows:
+            return None
+        rows, first_rows, max_drafts, num_pages, started_rows, started_lengths = to_device_together(
+            inputs[1:], self._device
         )
-        last_rows = (first_rows[:-1] + outcomes[:, 0] - 1).clamp(0, len(output.last_tokens) - 1)
-        last_tokens = output.last_tokens[last_rows]
-        page_table = self._own_pages(output.page_table, requests, rows)
-        pages = min(page_table.shape[1], max(len(request.pages) for request in requests) + pages_for(self.max_drafts))
-        drafts = self._draft(output.hidden[last_tokens], output.positions[last_tokens], page_table, pages)
+        if inputs.started_rows:
+            start_lengths(self._tables, started_rows, started_lengths)
+        outcomes = self._accept(rows, first_rows, token_ids, max_drafts, None)
+        last_rows = (first_rows[:-1] + outcomes[:, 0] - 1).clamp(0, len(last_tokens) - 1)
+        tokens = last_tokens[last_rows]
+        page_table = _own_pages(states.metadata.page_table[rows], num_pages)
+        pages = min(page_table.shape[1], max(inputs.num_pages) + pages_for(self.max_drafts))
+        drafts = self._draft(hidden[tokens], states.positions[tokens], page_table, pages)
         num_drafts = torch.minimum(max_drafts, self._max_model_len - self._tables.lengths[rows]).clamp(min=0)
         drafts.masked_fill_(torch.arange(self.max_drafts, device=self._device) >= num_drafts[:, None], -1)
         self._tables.num_drafts[rows] = outcomes[:, 1] = num_drafts
@@ -140,15 +120,13 @@ class MtpDrafter(Drafter):
             drafts.append(self._valid_ids(self._argmax(self._model.logits(hidden))))
         return torch.stack(drafts, dim=1)
 
-    def _own_pages(self, page_table: torch.Tensor, requests: Sequence[Request], rows: torch.Tensor) -> torch.Tensor:
-        """Return the pages of the requests, [requests, max_pages] int64, with the null page for all that they lack.
 
-        Drafts may lie after the last page of a sequence, where a row of the runner's table has the pages of an earlier
-        sequence.
-        """
-        [num_pages] = to_device_together([[len(request.pages) for request in requests]], self._device)
-        is_own = torch.arange(page_table.shape[1], device=self._device) < num_pages[:, None]
-        return page_table[rows] * is_own
+def _own_pages(page_table: torch.Tensor, num_pages: torch.Tensor) -> torch.Tensor:
+    """Return the pages of sequences, [sequences, max_pages] int64, with the null page for all that they lack.
+
+    Drafts may lie after the last page of a sequence, where its row has the pages of an earlier sequence.
+    """
+    return page_table * (torch.arange(page_table.shape[1], device=page_table.device) < num_pages[:, None])
 
 
 def _single_tokens(positions: torch.Tensor, page_table: torch.Tensor, pages: int) -> AttentionMetadata:

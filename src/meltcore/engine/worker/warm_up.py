@@ -326,7 +326,7 @@ def rehearse(runner: ModelRunner, limits: StepLimits) -> None:
         runner.warm_up_decodes(decodes)
         _launch_prompts(runner, limits)
         _launch_sampling(runner, [params for params in EVERY_SAMPLING if params.logprobs is None])
-        _launch_windows(runner, limits)  # last, since other ranks have no drafter and number kernels in this order
+        _launch_windows(runner, limits)  # last: ranks number kernels in this order, and one drafts by n-gram
     runner.reset_last_tokens()
 
 

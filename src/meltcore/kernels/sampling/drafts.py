@@ -119,6 +119,14 @@ def start_histories(
     )
     columns = torch.arange(len(token_ids), device=device) - starts
     tables.histories[token_rows, columns] = token_ids.to(torch.int32)
+    start_lengths(tables, rows, lengths)
+
+
+def start_lengths(tables: DraftTables, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Set the number of known tokens of sequences that start or restart. Their rows have no drafts then.
+
+    That suffices for drafts that are not looked up. rows, lengths: [sequences] int64.
+    """
     tables.lengths[rows] = lengths
     tables.drafts.index_fill_(0, rows, -1)
     tables.num_drafts.index_fill_(0, rows, 0)
