@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from speculation_tools import NGRAM, ForcedDrafts
+from test_mtp_drafts import ATTENTION_ONLY, HYBRID, MTP, write
 from test_prefill_graphs import Uncaptured, chunk, padded
 
 from meltcore.engine.core.batch import Batch, NewPages, build_batch
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Scheduler
+from meltcore.engine.generation.speculation import Speculation
 from meltcore.engine.memory.graph_sizes import MAX_WINDOWS, sampled_tokens, window_shapes
 from meltcore.engine.memory.workspace import graph_node_bytes, plan_workspace
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW
@@ -138,9 +140,10 @@ def test_padding_alone_is_no_sequence() -> None:
 class _Checked(Uncaptured):
     """Padded steps. Each token of padding, too, must have finite hidden states, whatever the null slot holds."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner, graph_buckets(8, 16, 4))
+    def __init__(self, runner: ModelRunner, max_tokens: int = 16) -> None:
+        super().__init__(runner, graph_buckets(8, max_tokens, 4))
         self.window_sizes: list[set[int]] = []
+        self.max_tokens = max(bucket.size for bucket in self._sizes)
 
     def replay(self, batch: Batch, size: GraphBucket, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
         self.window_sizes.append(set(np.unique(batch.token_rows, return_counts=True)[1].tolist()))
@@ -166,6 +169,30 @@ def _kept(seen: tools.SeenEngine) -> list[torch.Tensor]:
     runner = seen.engine.runner
     tensors = [tensor[1:] for tensor in runner.cache_tensors]
     return tensors if runner.recurrent_states is None else [*tensors, runner.recurrent_states.folded[1:]]
+
+
+def _run_together(
+    plain: tools.SeenEngine, seen: tools.SeenEngine, graphs: _Checked, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, list[int]]:
+    """Compare two engines after each step. The second runs padded steps. Returns the answers."""
+    answers: dict[str, list[int]] = {}
+    while plain.engine.has_work:
+        with monkeypatch.context() as patch:
+            tokens = [(each.request_id, each.token_ids) for each in plain.engine.step().outputs]
+            # Kernel by kernel as on CUDA, each by its torch body.
+            patch.setattr(paged_attention, "use_triton", lambda _tensor: True)
+            graphs.check(patch)
+            assert [(each.request_id, each.token_ids) for each in seen.engine.step().outputs] == tokens
+        for request_id, token_ids in tokens:
+            answers.setdefault(request_id, []).extend(token_ids)
+        drafts = [{each.id: each.drafts for each in one.engine.scheduler.running} for one in (plain, seen)]
+        assert drafts[0] == drafts[1]
+        for expected, found in zip(_kept(plain), _kept(seen), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-4)
+    assert not seen.engine.has_work
+    for name, rows in plain.logits.items():
+        assert tools.relative_error(torch.stack(seen.logits[name]), torch.stack(rows)) <= 1e-5, name
+    return answers
 
 
 @pytest.fixture
@@ -210,25 +237,33 @@ def test_padded_steps_change_what_plain_steps_change(
     graphs = _Checked(seen.engine.runner)
     seen.engine.runner._prefill_graphs = graphs  # type: ignore[assignment]
     ForcedDrafts(monkeypatch, answers, num_right)
-    outputs: list[list[tuple[str, list[int]]]] = [[], []]
-    while plain.engine.has_work:
-        with monkeypatch.context() as patch:
-            outputs[0] += [(each.request_id, each.token_ids) for each in plain.engine.step().outputs]
-            # Kernel by kernel as on CUDA, each by its torch body.
-            patch.setattr(paged_attention, "use_triton", lambda _tensor: True)
-            graphs.check(patch)
-            outputs[1] += [(each.request_id, each.token_ids) for each in seen.engine.step().outputs]
-        assert outputs[0] == outputs[1]
-        for expected, found in zip(_kept(plain), _kept(seen), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-4)
-    assert not seen.engine.has_work
-    for name, rows in plain.logits.items():
-        assert tools.relative_error(torch.stack(seen.logits[name]), torch.stack(rows)) <= 1e-5, name
-    for request_id, tokens in answers.items():
-        assert [token for name, each in outputs[1] if name == request_id for token in each] == tokens
+    assert _run_together(plain, seen, graphs, monkeypatch) == answers
     assert {bucket.windows for bucket in graphs.used} >= {2, 4}
     assert set().union(*graphs.window_sizes) == {1, 2, 3, 4}
     assert sum(len(sizes) > 1 for sizes in graphs.window_sizes) > 5
+
+
+@pytest.mark.usefixtures("windows_of_all_sizes", "nan_in_new_memory")
+@pytest.mark.slow
+@pytest.mark.parametrize("layer_types", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
+def test_drafts_by_mtp_follow_padded_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer_types: list[str]
+) -> None:
+    """The layer gets the hidden states of windows, and of prompts in chunks, and its cache is that of plain steps."""
+    write(tmp_path, 0.2, layer_types=layer_types)
+    monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: self._num_drafts)
+    plain, seen = (tools.open_engine(tmp_path, speculative_config=MTP, max_num_batched_tokens=48) for _ in range(2))
+    graphs = _Checked(seen.engine.runner, 128)
+    seen.engine.runner.keep_hidden_states(graphs.max_tokens)
+    seen.engine.runner._prefill_graphs = graphs  # type: ignore[assignment]
+    for engine in (plain, seen):
+        for index, (request_id, prompt) in enumerate(PROMPTS.items()):
+            engine.add(request_id, prompt, max_tokens=20 + 5 * index)
+    _run_together(plain, seen, graphs, monkeypatch)
+    assert plain.engine.runner.caches[-1][0][1:].any(), "the layer's keys"
+    assert {bool(bucket.windows) for bucket in graphs.used} == {True, False}
+    assert any(bucket.num_decodes for bucket in graphs.used), "decodes beside prompts, whose tokens are apart"
+    assert set().union(*graphs.window_sizes) >= {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("launch", [rehearse, warm_up])

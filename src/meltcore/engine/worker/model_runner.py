@@ -34,7 +34,7 @@ from meltcore.engine.worker.launched_step import (
     score_prompts,
 )
 from meltcore.engine.worker.mtp_drafter import MtpDrafter, StepStates
-from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets
+from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets, unpad
 from meltcore.engine.worker.sampler import Drafts, Sampler, SampleResult
 from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_together, to_host
 from meltcore.kernels.attention.metadata import AttentionMetadata
@@ -95,6 +95,7 @@ class ModelRunner:
         self._layer_yield: LayerYield | None = None  # of the newest step
         self.drafter: Drafter | None = None
         self._mtp: MtpDrafter | None = None
+        self._graph_hidden: torch.Tensor | None = None  # [tokens, hidden_size] that prefill graphs write for `_mtp`
         self.proposes_drafts = False  # in the next step
 
     @property
@@ -153,9 +154,20 @@ class ModelRunner:
         max_tokens = min(max_tokens, self._config.max_num_batched_tokens)
         buckets = graph_buckets(self._config.max_num_seqs, max_tokens, self._config.window)
         if buckets:
+            if self._mtp is not None:
+                self.keep_hidden_states(buckets[-1].size)
             graphs = PrefillGraphs(self._padded_step, buckets, self.page_tables.flat)
             graphs.capture(progress, capture_all=capture_all)
             self._prefill_graphs = graphs
+
+    def keep_hidden_states(self, max_tokens: int) -> None:
+        """Let padded steps of up to `max_tokens` keep the hidden states of all tokens, for drafts by MTP.
+
+        All graphs write to the same memory, which takes gigabytes otherwise.
+        """
+        shape = max_tokens, self.model.config.hidden_size
+        with memory_pool("kv_cache"):
+            self._graph_hidden = torch.empty(shape, dtype=self.model.dtype, device=self.device)
 
     def drop_graphs(self) -> None:
         """Drop all graphs before a group is destroyed: since 2.26, NCCL waits for the last graph that uses it."""
@@ -350,11 +362,14 @@ class ModelRunner:
         return output
 
     def _compute_batch(self, batch: Batch, new_pages: NewPages) -> tuple[torch.Tensor, LogitsAt]:
-        targets = batch.prompt_targets  # a graph keeps the hidden states of last tokens only
-        needs_all = targets is not None or self._layer_yield is not None or self._mtp is not None
-        graphs = None if needs_all else self._prefill_graphs
+        targets = batch.prompt_targets  # a graph returns the hidden states of sampled tokens only
+        graphs = None if targets is not None or self._layer_yield is not None else self._prefill_graphs
         if graphs is not None and (bucket := graphs.bucket_for(batch)) is not None:
             hidden, token_ids = graphs.replay(batch, bucket, new_pages)
+            if self._mtp is not None and self._graph_hidden is not None:
+                _, positions, metadata = self._device_inputs(batch._replace(recurrent=None))  # the layer is attention
+                states = unpad(self._graph_hidden, batch, bucket), positions, batch, metadata[-1]
+                self._mtp.states = StepStates(*states)
             return token_ids, lambda at: self.model.logits(hidden[at])
         self.page_tables.write(new_pages)
         last_tokens, sample_rows = to_device_together([batch.last_tokens, batch.sample_rows], self.device)
@@ -369,7 +384,15 @@ class ModelRunner:
         return token_ids, lambda at: logits[at]
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """Run the forward pass of a step. Returns hidden states [tokens, hidden_size].
+        """Run the forward pass of a step. Returns hidden states [tokens, hidden_size]."""
+        token_ids, positions, metadata = self._device_inputs(batch)
+        hidden: torch.Tensor = self.model(token_ids, positions, self.caches, metadata, self._layer_yield)
+        if self._mtp is not None:
+            self._mtp.states = StepStates(hidden, positions, batch, metadata[-1])
+        return hidden
+
+    def _device_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[AttentionMetadata]]:
+        """Return token ids and positions [tokens], and each layer's metadata.
 
         The device computes cache slots from rows and positions.
         """
@@ -406,10 +429,7 @@ class ModelRunner:
             query_start_loc=first_tokens,
             chunk_indices=chunks,
         )
-        hidden: torch.Tensor = self.model(token_ids, positions, self.caches, metadata, self._layer_yield)
-        if self._mtp is not None:
-            self._mtp.states = StepStates(hidden, positions, batch, metadata[-1])
-        return hidden
+        return token_ids, positions, metadata
 
     def _decode_step(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute logits and greedy tokens of one new token per row, using only tables on the device.
@@ -457,7 +477,10 @@ class ModelRunner:
             chunk_indices=inputs.chunks.view(torch.int32).view(-1, 2),
         )
         token_ids = torch.where(inputs.token_ids < 0, self._last_token[rows], inputs.token_ids)
-        hidden = self.model(token_ids, positions, self.caches, metadata)[inputs.last_tokens]
+        all_hidden = self.model(token_ids, positions, self.caches, metadata)
+        if self._graph_hidden is not None:
+            self._graph_hidden[: len(all_hidden)].copy_(all_hidden)
+        hidden = all_hidden[inputs.last_tokens]
         sampled_ids = self.argmax(self.model.logits(hidden))
         self._last_token.index_copy_(0, inputs.sample_rows, sampled_ids)
         return hidden, sampled_ids
@@ -466,9 +489,10 @@ class ModelRunner:
         """Return each layer's metadata. `slot_mappings` is [sub_groups, tokens], and all layers share `fields`.
 
         `num_windows` counts the sequences that decode, which are windows for recurrent layers that can replay drafts.
+        Without slots no recurrent layer runs.
         """
         states = self.recurrent_states
-        if states is not None and states.has_windows:
+        if states is not None and states.has_windows and len(fields["state_slots"]):
             arrays = fields["state_slots"], fields["context_lens"], fields["query_start_loc"]
             fields |= {"num_windows": num_windows, "replay_lens": states.count_replays(*arrays, num_windows)}
         return self.page_tables.layer_metadata(slot_mappings, **fields)

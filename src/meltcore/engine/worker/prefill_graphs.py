@@ -207,6 +207,13 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
         _pad_chunks(batch.recurrent, num_decodes, bucket, inputs)
 
 
+def unpad(values: torch.Tensor, batch: Batch, bucket: GraphBucket) -> torch.Tensor:
+    """Return the values of a batch's tokens, in its order, from a padded step's `values` [bucket.size or more, ...]."""
+    num_decodes = min(batch.num_decodes, bucket.num_decodes)
+    end = bucket.num_decodes + len(batch.token_ids) - num_decodes
+    return torch.cat([values[:num_decodes], values[bucket.num_decodes : end]])
+
+
 def _tiles_from(batch: Batch, num_decodes: int) -> np.ndarray:
     """Return the query tiles of all chunks but the first `num_decodes`, which have one token each: [tiles, 4] int32."""
     singles = range(num_decodes, batch.num_decodes)
