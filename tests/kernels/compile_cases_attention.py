@@ -218,7 +218,8 @@ def gated_delta_decode_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 def window_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     of = GatedDelta(GatedDeltaShape(*model.delta), dtype, 64, drafts=3)
     metadata = of.metadata._replace(num_windows=4, replay_lens=indices(4))
-    return [partial(window.gated_delta_windows, of.projected, of.params, metadata, of.shape, of.out)]
+    replays = partial(window.count_replays, indices(9), indices(5), indices(5), indices(6), 4)
+    return [partial(window.gated_delta_windows, of.projected, of.params, metadata, of.shape, of.out), replays]
 
 
 def convolution_cases(model: ModelShape, dtype: torch.dtype) -> Cases:

@@ -14,7 +14,7 @@ from kernel_tools import in_reference, in_triton
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.gated_delta.common import GatedDeltaParams, GatedDeltaShape
 from meltcore.kernels.gated_delta.layer import gated_delta_net
-from meltcore.kernels.gated_delta.window import gated_delta_windows
+from meltcore.kernels.gated_delta.window import count_replays, gated_delta_windows
 
 TINY = GatedDeltaShape(key_heads=1, heads=2, key_dim=16, value_dim=16, kernel=4)
 WINDOW = 4  # 3 drafts
@@ -203,6 +203,27 @@ def test_kernel_agrees_with_its_reference(shape: GatedDeltaShape, dtype: torch.d
     assert outs[1, 5:7].eq(0).all()
     assert distance(result.states, expected.states) <= TOLERANCE[dtype]
     torch.testing.assert_close(result.conv_states, expected.conv_states, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("sequences", "num_windows"), [(1, 1), (5, 3), (6, 0), (300, 270), (300, 300)])
+def test_counts_of_replays_equal_their_reference(sequences: int, num_windows: int, device: torch.device) -> None:
+    """Also of padding, whose slot 0 several windows share."""
+    torch.manual_seed(sequences)
+    folded = torch.randint(1, 1000, (sequences + 3,)).to(device)
+    slots = torch.randperm(sequences + 2)[:sequences].to(device) + 1
+    context_lens = folded[slots] + torch.randint(0, 4, (sequences,)).to(device)
+    first_tokens = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(1, 9, (sequences,)).cumsum(0)])
+    if sequences > 4:
+        slots[2:4], context_lens[2:4] = 0, -1
+    results = []
+    for counted in (in_reference(count_replays), in_triton(count_replays)):
+        table = folded.clone()
+        replay_lens = counted(table, slots, context_lens, first_tokens.to(device), num_windows)
+        assert len(replay_lens) == num_windows
+        results.append((replay_lens[slots[:num_windows] > 0], table[1:]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert not torch.equal(results[0][1], folded[1:])
 
 
 def test_windows_and_prompts_of_a_step_use_their_own_slots() -> None:

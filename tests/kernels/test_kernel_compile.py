@@ -305,6 +305,8 @@ def gated_delta_launches(tokens: int) -> None:
     of = compile_cases_attention.GatedDelta(of.shape, torch.bfloat16, tokens + 3, drafts=2)
     metadata = metadata._replace(num_windows=1 + tokens % 4, replay_lens=index[1:5])
     window.gated_delta_windows(of.projected, of.params, metadata, of.shape, of.out)
+    count = 1 + tokens % 5
+    window.count_replays(meta(9, dtype=torch.int64), index[:count], index[:count], index[: count + 1], tokens % 4)
 
 
 def synthesis_launches(frames: int) -> None:

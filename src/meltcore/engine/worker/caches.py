@@ -10,6 +10,7 @@ from meltcore.engine.core.batch import NewPages, RecurrentBatch
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
 from meltcore.engine.worker.transfer import to_device, to_device_together
 from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.kernels.gated_delta.window import count_replays
 from meltcore.models.decoders.kv_cache_specs import KVCacheGroups, RecurrentStateSpec
 
 
@@ -165,15 +166,10 @@ class RecurrentStateCache:
     ) -> torch.Tensor:
         """Return the `replay_lens` of a step's windows, and set `folded` to what it will be after the step.
 
-        All layers of the step read the result, so it is computed once, before the forward pass. A window stores its
-        state after its first token, a prompt after its last. Padding changes the null slot. Arguments are as in the
+        All layers of the step read the result, so it is computed once, before the forward pass. Arguments are as in the
         attention metadata.
         """
-        replay_lens = context_lens[:num_windows] - self.folded[slots[:num_windows]]
-        ends = context_lens + first_tokens.diff()
-        ends[:num_windows] = context_lens[:num_windows] + 1
-        self.folded[slots] = ends
-        return replay_lens
+        return count_replays(self.folded, slots, context_lens, first_tokens, num_windows)
 
     def restore_snapshots(self, batch: RecurrentBatch) -> None:
         """Copy snapshots to the slots of the sequences, before the step."""

@@ -35,6 +35,76 @@ from meltcore.kernels.gated_delta.decode import delta_rule
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_launch_dependents, pdl_options, pdl_wait, use_triton
 
+_BLOCK = 256  # sequences of a program of `count_replays`
+
+
+def count_replays(
+    folded: torch.Tensor,
+    slots: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_windows: int,
+) -> torch.Tensor:
+    """Return how many tokens each window of a step replays: [num_windows] int64. `folded` becomes that after the step.
+
+    A window stores its state after its first token, a prompt after its last. Padding leaves any number in `folded` of
+    the null slot, and its own result has no meaning.
+
+    Args:
+        folded: [slots + 1] int64, the number of tokens in the states of each slot.
+        slots: [sequences] int64. All but those of padding differ.
+        context_lens: [sequences] int64.
+        query_start_loc: [sequences + 1] int64.
+        num_windows: the number of sequences that are windows, which come first.
+    """
+    if not use_triton(folded):
+        return _count_replays_reference(folded, slots, context_lens, query_start_loc, num_windows)
+    replay_lens = torch.empty(num_windows, dtype=torch.int64, device=folded.device)
+    _count_replays_kernel[(triton.cdiv(len(slots), _BLOCK),)](
+        *(folded, slots, context_lens, query_start_loc, replay_lens, len(slots), num_windows), BLOCK=_BLOCK
+    )
+    return replay_lens
+
+
+def _count_replays_reference(
+    folded: torch.Tensor,
+    slots: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_windows: int,
+) -> torch.Tensor:
+    replay_lens = context_lens[:num_windows] - folded[slots[:num_windows]]
+    ends = context_lens + query_start_loc.diff()
+    ends[:num_windows] = context_lens[:num_windows] + 1
+    folded[slots] = ends
+    return replay_lens
+
+
+# As for windows: indices have any alignment, and counts of all values share a kernel.
+@triton.jit(
+    do_not_specialize=["slots", "context_lens", "query_start_loc", "replay_lens", "num_sequences", "num_windows"]
+)
+def _count_replays_kernel(
+    folded,
+    slots,
+    context_lens,
+    query_start_loc,
+    replay_lens,
+    num_sequences,
+    num_windows,
+    BLOCK: tl.constexpr,
+):
+    sequence = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_sequence, is_window = sequence < num_sequences, sequence < num_windows
+    slot = tl.load(slots + sequence, is_sequence, other=0)
+    context_len = tl.load(context_lens + sequence, is_sequence, other=0)
+    first_token = tl.load(query_start_loc + sequence, is_sequence, other=0)
+    end_token = tl.load(query_start_loc + sequence + 1, is_sequence, other=0)
+    num_folded = tl.load(folded + slot, is_window, other=0)
+    tl.store(replay_lens + sequence, context_len - num_folded, is_window)
+    num_added = tl.where(is_window, 1, end_token - first_token)
+    tl.store(folded + slot, context_len + num_added, is_sequence)
+
 
 def gated_delta_windows(
     projected: torch.Tensor,
