@@ -12,7 +12,14 @@ import torch
 from meltcore.kernels.capability import shared_memory_bytes, sm_count
 from meltcore.kernels.fp8.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks
 from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY
-from meltcore.kernels.gemm.split_k import GemmConfig, reduce_splits, silu_and_mul, split_workspace, weight_row
+from meltcore.kernels.gemm.split_k import (
+    GemmConfig,
+    output_tile,
+    reduce_splits,
+    split_workspace,
+    store_tile,
+    weight_row,
+)
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
 
@@ -44,10 +51,7 @@ def scaled_tile_matmul(
     BLOCK_SCALES: there is a scale per step; otherwise one for all columns. valid: [BLOCK_M, 1], tokens to read.
     """
     # Tensor cores need the longer side first: at least 64 rows on Hopper.
-    if BLOCK_N >= BLOCK_M:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_N >= BLOCK_M else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in tl.range(first_step, end_step, num_stages=NUM_STAGES):
         column = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         if K % BLOCK_K == 0:
@@ -115,7 +119,6 @@ def _block_fp8_gemm_kernel(
 
     Tokens past the end are not read: for few tokens they would take more bandwidth of the L2 cache than the weight.
     """
-    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     split = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -134,28 +137,19 @@ def _block_fp8_gemm_kernel(
         row_scales_ptr = scales_ptr + source_row // ROW_GROUP * COLUMN_BLOCKS
     valid = (token < tokens)[:, None]
     source_token = tl.minimum(token, tokens - 1).to(tl.int64)
-    output_column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    output = output_ptr + token.to(tl.int64)[:, None] * output_stride + output_column[None, :]
-    mask = valid & (output_column < N)[None, :]
-    if HAS_RESIDUAL:
-        residual = tl.load(output, mask=mask, other=0.0)
+    output_ptrs, mask, residual = output_tile(output_ptr, token, tokens, output_stride, N, BLOCK_N, GATED, HAS_RESIDUAL)
     acc = scaled_tile_matmul(
         *(rows_ptr, row_scales_ptr, hidden_ptr + source_token[:, None] * K),
         *(token_scales_ptr + source_token * COLUMN_BLOCKS, valid, first_step, end_step),
         *(K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, COLUMN_BLOCKS > 1),
     )
     if SPLIT_K > 1:
-        tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
+        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, SPLIT_K)
         if not is_last:
             return
     if BLOCK_N >= BLOCK_M:
         acc = tl.trans(acc)
-    if GATED:
-        acc = silu_and_mul(acc)
-    if HAS_RESIDUAL:
-        acc += residual.to(tl.float32)
-    tl.store(output, acc, mask=mask)
+    store_tile(output_ptrs, mask, residual, acc, GATED, HAS_RESIDUAL)
 
 
 def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes: int) -> GemmConfig:

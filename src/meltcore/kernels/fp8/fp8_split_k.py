@@ -15,9 +15,10 @@ from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY, Fp8Tensor
 from meltcore.kernels.gemm.gemv import output_tensor
 from meltcore.kernels.gemm.split_k import (
     GemmConfig,
+    output_tile,
     reduce_splits,
-    silu_and_mul,
     split_workspace,
+    store_tile,
     tile_matmul,
     weight_row,
 )
@@ -60,7 +61,6 @@ def _fp8_split_k_gemm_kernel(
 ):
     """Each program multiplies BLOCK_N rows of the weight by BLOCK_M tokens over one split of the columns."""
     WIDTH: tl.constexpr = K // SPLIT_K
-    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     split = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -75,25 +75,16 @@ def _fp8_split_k_gemm_kernel(
     source_token = token % tokens
     tokens_ptr = values_ptr + source_token.to(tl.int64)[:, None] * K + split * WIDTH
     token_scales = tl.load(token_scales_ptr + source_token)
-    output_column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    output_ptrs = output_ptr + token.to(tl.int64)[:, None] * N + output_column[None, :]
-    mask = (token < tokens)[:, None] & (output_column < N)[None, :]
-    if HAS_RESIDUAL:
-        residual = tl.load(output_ptrs, mask=mask, other=0.0)
+    output_ptrs, mask, residual = output_tile(output_ptr, token, tokens, N, N, BLOCK_N, GATED, HAS_RESIDUAL)
     acc = tile_matmul(rows_ptr, tokens_ptr, column, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)
     if SPLIT_K > 1:
-        tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
+        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, SPLIT_K)
         if not is_last:
             return
     if BLOCK_N >= BLOCK_M:
         acc = tl.trans(acc)
     acc = acc * token_scales[:, None] * scales[None, :]
-    if GATED:
-        acc = silu_and_mul(acc)
-    if HAS_RESIDUAL:
-        acc += residual.to(tl.float32)
-    tl.store(output_ptrs, acc, mask=mask)
+    store_tile(output_ptrs, mask, residual, acc, GATED, HAS_RESIDUAL)
 
 
 def select_config(tokens: int, rows: int, k: int, shared_bytes: int) -> GemmConfig:

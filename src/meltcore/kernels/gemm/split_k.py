@@ -88,10 +88,7 @@ def tile_matmul(
     Returns [BLOCK_N, BLOCK_M], or [BLOCK_M, BLOCK_N] if that is the longer side. column: [1, BLOCK_K].
     """
     # Tensor cores need the longer side first: at least 64 rows on Hopper.
-    if BLOCK_N >= BLOCK_M:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_N >= BLOCK_M else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in tl.range(0, WIDTH, BLOCK_K, num_stages=NUM_STAGES):
         weight = tl.load(weight_ptr + start + column)
         hidden = tl.load(hidden_ptr + start + column)
@@ -103,13 +100,44 @@ def tile_matmul(
 
 
 @triton.jit
-def reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K: tl.constexpr):
-    """Store this program's partial tile.
+def output_tile(
+    output_ptr,
+    token,
+    tokens,
+    row_stride,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """Return pointers to the program's tile of the output, [tokens, outputs], its mask, and the residual there or 0."""
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output_ptrs = output_ptr + token.to(tl.int64)[:, None] * row_stride + column[None, :]
+    mask = (token < tokens)[:, None] & (column < N)[None, :]
+    residual = tl.load(output_ptrs, mask=mask, other=0.0) if HAS_RESIDUAL else 0.0
+    return output_ptrs, mask, residual
+
+
+@triton.jit
+def store_tile(output_ptrs, mask, residual, acc, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """Store a tile [tokens, rows] of sums, after the activation and the residual add."""
+    if GATED:
+        acc = silu_and_mul(acc)
+    if HAS_RESIDUAL:
+        acc += residual.to(tl.float32)
+    tl.store(output_ptrs, acc, mask=mask)
+
+
+@triton.jit
+def reduce_splits(acc, partial_ptr, counters_ptr, SPLIT_K: tl.constexpr):
+    """Store the partial tile of this program, whose split is its first index.
 
     Returns whether the program is the last of its tile, and the tile's sum if so.
     """
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
+    split, tile = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     partial_ptrs = partial_ptr + tile.to(tl.int64) * (SPLIT_K * ROWS * COLUMNS)
     partial_ptrs += tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(partial_ptrs + split * (ROWS * COLUMNS), acc)
@@ -169,26 +197,15 @@ def _split_k_gemm_kernel(
         pdl_sync(PDL)
     column = tl.arange(0, BLOCK_K)[None, :]
     tokens_ptr = hidden_ptr + (token % tokens).to(tl.int64)[:, None] * K + split * WIDTH
-    output_column = tl.program_id(1) * (BLOCK_N // 2 if GATED else BLOCK_N) + tl.arange(
-        0, BLOCK_N // 2 if GATED else BLOCK_N
-    )
-    output_ptrs = output_ptr + token.to(tl.int64)[:, None] * N + output_column[None, :]
-    mask = (token < tokens)[:, None] & (output_column < N)[None, :]
-    if HAS_RESIDUAL:
-        residual = tl.load(output_ptrs, mask=mask, other=0.0)
+    output_ptrs, mask, residual = output_tile(output_ptr, token, tokens, N, N, BLOCK_N, GATED, HAS_RESIDUAL)
     acc = tile_matmul(rows_ptr, tokens_ptr, column, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES)
     if SPLIT_K > 1:
-        tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
+        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, SPLIT_K)
         if not is_last:
             return
     if BLOCK_N >= BLOCK_M:
         acc = tl.trans(acc)
-    if GATED:
-        acc = silu_and_mul(acc)
-    if HAS_RESIDUAL:
-        acc += residual.to(tl.float32)
-    tl.store(output_ptrs, acc, mask=mask)
+    store_tile(output_ptrs, mask, residual, acc, GATED, HAS_RESIDUAL)
 
 
 class GemmConfig(NamedTuple):

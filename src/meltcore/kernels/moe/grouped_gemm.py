@@ -158,10 +158,7 @@ def _moe_grouped_gemm_kernel(
     input_row_ptrs = input_ptr + source_row.to(tl.int64)[:, None] * K
     weight_row_ptrs = weight_ptr + (expert.to(tl.int64) * (2 * N if GATED else N) + weight_rows)[:, None] * K
     # Tensor cores need the longer side first: at least 64 rows on Hopper.
-    if BLOCK_N > BLOCK_M:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_N > BLOCK_M else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         weight = _load_columns(weight_row_ptrs, start, K, BLOCK_K)
         inputs = _load_columns(input_row_ptrs, start, K, BLOCK_K)

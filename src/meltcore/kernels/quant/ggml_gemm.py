@@ -11,7 +11,14 @@ import torch
 
 from meltcore.kernels.capability import shared_memory_bytes, sm_count
 from meltcore.kernels.gemm.gemv import output_tensor
-from meltcore.kernels.gemm.split_k import GemmConfig, reduce_splits, silu_and_mul, split_workspace, weight_row
+from meltcore.kernels.gemm.split_k import (
+    GemmConfig,
+    output_tile,
+    reduce_splits,
+    split_workspace,
+    store_tile,
+    weight_row,
+)
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
 from meltcore.kernels.quant.ggml import GgmlTensor
@@ -58,10 +65,7 @@ def ggml_tile_matmul(
     Returns [BLOCK_N, BLOCK_M], or [BLOCK_M, BLOCK_N] if that is the longer side. valid: [BLOCK_M, 1], tokens to read.
     """
     # Tensor cores need the longer side first: at least 64 rows on Hopper.
-    if BLOCK_N >= BLOCK_M:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_N >= BLOCK_M else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in tl.range(first_step, end_step, num_stages=NUM_STAGES):
         planes = decode_tile(values_ptr, scales_ptr, subscales_ptr, row, step, K, BLOCK_K, FORMAT)
         WIDTH: tl.constexpr = BLOCK_K // len(planes)
@@ -107,7 +111,6 @@ def _ggml_gemm_kernel(
 
     Tokens past the end are not read: for few tokens they would take more bandwidth of the L2 cache than the weight.
     """
-    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     split = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -121,27 +124,18 @@ def _ggml_gemm_kernel(
             prefetch(values_ptr + source * ROW_BYTES + (first_step + step) * STEP_BYTES)
         pdl_sync(PDL)
     valid = (token < tokens)[:, None]
-    output_column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    output = output_ptr + token.to(tl.int64)[:, None] * output_stride + output_column[None, :]
-    mask = valid & (output_column < N)[None, :]
-    if HAS_RESIDUAL:
-        residual = tl.load(output, mask=mask, other=0.0)
+    output_ptrs, mask, residual = output_tile(output_ptr, token, tokens, output_stride, N, BLOCK_N, GATED, HAS_RESIDUAL)
     acc = ggml_tile_matmul(
         *(values_ptr, scales_ptr, subscales_ptr, source, hidden_ptr + token.to(tl.int64)[:, None] * K, valid),
         *(first_step, end_step, K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, FORMAT),
     )
     if SPLIT_K > 1:
-        tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        last, acc = reduce_splits(acc, partial_ptr, counters_ptr, tile, split, SPLIT_K)
-        if not last:
+        is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, SPLIT_K)
+        if not is_last:
             return
     if BLOCK_N >= BLOCK_M:
         acc = tl.trans(acc)
-    if GATED:
-        acc = silu_and_mul(acc)
-    if HAS_RESIDUAL:
-        acc += residual.to(tl.float32)
-    tl.store(output, acc, mask=mask)
+    store_tile(output_ptrs, mask, residual, acc, GATED, HAS_RESIDUAL)
 
 
 def select_config(tokens: int, weight: GgmlTensor, processors: int, shared_bytes: int) -> GemmConfig:
