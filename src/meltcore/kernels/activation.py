@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from meltcore.kernels.jit import tl, triton
@@ -21,7 +19,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     if not use_triton(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
-    return _launch_gated(_swiglu_kernel, gate_up)
+    return _launch_gated(gate_up, is_gelu=False)
 
 
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -32,7 +30,7 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     if not use_triton(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
-    return _launch_gated(_geglu_kernel, gate_up)
+    return _launch_gated(gate_up, is_gelu=True)
 
 
 def gelu(hidden: torch.Tensor) -> torch.Tensor:
@@ -69,12 +67,13 @@ def linear_gelu(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) 
     return output.view(*hidden.shape[:-1], -1)
 
 
-def _launch_gated(kernel: Any, gate_up: torch.Tensor) -> torch.Tensor:
+def _launch_gated(gate_up: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        kernel[(tokens, triton.cdiv(size, _BLOCK))](
+        _swiglu_or_geglu_kernel[(tokens, triton.cdiv(size, _BLOCK))](
             *(gate_up, output, gate_up.stride(0)),
+            IS_GELU=is_gelu,
             SIZE=size,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
@@ -134,7 +133,15 @@ def _gelu_kernel(hidden_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, output_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu_or_geglu_kernel(
+    gate_up_ptr,
+    output_ptr,
+    row_stride,
+    IS_GELU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Each program computes BLOCK columns of one token."""
     pdl_sync(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -143,25 +150,11 @@ def _swiglu_kernel(gate_up_ptr, output_ptr, row_stride, SIZE: tl.constexpr, BLOC
     row = gate_up_ptr + token * row_stride
     gate = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row + SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    # SiLU is gate * sigmoid(gate). (1 + tanh(x)) / 2 of GELU is sigmoid(2 x); 1.5957691... is 2 sqrt(2 / pi).
+    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
     # Rounded in between, as the reference does.
-    silu = (gate / (1.0 + tl.exp(-gate))).to(output_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(output_ptr + token * SIZE + column, silu * up, mask=mask)
-
-
-@triton.jit
-def _geglu_kernel(gate_up_ptr, output_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Each program computes BLOCK columns of one token."""
-    pdl_sync(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < SIZE
-    row = gate_up_ptr + token * row_stride
-    gate = tl.load(row + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(row + SIZE + column, mask=mask, other=0.0).to(tl.float32)
-    # (1 + tanh(x)) / 2 is the sigmoid of 2 x; 1.5957691... is 2 sqrt(2 / pi).
-    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    gelu = (gate / (1.0 + tl.exp(-inner))).to(output_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(output_ptr + token * SIZE + column, gelu * up, mask=mask)
+    activated = (gate / (1.0 + tl.exp(-inner))).to(output_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(output_ptr + token * SIZE + column, activated * up, mask=mask)
 
 
 @triton.jit

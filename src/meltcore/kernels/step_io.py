@@ -23,21 +23,15 @@ def apply_updates(updates: torch.Tensor, inputs: torch.Tensor, page_table: torch
     `updates` before the device has passed this kernel.
     """
     if not use_triton(inputs):
-        _apply_updates_reference(updates, inputs, page_table, new_pages)
+        new_inputs, pages = updates.split([inputs.shape[0], 3 * new_pages])
+        inputs.copy_(new_inputs)
+        rows, columns, page_numbers = pages.to(inputs.device).view(3, new_pages)
+        page_table[rows, columns] = page_numbers
         return
     count = inputs.shape[0]
     _apply_updates_kernel[(triton.cdiv(max(count, new_pages), _BLOCK),)](
         updates, inputs, page_table, count, new_pages, page_table.stride(0), BLOCK=_BLOCK
     )
-
-
-def _apply_updates_reference(
-    updates: torch.Tensor, inputs: torch.Tensor, page_table: torch.Tensor, new_pages: int
-) -> None:
-    new_inputs, pages = updates.split([inputs.shape[0], 3 * new_pages])
-    inputs.copy_(new_inputs)
-    rows, columns, page_numbers = pages.to(inputs.device).view(3, new_pages)
-    page_table[rows, columns] = page_numbers
 
 
 def finish_step(
@@ -60,7 +54,10 @@ def finish_step(
             slots`.
     """
     if not use_triton(token_ids):
-        _finish_step_reference(token_ids, rows, positions, last_tokens, steps, ring)
+        ring[int(steps) % ring.shape[0], : len(token_ids)] = token_ids.to(ring.device)
+        last_tokens[rows] = token_ids
+        positions += positions >= 0
+        steps += 1
         return
     slots, width = ring.shape
     _finish_step_kernel[(1,)](
@@ -70,20 +67,6 @@ def finish_step(
         BLOCKS=triton.cdiv(token_ids.shape[0], _BLOCK),
         BLOCK=_BLOCK,
     )
-
-
-def _finish_step_reference(
-    token_ids: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    last_tokens: torch.Tensor,
-    steps: torch.Tensor,
-    ring: torch.Tensor,
-) -> None:
-    ring[int(steps) % ring.shape[0], : len(token_ids)] = token_ids.to(ring.device)
-    last_tokens[rows] = token_ids
-    positions += positions >= 0
-    steps += 1
 
 
 # The counts are arbitrary: specialized on them, 1, multiples of 16 and others would each be compiled anew.

@@ -128,7 +128,7 @@ def test_budget_is_shown_per_step_where_steps_are_known() -> None:
         ("_all_reduce_kernel", "collectives"),
         ("_all_reduce_exchange_kernel", "collectives"),
         ("void vllm::rms_norm_kernel<c10::BFloat16>", "norm and activation"),
-        ("_swiglu_kernel", "norm and activation"),
+        ("_swiglu_or_geglu_kernel", "norm and activation"),
         ("_store_kv_kernel", "KV cache and embedding"),
         ("_quantize_kernel", "quantization"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),

@@ -36,7 +36,11 @@ def apply_penalties(
         repetition: [penalized] float32.
     """
     if not use_triton(logits):
-        _penalties_reference(logits, rows, slots, output_counts, in_prompt, presence, frequency, repetition)
+        values, counts = logits[rows], output_counts[slots]
+        is_generated, factor = counts > 0, repetition[:, None]
+        penalized_values = torch.where(values > 0, values / factor, values * factor)
+        values = torch.where(is_generated | in_prompt[slots], penalized_values, values)
+        logits[rows] = values - frequency[:, None] * counts - presence[:, None] * is_generated
         return
     penalized, vocab = rows.shape[0], logits.shape[1]
     if penalized:
@@ -47,27 +51,7 @@ def apply_penalties(
         )
 
 
-def _penalties_reference(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    output_counts: torch.Tensor,
-    in_prompt: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
-) -> None:
-    values, counts = logits[rows], output_counts[slots]
-    is_generated = counts > 0
-    factor = repetition[:, None]
-    penalized_values = torch.where(values > 0, values / factor, values * factor)
-    values = torch.where(is_generated | in_prompt[slots], penalized_values, values)
-    logits[rows] = values - frequency[:, None] * counts - presence[:, None] * is_generated
-
-
 # Settings start anywhere: without this, each new alignment would be compiled for anew.
-
-
 @triton.jit(do_not_specialize=["rows_ptr", "slots_ptr", "presence_ptr", "frequency_ptr", "repetition_ptr"])
 def _penalties_kernel(
     logits_ptr,
