@@ -251,11 +251,6 @@ def concurrency(model: ModelSection) -> int:
     return model.max_num_seqs or tasks()[model.task].concurrency
 
 
-def unused(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    """Return a row for the part of `memory_bytes` that `rows` do not use."""
-    return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
-
-
 def budget_rows(
     model: ModelSection, divide: Callable[[int], tuple[bool, list[MemoryRow]]]
 ) -> tuple[int, list[MemoryRow]]:

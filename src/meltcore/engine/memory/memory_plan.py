@@ -186,7 +186,7 @@ def plan_memory(
     penalty_slots = min(penalty_slots, max_num_seqs)
     rows = _rows(model, budget, pages, slots, penalty_slots, max_num_seqs, layout)
     if workspace is not None:
-        rows.append(_rest(memory_bytes, rows))
+        rows.append(unused(memory_bytes, rows))
     return MemoryPlan(pages, slots, penalty_slots, logit_rows, max_num_seqs, page_bytes, slot_bytes, rows, workspace)
 
 
@@ -266,11 +266,8 @@ def _workspace(
     )
 
 
-def _rest(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    """Return a row for the memory that no other part needs.
-
-    An engine with a budget allocates this memory at its start too.
-    """
+def unused(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
+    """Return a row for the part of `memory_bytes` that `rows` do not use. An engine allocates it at its start too."""
     return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
 
 

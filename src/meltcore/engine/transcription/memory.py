@@ -17,9 +17,9 @@ from meltcore.engine.memory.memory_needs import (
     UnknownSizesError,
     budget_rows,
     concurrency,
-    unused,
     weight_element_size,
 )
+from meltcore.engine.memory.memory_plan import unused
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import find_transcriber
 from meltcore.models.configs.nemo_config import CONFIG_FILE, parse_yaml, read_config

@@ -12,7 +12,8 @@ from functools import partial
 from meltcore.common.errors import BudgetError
 from meltcore.common.sizes import size_text
 from meltcore.engine.memory.graph_sizes import packed_sizes
-from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, unused, weight_element_size
+from meltcore.engine.memory.memory_needs import PlannedEngine, budget_rows, concurrency, weight_element_size
+from meltcore.engine.memory.memory_plan import unused
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.task_configs import NUM_BEAMS, IndicTrans2Config, graph_rows

@@ -100,18 +100,6 @@ class Cluster(Site, frozen=True, tag="cluster"):
         """The name of each GPU: the name of its node and its number on the node."""
         return [f"{node}:{number}" for node, number in self.gpus]
 
-    @property
-    def host_bytes(self) -> dict[str, int]:
-        """The available bytes of host memory of each node."""
-        return {node.name: node.machine.host_bytes for node in self.nodes}
-
-    def nodes_without(self, checkpoint: str | None) -> list[ClusterNode]:
-        """Return the nodes that cannot load a checkpoint, which is a path or a hub id.
-
-        None is a checkpoint that all can load.
-        """
-        return [node for node in self.nodes if checkpoint in node.missing]
-
     def launched_by(self, _local: _T, on_ray: Callable[[str], _T]) -> _T:
         """Return `on_ray(address)`, because engines of a cluster are started by Ray."""
         return on_ray(self.address)
