@@ -81,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--chat-template", metavar="FILE", help="For a model without one.")
     parser.add_argument("--prompts", type=int, default=100, help="Half of each kind.")
     parser.add_argument("--tokens", type=int, default=128, help="Of an answer at most.")
     parser.add_argument("--concurrency", type=int, default=1)
@@ -91,7 +92,8 @@ def main() -> None:
         need_gpu(model=args.model)
 
     kinds = {"copy": args.prompts // 2, "answer": args.prompts - args.prompts // 2}
-    settings: dict[str, Any] = {"device": args.device, "max_model_len": 2048, "max_num_seqs": max(16, args.concurrency)}
+    settings: dict[str, Any] = {"device": args.device, "max_model_len": 2048, "chat_template": args.chat_template}
+    settings["max_num_seqs"] = max(16, args.concurrency)
     speculation = {"method": "ngram", "num_speculative_tokens": args.drafts}
     found: dict[str, dict[str, Answers]] = {}
     for name, config in {"plain": None, "speculating": speculation}.items():
