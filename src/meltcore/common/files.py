@@ -37,6 +37,15 @@ def is_gguf(name: str | Path) -> bool:
 
 
 @contextmanager
+def file_errors(action: str, path: Path | str) -> Iterator[None]:
+    """Turn an OSError of the block into the ConfigError "cannot `action` `path`: reason". Actions: read, write."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot {action} {path}: {error.strerror or error}") from error
+
+
+@contextmanager
 def atomic_output(path: Path, *, overwrite: bool = False, hint: str = "--overwrite replaces it") -> Iterator[Path]:
     """Yield a temporary name for a file or folder that the block writes. It is renamed to `path` when the block ends.
 
@@ -78,10 +87,8 @@ def _write_error(path: Path, error: OSError) -> ConfigError:
 
 def check_disk_space(path: Path, num_bytes: int) -> None:
     """Raise ConfigError if the disk of `path` has less than `num_bytes` free."""
-    try:
+    with file_errors("write", path):
         free_bytes = shutil.disk_usage(path.parent).free
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     if num_bytes > free_bytes:
         needed_text, free_text = size_text(num_bytes), size_text(free_bytes)
         raise ConfigError(f"{path} takes {needed_text}; the disk of {path.parent} has {free_text} free")

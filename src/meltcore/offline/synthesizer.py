@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meltcore.audio.decode import AudioLimits, Clip, decode
-from meltcore.common.errors import ConfigError, RequestError
+from meltcore.common.errors import RequestError
+from meltcore.common.files import file_errors
 from meltcore.engine.synthesis.engine import SynthesisTask
 from meltcore.engine.tasks.batch_engine import BatchEngine
 from meltcore.protocol.synthesis import Synthesize, Synthesized
@@ -159,10 +160,8 @@ class Synthesizer:
                 )
             return reference.tobytes()
         if isinstance(reference, (str, Path)):
-            try:
+            with file_errors("read", reference):
                 content = Path(reference).read_bytes()
-            except OSError as error:
-                raise ConfigError(f"cannot read {reference}: {error.strerror}") from error
         else:
             content = reference
         limits = AudioLimits(self.sample_rate, max_clip_s=_MAX_FILE_S, max_audio_s=_MAX_FILE_S)

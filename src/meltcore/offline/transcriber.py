@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meltcore.audio.decode import AudioLimits, Clip, decode
-from meltcore.common.errors import ConfigError, RequestError
+from meltcore.common.errors import RequestError
+from meltcore.common.files import file_errors
 from meltcore.engine.tasks.batch_engine import BatchEngine
 from meltcore.engine.transcription.engine import TranscriptionTask
 from meltcore.protocol.transcription import Decoder, Transcribe, Transcript
@@ -146,10 +147,8 @@ def _content(file: Audio) -> bytes:
     if isinstance(file, bytes):
         return file
     if isinstance(file, (str, Path)):
-        try:
+        with file_errors("read", file):
             return Path(file).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     import soundfile
 
     samples, rate = np.asarray(file[0]), file[1]

@@ -21,6 +21,7 @@ import msgspec
 
 from meltcore.common import process
 from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.files import file_errors
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import CheckResult, Evaluation, RunResult
 from meltcore.measure.documents.served_model import model_notes
@@ -165,11 +166,8 @@ def _append_answer(path: Path, index: int, graded: GradedAnswer) -> None:
         "failed": graded.answer.failed,
         **graded.grades,
     }
-    try:
-        with path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    with file_errors("write", path), path.open("ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")
 
 
 def is_published(items: Sequence[Item]) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.files import file_errors
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import CheckResult, LevelChecks, LevelResult, RunResult, WeightedThroughput
 from meltcore.measure.documents.served_model import model_notes
@@ -126,10 +127,8 @@ class PromptPlan(NamedTuple):
             for warmups, level in zip(self.warmups, self.levels, strict=True)
             for request in (*warmups, *level)
         ]
-        try:
+        with file_errors("write", path):
             path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def make_plan(config: ThroughputConfig, generator: TextGenerator | None, vocab_size: int | None = None) -> PromptPlan:

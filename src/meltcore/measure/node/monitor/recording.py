@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.files import file_errors
 from meltcore.common.gpus.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.common.gpus.reader import Sample
 from meltcore.common.gpus.select import GpuInfo
@@ -64,10 +65,8 @@ class Recording(msgspec.Struct, kw_only=True):
 
 def read_recording(path: Path | str) -> Recording:
     """Read a sampler's file, but for an incomplete last line after a crash. Raises ConfigError for another file."""
-    try:
+    with file_errors("read", path):
         text = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     try:
         lines = [decode_line(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
     except msgspec.MsgspecError as error:

@@ -23,6 +23,7 @@ import msgspec
 from pynvml import NVMLError
 
 from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.files import file_errors
 from meltcore.common.gpus.driver import START_LIMIT_S, NoDriverError, Nvml, NvmlWithTimeout
 from meltcore.common.gpus.metrics import METRIC_BY_KEY, UNKNOWN, Absent
 from meltcore.common.gpus.reader import MIN_GPM_WINDOW_S, GpuReader, Sample
@@ -284,10 +285,8 @@ def _await_answers(sampled: Iterable[_SampledGpu]) -> None:
 
 
 def _create(path: str) -> BinaryIO:
-    try:
+    with file_errors("write", path):
         return Path(path).open("wb", buffering=0)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _send(answer: SamplerStarted | SamplerFailed) -> None:
