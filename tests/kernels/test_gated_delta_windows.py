@@ -226,6 +226,29 @@ def test_counts_of_replays_equal_their_reference(sequences: int, num_windows: in
     assert not torch.equal(results[0][1], folded[1:])
 
 
+@pytest.mark.parametrize("implementation", [in_reference, in_triton])
+def test_padding_may_be_empty_or_longer_than_the_ring(
+    implementation: Callable[[Net], Net], device: torch.device
+) -> None:
+    """Its output is zeros, also of NaN, and no slot but those of windows changes."""
+    torch.manual_seed(4)
+    params = make_params(TINY, torch.float32, device)
+    slots = Slots(*(torch.randn(part.shape).to(part) for part in Slots.make(3, TINY, torch.float32, device, WINDOW)))
+    slots.states[0] = slots.conv_states[0] = float("nan")
+    sizes, positions = [0, 0, 2, 3, 40], [-1, -1, 50, 7, -1]
+    projected = torch.randn(45, TINY.width, device=device)
+    projected[5:] = float("nan")
+    metadata = make_metadata(sizes, positions, [0, 0, 1, 2, 0], device, [-51, -9, 1, 0, 3])
+    expected, alone = slots.clone(), make_metadata([2, 3], [50, 7], [1, 2], device, [1, 0])
+    expected_out = in_reference(gated_delta_net)(projected[:5], expected.of(params), alone)
+    out = implementation(gated_delta_net)(projected, slots.of(params), metadata)
+    assert out[5:].eq(0).all()
+    assert distance(out[:5], expected_out) < EXACT
+    for found, part in zip(slots, expected, strict=True):
+        assert distance(found[1:], part[1:]) < EXACT
+        assert found[0].isnan().all()
+
+
 def test_windows_and_prompts_of_a_step_use_their_own_slots() -> None:
     """A slot that windows have used gets a prompt of another sequence, beside windows, and then windows of it."""
     torch.manual_seed(3)

@@ -29,10 +29,11 @@ from meltcore.engine.worker.model_runner import ModelRunner
 from meltcore.engine.worker.prefill_graphs import EMPTY_BATCH, ON_DEVICE, GraphBucket, graph_buckets
 from meltcore.engine.worker.warm_up import StepLimits, rehearse, warm_up
 from meltcore.kernels.attention import paged as paged_attention
+from meltcore.kernels.gated_delta.common import CHUNK
 from meltcore.models.quantized.step_sizes import StepBytes
 
 PROMPTS = {f"r{index}": tools.random_prompt(3 + 61 * index, index) for index in range(3)}
-SMALL = GraphBucket(0, 16, 4)
+SMALL = GraphBucket(0, 16, 4, 16)
 
 
 def window(row: int, start: int, size: int) -> Chunk:
@@ -51,7 +52,7 @@ def test_buckets_hold_every_step_with_drafts(most_seqs: int, size: int) -> None:
     """Of up to MAX_WINDOWS sequences, and with less than twice the tokens of that many whole windows."""
     draw, buckets = random.Random(size), graph_buckets(most_seqs, 2048, size)
     assert [bucket.size for bucket in buckets] == sorted(bucket.size for bucket in buckets)
-    assert len([bucket for bucket in buckets if bucket.windows]) <= 8
+    assert len([bucket for bucket in buckets if not bucket.prompts]) <= 8
     for count in (*range(1, 20), 64, 65, 127, 128, 129, 300):
         if count <= most_seqs:
             spare_tokens, sizes = sampled_tokens(most_seqs, size) - count, []
@@ -61,9 +62,9 @@ def test_buckets_hold_every_step_with_drafts(most_seqs: int, size: int) -> None:
             batch = batch_of(*(window(row, 9, tokens) for row, tokens in enumerate(sizes, 1)))
             held = [bucket for bucket in buckets if bucket.holds(batch)]
             if count > min(most_seqs, MAX_WINDOWS):
-                assert not any(bucket.windows for bucket in held)
+                assert all(bucket.prompts for bucket in held)
             else:
-                smallest = next(bucket for bucket in held if bucket.windows)
+                smallest = next(bucket for bucket in held if not bucket.prompts)
                 assert smallest.tokens < 2 * count * size
                 assert smallest.windows < 2 * count
 
@@ -71,7 +72,7 @@ def test_buckets_hold_every_step_with_drafts(most_seqs: int, size: int) -> None:
 def test_no_buckets_of_windows_without_drafts() -> None:
     assert window_shapes(64, 2048, 1) == window_shapes(0, 2048, 4) == []
     assert graph_buckets(64, 2048, 1) == graph_buckets(64, 2048)
-    assert window_shapes(64, 5, 4) == [(1, 4), (2, 5), (4, 5)]
+    assert window_shapes(64, 5, 4) == [(1, 4), (2, 5), (4, 5), (5, 5)]
 
 
 def test_memory_plan_counts_the_graphs_of_windows() -> None:
@@ -82,7 +83,15 @@ def test_memory_plan_counts_the_graphs_of_windows() -> None:
     )
     assert windows.nodes - plain.nodes == graph_node_bytes(6, 10)  # 1, 2, 4, 8, 16 and 24 windows
     assert plain.graphs == 24 + 512 + (24 + 8) * 4000 + 24 * 4000
-    assert windows.graphs - plain.graphs == (4 * 24 - (24 + 8)) * 4000
+    assert windows.graphs - plain.graphs == (4 * 24 - 24) * 4000
+
+
+def test_largest_buckets_of_decodes_have_no_windows() -> None:
+    """Their logits would take gigabytes."""
+    for bucket in graph_buckets(512, 2048, 8):
+        if bucket.num_decodes:
+            assert bucket.windows == (bucket.num_decodes if bucket.num_decodes <= MAX_WINDOWS else 0)
+            assert bucket.samples - bucket.prompts == max(bucket.num_decodes, min(8 * bucket.windows, 512))
 
 
 def test_prompts_do_not_run_as_windows() -> None:
@@ -129,6 +138,54 @@ def test_padded_inputs_equal_those_of_the_plain_step(seed: int) -> None:
     assert sum(sizes) == SMALL.tokens
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_windows_beside_prompts_are_told_from_them(seed: int) -> None:
+    """As recurrent layers read them: decodes, windows and prompts, padded each."""
+    draw = random.Random(seed)
+    decodes = [window(row, draw.randint(1, 200), 1) for row in range(1, 1 + draw.randint(0, 6))]
+    most = 6 - len(decodes)
+    windows = [window(row, draw.randint(1, 200), draw.randint(2, 4)) for row in range(11, 11 + draw.randint(0, most))]
+    prompts = [chunk(row, 0, draw.randint(2, 25)) for row in range(21, 21 + draw.randint(0, 4))]
+    for each in prompts:
+        each.request.recurrent_slot = 10 * each.request.row
+    bucket = next(bucket for bucket in graph_buckets(6, 128, 4) if bucket.num_decodes == 6)
+    batch = batch_of(*decodes, *windows, *prompts) if decodes + windows + prompts else EMPTY_BATCH
+    inputs = padded(batch, bucket)
+    assert bucket.holds(batch)
+    assert bucket.num_windows == 12
+    first_tokens, sizes = inputs.first_tokens.tolist(), inputs.first_tokens.diff().tolist()
+    assert (first_tokens[0], first_tokens[-1]) == (0, bucket.size)
+    assert min(sizes) >= 0
+    for begin, end, chunks in ((0, 6, decodes), (6, 12, windows), (12, bucket.sequences, prompts)):
+        rows = [each.request.row for each in chunks]
+        assert sorted(inputs.rows[begin:end].tolist()) == [PADDING_ROW] * (end - begin - len(rows)) + rows
+        for each in chunks:
+            [sequence] = (inputs.rows == each.request.row).nonzero()[:, 0].tolist()
+            tokens = slice(first_tokens[sequence], first_tokens[sequence] + each.size)
+            assert (sizes[sequence], inputs.context_lens[sequence]) == (each.size, each.start)
+            assert inputs.state_slots[sequence] == 10 * each.request.row
+            assert set(inputs.token_rows[tokens].tolist()) == {each.request.row}
+        padding = inputs.rows[begin:end] == PADDING_ROW
+        assert set(inputs.context_lens[begin:end][padding].tolist()) <= {0 if begin == 12 else PADDING_POSITION}
+        assert not inputs.state_slots[begin:end][padding].any()
+    covered = list(range(first_tokens[12]))
+    for sequence, number in inputs.chunks.view(torch.int32).view(-1, 2).tolist():
+        assert sequence >= 12
+        start = first_tokens[sequence] + number * CHUNK
+        covered += range(start, min(start + CHUNK, first_tokens[sequence + 1]))
+    assert sorted(covered) == list(range(bucket.size))
+
+
+def test_buckets_limit_windows_and_prompts_apart() -> None:
+    bucket = GraphBucket(4, 256, 2, 8)
+    windows, prompts = [window(row, 9, 3) for row in range(1, 4)], [chunk(row, 0, 3) for row in range(11, 16)]
+    held = [[bucket.holds(batch_of(*windows[:a], *prompts[:b])) for b in range(6)] for a in (1, 2, 3)]
+    assert held == [[True] * 5 + [False]] * 2 + [[False] * 6]
+    assert bucket.samples == 12
+    assert bucket.holds(batch_of(*windows, *prompts[:3], has_recurrent=False)), "attention computes both alike"
+    assert not bucket.holds(batch_of(*windows, *prompts[:4], has_recurrent=False)), "too many samples"
+
+
 def test_padding_alone_is_no_sequence() -> None:
     """As a graph is captured."""
     inputs = padded(EMPTY_BATCH, SMALL)
@@ -140,13 +197,15 @@ def test_padding_alone_is_no_sequence() -> None:
 class _Checked(Uncaptured):
     """Padded steps. Each token of padding, too, must have finite hidden states, whatever the null slot holds."""
 
-    def __init__(self, runner: ModelRunner, max_tokens: int = 16) -> None:
+    def __init__(self, runner: ModelRunner, max_tokens: int) -> None:
         super().__init__(runner, graph_buckets(8, max_tokens, 4))
         self.window_sizes: list[set[int]] = []
+        self.num_mixed = 0  # steps of windows beside prompts
         self.max_tokens = max(bucket.size for bucket in self._sizes)
 
     def replay(self, batch: Batch, size: GraphBucket, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
         self.window_sizes.append(set(np.unique(batch.token_rows, return_counts=True)[1].tolist()))
+        self.num_mixed += size.prompts > 0 and len(set(batch.sample_rows)) < len(batch.sample_rows)
         return super().replay(batch, size, new_pages)
 
     def check(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +282,9 @@ def test_padded_steps_change_what_plain_steps_change(
 ) -> None:
     """Step by step: tokens, logits, and all pages and slots but those of padding."""
     tools.make_reference(family=family).save_pretrained(tmp_path)
-    plain, seen = (tools.open_engine(tmp_path, speculative_config=NGRAM) for _ in range(2))
-    truth = tools.open_engine(tmp_path)
+    sizes = {"max_num_batched_tokens": 48}
+    plain, seen = (tools.open_engine(tmp_path, speculative_config=NGRAM, **sizes) for _ in range(2))
+    truth = tools.open_engine(tmp_path, **sizes)
     for engine in (truth, plain, seen):
         for index, (request_id, prompt) in enumerate(PROMPTS.items()):
             engine.add(
@@ -234,12 +294,13 @@ def test_padded_steps_change_what_plain_steps_change(
                 **({"temperature": 1.0, "seed": 3} if index == 2 else {}),
             )
     answers = truth.run()
-    graphs = _Checked(seen.engine.runner)
+    graphs = _Checked(seen.engine.runner, 128)
     seen.engine.runner._prefill_graphs = graphs  # type: ignore[assignment]
     ForcedDrafts(monkeypatch, answers, num_right)
     assert _run_together(plain, seen, graphs, monkeypatch) == answers
-    assert {bucket.windows for bucket in graphs.used} >= {2, 4}
-    assert set().union(*graphs.window_sizes) == {1, 2, 3, 4}
+    assert {bucket.windows for bucket in graphs.used if not bucket.prompts} >= {2, 4}
+    assert set().union(*graphs.window_sizes) >= {1, 2, 3, 4}
+    assert graphs.num_mixed > 0
     assert sum(len(sizes) > 1 for sizes in graphs.window_sizes) > 5
 
 
@@ -261,8 +322,8 @@ def test_drafts_by_mtp_follow_padded_steps(
             engine.add(request_id, prompt, max_tokens=20 + 5 * index)
     _run_together(plain, seen, graphs, monkeypatch)
     assert plain.engine.runner.caches[-1][0][1:].any(), "the layer's keys"
-    assert {bool(bucket.windows) for bucket in graphs.used} == {True, False}
-    assert any(bucket.num_decodes for bucket in graphs.used), "decodes beside prompts, whose tokens are apart"
+    assert {bool(bucket.prompts) for bucket in graphs.used} == {True, False}
+    assert graphs.num_mixed > 0
     assert set().union(*graphs.window_sizes) >= {1, 2, 3, 4}
 
 

@@ -47,6 +47,14 @@ def sampled_tokens(max_num_seqs: int, window: int) -> int:
     return max(max_num_seqs, min(max_num_seqs * window, _DRAFT_ROWS))
 
 
+def decode_samples(decodes: int, max_num_seqs: int, window: int) -> int:
+    """Return how many tokens the decoding sequences of a bucket sample at most, with up to `window` for each.
+
+    In a bucket of more than MAX_WINDOWS decodes each samples one.
+    """
+    return decodes if decodes > MAX_WINDOWS else min(decodes * window, sampled_tokens(max_num_seqs, window))
+
+
 def window_shapes(max_num_seqs: int, max_tokens: int, window: int) -> list[tuple[int, int]]:
     """Return (windows, tokens) of buckets for steps with drafts, ascending. No step has more than `max_tokens`.
 
@@ -55,9 +63,10 @@ def window_shapes(max_num_seqs: int, max_tokens: int, window: int) -> list[tuple
     """
     if window == 1:
         return []
-    most, max_tokens = min(max_num_seqs, MAX_WINDOWS), min(max_tokens, sampled_tokens(max_num_seqs, window))
+    most = min(max_num_seqs, MAX_WINDOWS, max_tokens)
     counts = [*(1 << power for power in range((most - 1).bit_length())), most]
-    return [(count, min(count * window, max_tokens)) for count in counts if 0 < count <= max_tokens]
+    tokens = {count: min(decode_samples(count, max_num_seqs, window), max_tokens) for count in counts}
+    return [(count, tokens[count]) for count in counts if 0 < count <= most]
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:

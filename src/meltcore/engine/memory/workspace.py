@@ -12,6 +12,7 @@ from meltcore.engine.memory.graph_sizes import (
     MAX_GRAPH_TOKENS,
     bucket_shapes,
     capture_sizes,
+    decode_samples,
     max_prefills,
     sampled_tokens,
     window_shapes,
@@ -104,7 +105,8 @@ def plan_workspace(
         shapes, windows = bucket_shapes(max_num_seqs, max_tokens), window_shapes(max_num_seqs, max_tokens, window)
         sizes, window_tokens = capture_sizes(max_num_seqs), [tokens for _, tokens in windows]  # all have logits
         tokens = max([max_num_seqs, *map(sum, shapes), *window_tokens])
-        rows = max([max_num_seqs, *(decodes + max_prefills(prompts) for decodes, prompts in shapes), *window_tokens])
+        samples = [decode_samples(decodes, max_num_seqs, window) + max_prefills(prompts) for decodes, prompts in shapes]
+        rows = max([max_num_seqs, *samples, *window_tokens])
         # The logits of decode graphs are one tensor; those of a bucket live in the graphs' memory.
         graphs = activations(tokens, rows) + max_num_seqs * vocab_size * LOGIT_BYTES
         nodes = graph_node_bytes(len(shapes) + len(windows) + len(sizes), step.layers)

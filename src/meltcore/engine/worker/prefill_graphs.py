@@ -18,7 +18,14 @@ import numpy as np
 import torch
 
 from meltcore.engine.core.batch import Batch, NewPages, RecurrentBatch
-from meltcore.engine.memory.graph_sizes import CAPTURED_DECODES, bucket_shapes, max_prefills, window_shapes
+from meltcore.engine.memory.graph_sizes import (
+    CAPTURED_DECODES,
+    MAX_WINDOWS,
+    bucket_shapes,
+    decode_samples,
+    max_prefills,
+    window_shapes,
+)
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
 from meltcore.engine.worker.transfer import StagingBuffer, align_entries
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES, longest_first, make_query_tiles
@@ -37,13 +44,20 @@ MIN_FREE_BYTES = 2**27
 class GraphBucket(NamedTuple):
     """The shape of a padded step: `num_decodes` chunks of one token, and `tokens` of longer chunks.
 
-    If `windows` is not 0, it is the shape of a step with drafts: up to `windows` chunks with `tokens` in total, each of
-    them a token and its drafts. Then `num_decodes` is 0.
+    The longer chunks are up to `windows` windows, each a token and its drafts, and prompts. Decodes and windows sample
+    up to `decode_samples` tokens, or one each if this is 0. A bucket with windows and without decodes has no prompts,
+    and there a chunk of one token is a window, too.
     """
 
     num_decodes: int
     tokens: int
     windows: int = 0
+    decode_samples: int = 0
+
+    @property
+    def prompts(self) -> int:
+        """The maximum number of prompts. If prompts are shorter, tokens stay unused."""
+        return 0 if self.windows and not self.num_decodes else max_prefills(self.tokens)
 
     @property
     def size(self) -> int:
@@ -52,8 +66,8 @@ class GraphBucket(NamedTuple):
 
     @property
     def max_prefills(self) -> int:
-        """The maximum number of chunks beside `num_decodes`. If chunks are shorter, tokens stay unused."""
-        return self.windows or max_prefills(self.tokens)
+        """The maximum number of chunks beside `num_decodes`."""
+        return self.windows + self.prompts
 
     @property
     def sequences(self) -> int:
@@ -62,13 +76,13 @@ class GraphBucket(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """The maximum number of sampled tokens: one of each chunk, and every token of a window."""
-        return self.tokens if self.windows else self.num_decodes + self.max_prefills
+        """The maximum number of sampled tokens: one of each decode and prompt, and every token of a window."""
+        return max(self.num_decodes, self.decode_samples) + self.prompts
 
     @property
     def num_windows(self) -> int:
-        """The number of chunks that recurrent layers compute as windows, with those of padding."""
-        return self.sequences if self.windows else self.num_decodes
+        """The number of chunks that recurrent layers compute as windows. Without prompts, padding is one of them."""
+        return self.num_decodes + self.windows if self.prompts else self.sequences
 
     @property
     def tiles(self) -> int:
@@ -78,16 +92,18 @@ class GraphBucket(NamedTuple):
     @property
     def recurrent_chunks(self) -> int:
         """The number of chunks of recurrent layers. Each prompt and the padding may end within a chunk."""
-        return self.tokens // CHUNK + self.max_prefills + 1
+        return self.tokens // CHUNK + self.prompts + 1
 
     def holds(self, batch: Batch) -> bool:
         """Return whether the batch fits into this shape."""
-        if self.windows:  # a prompt samples one token at most
+        if not self.prompts:  # a prompt samples one token at most
             has_prompts = len(batch.last_tokens) < len(batch.token_ids)
             return not has_prompts and len(batch.rows) <= self.windows and len(batch.token_ids) <= self.tokens
-        if batch.recurrent is not None and batch.recurrent.num_windows > batch.num_decodes:
-            return False
         tokens, num_prefills = len(batch.token_ids) - batch.num_decodes, len(batch.rows) - batch.num_decodes
+        if batch.recurrent is not None:  # the layers tell windows from prompts
+            num_windows = batch.recurrent.num_windows - batch.num_decodes
+            if num_windows > self.windows or num_prefills - num_windows > self.prompts:
+                return False
         holds_samples = len(batch.last_tokens) <= self.samples  # several of a chunk with drafts
         holds_chunks = batch.num_decodes <= self.num_decodes and num_prefills <= self.max_prefills
         return holds_samples and holds_chunks and tokens <= self.tokens
@@ -96,10 +112,15 @@ class GraphBucket(NamedTuple):
 def graph_buckets(max_num_seqs: int, max_tokens: int, window: int = 1) -> list[GraphBucket]:
     """Return buckets of up to `max_tokens` prompt tokens and `max_num_seqs` decodes, ascending by all tokens.
 
-    If `window` is more than one token, there are also buckets of windows of up to this many tokens.
+    If `window` is more than one token, there are also buckets of windows of up to this many tokens, and those of
+    decodes and prompts have as many windows as decodes, if these are at most MAX_WINDOWS.
     """
-    buckets = [GraphBucket(0, tokens, count) for count, tokens in window_shapes(max_num_seqs, max_tokens, window)]
-    buckets += [GraphBucket(*shape) for shape in bucket_shapes(max_num_seqs, max_tokens)]
+    shapes = window_shapes(max_num_seqs, max_tokens, window)
+    buckets = [GraphBucket(0, tokens, windows, tokens) for windows, tokens in shapes]
+    for num_decodes, tokens in bucket_shapes(max_num_seqs, max_tokens):
+        windows = num_decodes if window > 1 and num_decodes <= MAX_WINDOWS else 0
+        samples = decode_samples(num_decodes, max_num_seqs, window) if windows else 0
+        buckets.append(GraphBucket(num_decodes, tokens, windows, samples))
     return sorted(buckets, key=lambda bucket: bucket.size)
 
 
@@ -200,11 +221,11 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
     _fill(inputs.tiles, np.concatenate([_tiles_from(batch, num_decodes), padding]).reshape(-1).view(np.int64), 0)
     _fill(inputs.last_tokens, padded_indices(batch.last_tokens), 0)
     _fill(inputs.sample_rows, batch.sample_rows, PADDING_ROW)
-    fill_split(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
-    fill_split(inputs.context_lens, batch.context_lens, PADDING_POSITION, PADDING_POSITION if bucket.windows else 0)
-    if batch.recurrent is not None:
-        fill_split(inputs.state_slots, batch.recurrent.slots, 0, 0)
-        _pad_chunks(batch.recurrent, num_decodes, bucket, inputs)
+    if batch.recurrent is None:
+        fill_split(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
+        fill_split(inputs.context_lens, batch.context_lens, PADDING_POSITION, 0)
+    else:
+        _pad_recurrent(batch, batch.recurrent, num_decodes, bucket, inputs)
 
 
 def unpad(values: torch.Tensor, batch: Batch, bucket: GraphBucket) -> torch.Tensor:
@@ -221,18 +242,36 @@ def _tiles_from(batch: Batch, num_decodes: int) -> np.ndarray:
     return longest_first(np.concatenate([tiles, batch.tiles + np.array([0, len(tiles), 0, 0], np.int32)]))
 
 
-def _pad_chunks(batch: RecurrentBatch, num_decodes: int, bucket: GraphBucket, inputs: PaddedInputs) -> None:
-    num_padded_decodes = bucket.num_decodes - num_decodes
+def _pad_recurrent(
+    batch: Batch, recurrent: RecurrentBatch, num_decodes: int, bucket: GraphBucket, inputs: PaddedInputs
+) -> None:
+    """Write what recurrent layers read of the sequences: decodes, windows and prompts, padded each."""
+    # The first prompt, among the sequences of the batch and of the padded step.
+    first_prompt, padded_first_prompt = max(num_decodes, recurrent.num_windows), bucket.num_windows
+
+    def fill_sequences(target: torch.Tensor, values: Sequence[int], window_padding: int, prompt_padding: int) -> None:
+        _fill(target[: bucket.num_decodes], values[:num_decodes], window_padding)
+        _fill(target[bucket.num_decodes : padded_first_prompt], values[num_decodes:first_prompt], window_padding)
+        _fill(target[padded_first_prompt:], values[first_prompt:], prompt_padding)
+
+    fill_sequences(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
+    fill_sequences(inputs.context_lens, batch.context_lens, PADDING_POSITION, 0)
+    fill_sequences(inputs.state_slots, recurrent.slots, 0, 0)
+
     first_tokens, chunks = inputs.first_tokens.numpy(), inputs.chunks.numpy()
-    ends = batch.first_tokens[num_decodes:] + num_padded_decodes
+    starts = recurrent.first_tokens + (bucket.num_decodes - num_decodes)  # of windows and prompts, then the end
     first_tokens[: bucket.num_decodes] = np.arange(bucket.num_decodes)
-    _fill(inputs.first_tokens[bucket.num_decodes :], ends, ends[-1])
-    first_tokens[-2:] = bucket.num_decodes + bucket.tokens
-    num_padding_chunks = len(_chunk_sizes(int(first_tokens[-1] - ends[-1]), CHUNK))
+    windows = inputs.first_tokens[bucket.num_decodes : padded_first_prompt]
+    _fill(windows, starts[num_decodes:first_prompt], starts[first_prompt])  # those of padding are empty
+    _fill(inputs.first_tokens[padded_first_prompt:], starts[first_prompt:], starts[-1])
+    first_tokens[-2:] = bucket.size
+    num_padding_chunks = len(_chunk_sizes(int(first_tokens[-1] - starts[-1]), CHUNK))
     padded_chunks = np.zeros((bucket.recurrent_chunks, 2), np.int32)
     padded_chunks[:, 0] = bucket.sequences - 1
-    padded_chunks[: len(batch.chunks)] = batch.chunks + np.array([num_padded_decodes, 0], np.int32)
-    padding_chunks = padded_chunks[len(batch.chunks) : len(batch.chunks) + num_padding_chunks]
+    padded_chunks[: len(recurrent.chunks)] = recurrent.chunks + np.array(
+        [padded_first_prompt - first_prompt, 0], np.int32
+    )
+    padding_chunks = padded_chunks[len(recurrent.chunks) : len(recurrent.chunks) + num_padding_chunks]
     padding_chunks[:, 0], padding_chunks[:, 1] = bucket.sequences - 2, np.arange(num_padding_chunks)
     chunks[:] = padded_chunks.reshape(-1).view(np.int64)
 
@@ -282,7 +321,7 @@ class PrefillGraphs:
         first_buckets = [
             bucket
             for bucket in reversed(self._buckets)
-            if capture_all or bucket.num_decodes + bucket.windows <= CAPTURED_DECODES
+            if capture_all or max(bucket.num_decodes, bucket.windows) <= CAPTURED_DECODES
         ]
         for index, bucket in enumerate(first_buckets):
             padding = torch.zeros(input_entries(bucket), dtype=torch.int64)
