@@ -124,12 +124,13 @@ def test_answers_are_those_without_drafts(tmp_path: Path, layer_types: list[str]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("layer_types", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
-def test_right_drafts_are_accepted(tmp_path: Path, layer_types: list[str]) -> None:
+def test_right_drafts_are_accepted(tmp_path: Path, layer_types: list[str], device: str) -> None:
     """30 tokens take the step of the prompt and eight of four tokens, of which the last has one."""
     write(tmp_path, 0.0, layer_types=layer_types)
-    truth = answers(tools.open_engine(tmp_path))
-    seen = tools.open_engine(tmp_path, speculative_config=MTP)
+    truth = answers(tools.open_engine(tmp_path, device=device))
+    seen = tools.open_engine(tmp_path, device=device, speculative_config=MTP)
     assert answers(seen) == truth
     assert seen.steps == 9
 
