@@ -331,17 +331,10 @@ class UnstreamedResponse(StreamedResponse):
     CONTENT_TYPES = ("application/json",)
     WRONG_TYPE_FAILURE = "not JSON"
 
-    def __init__(
-        self,
-        record: RequestRecord,
-        on_done: Callable[[StreamedResponse], None],
-        *,
-        keep_text: bool,
-        rules: AnswerRules = NO_EXTRA_RULES,
-        max_output_tokens: int | None = None,
-    ) -> None:
-        super().__init__(record, on_done, keep_text=keep_text, rules=rules, max_output_tokens=max_output_tokens)
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
+        """Begin the answer, or fail it as `StreamedResponse` does."""
         self._body: list[bytes] = []
+        super().on_head(status, headers)
 
     def on_body(self, data: bytes) -> None:
         """Collect the bytes of the answer, or the body of an error response."""
