@@ -22,7 +22,7 @@ ACCURACY = 0.95
 def accuracy(path: Path, count: int | None = None) -> float:
     """The share of right answers to the held-out problems, or to the first `count` of them."""
     problems = evaluation_set()[:count]
-    llm = LLM(str(path), device="cpu", memory_bytes=2**29)
+    llm = LLM(str(path), device="cpu", memory_bytes=2**27)
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     answers = llm.chat(chats, SamplingParams(max_tokens=256))
     llm.close()

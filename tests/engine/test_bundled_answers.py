@@ -33,14 +33,14 @@ def accuracy(llm: LLM, count: int = 100) -> float:
 @pytest.mark.slow
 @each_model
 def test_held_out_accuracy(model: str) -> None:
-    """24 problems concurrently, with a budget that cuts the long prompts into chunks."""
-    assert accuracy(LLM(model, device="cpu", max_num_batched_tokens=500, memory_bytes=2**29), 24) >= ACCURACY
+    """12 problems concurrently, with a budget that cuts the long prompts into chunks."""
+    assert accuracy(LLM(model, device="cpu", max_num_batched_tokens=500, memory_bytes=2**27), 12) >= ACCURACY
 
 
 @pytest.mark.slow
 @each_model
 def test_tokens_equal_transformers(model: str) -> None:
-    llm = LLM(model, device="cpu", memory_bytes=2**28)
+    llm = LLM(model, device="cpu", memory_bytes=2**26)
     answers = llm.chat(conversations(5), GREEDY)
     folder = open_checkpoint(model, files="text").folder
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -71,14 +71,14 @@ def test_wrong_windows_and_rotary_embeddings_lose_the_fact(tmp_path: Path, chang
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     problems = generate("heldout", kind="long", num_problems=4, seed=5)
-    answers = LLM(str(folder), device="cpu", memory_bytes=2**28).chat(
+    answers = LLM(str(folder), device="cpu", memory_bytes=2**26).chat(
         [[{"role": "user", "content": problem.question}] for problem in problems], SamplingParams(max_tokens=80)
     )
     assert sum(is_correct(problem, answer.text) for problem, answer in zip(problems, answers, strict=True)) <= 1
 
 
 def test_reasoning_is_separate_from_the_answer() -> None:
-    (answer,) = LLM(BUNDLED_HYBRID, device="cpu", memory_bytes=2**28).chat(
+    (answer,) = LLM(BUNDLED_HYBRID, device="cpu", memory_bytes=2**26).chat(
         conversations(1), GREEDY, chat_template_kwargs={"enable_thinking": True}
     )
     assert answer.reasoning

@@ -94,16 +94,16 @@ def as_ctypes(argument: Argument) -> ctypes.c_void_p | ctypes.c_float | ctypes.c
 def test_computes_the_reference_on_a_cpu(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Several launches of one object, also of both forms: a launch meets what those before it have left.
 
-    The last two have as many copying warps as steps of long contexts.
+    With MANY_TILES at 1, the last two have as many copying warps as steps of long contexts, and the first two one.
     """
     layers = random_layers(LAYERS, PAGES, "cpu")
     rotary = rotary_table(128, PAGES * PAGE_SIZE, 1e6, torch.device("cpu"))
     kernel = DecodeLayers(layers, rotary, SCALE)
-    of_16 = [3, 64, 129, 8, 0, -1, 17, 300, 1, 63, 500, 7, 65, 2, 9, 31]
-    for positions, many_tiles in (([700, -1, 0], 32), (of_16, 32), ([1500], 1), ([300, 900, 20, 7, 640, 5], 1)):
+    of_16 = [3, 64, 129, 8, 0, -1, 17, 300, 1, 63, 250, 7, 65, 2, 9, 31]  # 128 tiles of keys, one for each block
+    monkeypatch.setattr(decode_layers, "_MANY_TILES", 1)
+    kernel_macros.cache_clear()
+    for positions in ([700, -1, 0], of_16, [1500], [300, 900, 20, 7, 640, 5]):
         count = len(positions)
-        monkeypatch.setattr(decode_layers, "_MANY_TILES", many_tiles)
-        kernel_macros.cache_clear()
         hidden = torch.randn(count, SIZES.hidden).bfloat16()
         table, rows = torch.full((count, PAGES), 10**9), torch.randperm(count)  # other pages would be an illegal access
         free = torch.randperm(PAGES)

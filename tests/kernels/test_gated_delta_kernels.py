@@ -94,7 +94,7 @@ PREFILL_SHAPES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype", "given", "decay", "window", "values"),
-    [(*case, None) for case in PREFILL_SHAPES] + [(*case, 16) for case in PREFILL_SHAPES if case[0].value_dim > 16],
+    [(*case, None) for case in PREFILL_SHAPES] + [(*case, 16) for case in PREFILL_SHAPES[1:3]],
 )
 def test_prefill_agrees_with_its_reference(
     shape: GatedDeltaShape,
@@ -170,8 +170,7 @@ PUBLISHED = GatedDeltaShape(key_heads=16, heads=32, key_dim=128, value_dim=128, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cuts", [[64, 67], [1, 1, 65, 64], [130, 1]], ids=str)
-def test_every_chunking_of_a_sequence_leaves_the_same_state(cuts: list[int], device: torch.device) -> None:
+def test_every_chunking_of_a_sequence_leaves_the_same_state(device: torch.device) -> None:
     torch.manual_seed(4)
     shape, dtype = (PUBLISHED, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
     params = make_params(shape, dtype, device)
@@ -185,10 +184,12 @@ def test_every_chunking_of_a_sequence_leaves_the_same_state(cuts: list[int], dev
             done += len(part)
         return torch.cat(outs), slots
 
-    (result, slots), (expected, whole) = steps(cuts), steps([131])
-    assert distance(result, expected) <= TOLERANCE[dtype]
-    assert distance(slots.states[1], whole.states[1]) <= TOLERANCE[dtype]
-    assert torch.equal(slots.conv_states[1], whole.conv_states[1])
+    expected, whole = steps([131])
+    for cuts in ([64, 67], [1, 1, 65, 64], [130, 1]):
+        result, slots = steps(cuts)
+        assert distance(result, expected) <= TOLERANCE[dtype], cuts
+        assert distance(slots.states[1], whole.states[1]) <= TOLERANCE[dtype], cuts
+        assert torch.equal(slots.conv_states[1], whole.conv_states[1]), cuts
 
 
 @pytest.mark.gpu

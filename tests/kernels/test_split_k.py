@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from test_linear import TYPES, assert_near, assert_rounded_once, exact, exact_gated, random_matmul
@@ -67,17 +69,16 @@ def test_memory_behind_the_result_is_not_written(device: torch.device) -> None:
     assert (kept[19 * 21 :] == 7.0).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shared", [shared_memory_bytes(torch.device("cpu")), 163 * 1024, 227 * 1024])
-@pytest.mark.parametrize("rows", [896, 1024, 2048, 4096, 6144])
-@pytest.mark.parametrize("k", [64, 192, 896, 1024, 3072, 4864, 8960])
-@pytest.mark.parametrize("tokens", [1, 16, 32, 33, 64, 65, 128])
-def test_select_config_divides_the_gemm_evenly(tokens: int, k: int, rows: int, shared: int) -> None:
-    config = select_config(tokens, rows, k, 132, shared)
-    assert k % (config.split_k * config.block_k) == 0
-    assert config.split_k == 1 or -(-rows // config.block_n) * -(-tokens // config.block_m) * config.split_k <= 132
-    assert config.num_stages >= 2
-    assert 2 * (config.block_m + config.block_n) * config.block_k * config.num_stages <= shared
+def test_select_config_divides_the_gemm_evenly(shared: int) -> None:
+    tokens_of, rows_of = (1, 16, 32, 33, 64, 65, 128), (896, 1024, 2048, 4096, 6144)
+    for tokens, rows, k in product(tokens_of, rows_of, (64, 192, 896, 1024, 3072, 4864, 8960)):
+        config, gemm = select_config(tokens, rows, k, 132, shared), (tokens, rows, k)
+        tiles = -(-rows // config.block_n) * -(-tokens // config.block_m)
+        assert k % (config.split_k * config.block_k) == 0, gemm
+        assert config.split_k == 1 or tiles * config.split_k <= 132, gemm
+        assert config.num_stages >= 2, gemm
+        assert 2 * (config.block_m + config.block_n) * config.block_k * config.num_stages <= shared, gemm
 
 
 def test_split_k_supports() -> None:

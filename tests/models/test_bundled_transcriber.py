@@ -34,7 +34,7 @@ from meltcore.settings.config import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 16_000
-NUM_CLIPS = 20
+NUM_CLIPS = 12
 LEAST = 0.95 * NUM_CLIPS
 
 

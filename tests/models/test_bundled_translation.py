@@ -39,7 +39,7 @@ def held_out_phrases() -> list[Phrase]:
 
 
 def translator() -> Translator:
-    return Translator(BUNDLED_TRANSLATION, device="cpu", memory_bytes=2**30)
+    return Translator(BUNDLED_TRANSLATION, device="cpu", memory_bytes=2**27)
 
 
 def num_right(translator: Translator, num_beams: int, *, unsure: bool = False) -> int:

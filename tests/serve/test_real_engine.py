@@ -24,7 +24,7 @@ from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 
 pytestmark = pytest.mark.slow
 MELTCORE = [sys.executable, "-m", "meltcore.cli.main"]
-SERVE = [*MELTCORE, "serve", BUNDLED_MODEL, "--port", "0", "--device", "cpu"]
+SERVE = [*MELTCORE, "serve", BUNDLED_MODEL, "--port", "0", "--device", "cpu", "--memory", "128MiB"]
 QUESTION = [{"role": "user", "content": "What is 7 * 8?"}]
 
 
@@ -34,6 +34,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         server.wait_healthy(WAIT_S)
         yield server
         server.check_no_leak()
+
+
+@pytest.fixture(scope="module")
+def tool_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with a parser of tool calls and little memory."""
+    folder = tmp_path_factory.mktemp("tools")
+    template = folder / "tools.jinja"
+    template.write_text("{# tools #}{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
+    command = [*SERVE, "--memory", "18MiB", "--chat-template", str(template), "--tool-call-parser", request.param]
+    with running(command, folder / "stderr") as server:
+        server.wait_healthy(WAIT_S)
+        yield server
 
 
 def test_answer_is_correct_streamed_and_unstreamed(client: openai.OpenAI) -> None:
@@ -182,7 +194,8 @@ def test_client_disconnect_frees_the_request_in_the_engine(server: RunningServer
     assert server.check_no_leak()["requests_aborted_total"] == aborted + 1
 
 
-def test_exhausted_pages_preempt_and_change_no_greedy_text(server: RunningServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tool_server", ["hermes"], indirect=True)
+def test_exhausted_pages_preempt_and_change_no_greedy_text(server: RunningServer, tool_server: RunningServer) -> None:
     prompts = [list(range(50 + n, 110 + n)) for n in range(24)]
 
     def ask(where: RunningServer, prompt: list[int]) -> str:
@@ -192,25 +205,10 @@ def test_exhausted_pages_preempt_and_change_no_greedy_text(server: RunningServer
 
     with ThreadPoolExecutor(24) as pool:
         roomy = list(pool.map(lambda prompt: ask(server, prompt), prompts))
-        small = [*SERVE, "--memory", "18MiB"]
-        with running(small, tmp_path / "stderr") as tight:
-            tight.wait_healthy(WAIT_S)
-            assert list(pool.map(lambda prompt: ask(tight, prompt), prompts)) == roomy
-            found = tight.check_no_leak()
+        assert list(pool.map(lambda prompt: ask(tool_server, prompt), prompts)) == roomy
+    found = tool_server.check_no_leak()
     assert found["num_preemptions_total"] > 0
     assert found["requests_finished_total"] == 24
-
-
-def test_killed_engine_ends_the_server_and_every_request(tmp_path: Path) -> None:
-    with running(SERVE, tmp_path / "stderr") as server, ThreadPoolExecutor(4) as pool:
-        server.wait_healthy(WAIT_S)
-        body = {"model": BUNDLED_MODEL, "prompt": "7", "ignore_eos": True}
-        answers = [pool.submit(server.post, "/v1/completions", body) for _ in range(4)]
-        server.wait_metric("num_requests_running", 4)
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        assert [answer.result().error["code"] for answer in answers] == ["engine_dead"] * 4
-        assert server.request("GET", "/health").status == 503
-        assert server.wait_exit() == 1
 
 
 def test_sigterm_during_loading_exits_immediately(tmp_path: Path) -> None:
@@ -337,33 +335,38 @@ def test_weakened_schema_is_named_in_header_and_body(server: RunningServer) -> N
     assert "weakened_schema" not in free.json
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
-def test_forced_call_follows_the_schema_of_its_tool(tmp_path: Path, parser: str) -> None:
+@pytest.mark.parametrize("tool_server", ["hermes", "qwen3_coder"], indirect=True)
+def test_forced_call_follows_the_schema_of_its_tool(tool_server: RunningServer) -> None:
     """The model knows no tools: only the grammar makes it call."""
-    template = tmp_path / "tools.jinja"
-    template.write_text("{# tools #}{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
-    command = [*SERVE, "--chat-template", str(template), "--tool-call-parser", parser]
     answer_limits = {"type": "integer", "minimum": 0, "maximum": 999}  # a small model writes digits without an end
     schema = RECORD | {"properties": RECORD["properties"] | {"answer": answer_limits}}  # type: ignore[operator]
     record, other = ({"name": name, "parameters": schema, "strict": True} for name in ("record", "other"))
     tools = [{"type": "function", "function": function} for function in (record, other)]
     named = {"type": "function", "function": {"name": "other"}}
     body = {"model": BUNDLED_MODEL, "messages": QUESTION, "tools": tools, "max_tokens": 400}
-    with running(command, tmp_path / "stderr") as server:
-        server.wait_healthy(WAIT_S)
-        for choice in ("required", named):
-            fields = body | {"tool_choice": choice, "parallel_tool_calls": False}
-            answer = server.post("/v1/chat/completions", fields)
-            [whole] = answer.json["choices"]
-            [call] = whole["message"]["tool_calls"]
-            assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", None)
-            assert call["function"]["name"] in ("record", "other")
-            assert choice == "required" or call["function"]["name"] == "other"
-            jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
-            events = server.post("/v1/chat/completions", fields | {"stream": True}).events
-            parts = [part for event in events for part in event["choices"][0]["delta"].get("tool_calls", ())]
-            assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
-        if parser == "llama3_json":  # its calls have no mark, so text could pass for one
-            assert server.post("/v1/chat/completions", body).error["param"] == "tools"
-        server.check_no_leak()
+    for choice in ("required", named):
+        fields = body | {"tool_choice": choice, "parallel_tool_calls": False}
+        answer = tool_server.post("/v1/chat/completions", fields)
+        [whole] = answer.json["choices"]
+        [call] = whole["message"]["tool_calls"]
+        assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", None)
+        assert call["function"]["name"] in ("record", "other")
+        assert choice == "required" or call["function"]["name"] == "other"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+        events = tool_server.post("/v1/chat/completions", fields | {"stream": True}).events
+        parts = [part for event in events for part in event["choices"][0]["delta"].get("tool_calls", ())]
+        assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
+    tool_server.check_no_leak()
+
+
+@pytest.mark.parametrize("tool_server", ["qwen3_coder"], indirect=True)
+def test_killed_engine_ends_the_server_and_every_request(tool_server: RunningServer) -> None:
+    """The last test of this server."""
+    with ThreadPoolExecutor(4) as pool:
+        body = {"model": BUNDLED_MODEL, "prompt": "7", "ignore_eos": True}
+        answers = [pool.submit(tool_server.post, "/v1/completions", body) for _ in range(4)]
+        tool_server.wait_metric("num_requests_running", 4)
+        os.kill(tool_server.engine_pid(), signal.SIGKILL)
+        assert [answer.result().error["code"] for answer in answers] == ["engine_dead"] * 4
+        assert tool_server.request("GET", "/health").status == 503
+        assert tool_server.wait_exit() == 1

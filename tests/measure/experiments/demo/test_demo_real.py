@@ -23,7 +23,7 @@ def with_fewer_problems(task: MeasuredTask) -> MeasuredTask:
     step, read_back = task.step, task.read_back
     if step is not None:
         make = step.make_problems
-        return replace(task, step=replace(step, make_problems=lambda seed: make(seed)[:32]))
+        return replace(task, step=replace(step, make_problems=lambda seed: make(seed)[:12]))
     if read_back is not None:
         speak = read_back.make_problems
         return replace(task, read_back=replace(read_back, make_problems=lambda seed: speak(seed)[:4]))
@@ -33,7 +33,7 @@ def with_fewer_problems(task: MeasuredTask) -> MeasuredTask:
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_demo_serves_loads_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "evaluate", partial(run.evaluate, problems=evaluation_set()[:60]))
+    monkeypatch.setattr(run, "evaluate", partial(run.evaluate, problems=evaluation_set()[:12]))
     monkeypatch.setattr(run, "tasks", lambda: {name: with_fewer_problems(task) for name, task in tasks().items()})
     problem = next(problem for problem in evaluation_set() if problem.kind == "short")
     conversation = run.Conversation((problem.question,), str(problem.value))
