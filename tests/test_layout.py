@@ -292,6 +292,7 @@ def modules_with(heavy: set[str], names: Sequence[str]) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_measuring_modules_load_without_torch() -> None:
     names = ("report", "report.load.run", "load", "experiments.evals", "experiments.demo.run", "score.run")
     others = ("node.certify.checks.run", "documents.fingerprint")

@@ -494,6 +494,7 @@ def test_short_last_frame_of_alac_is_read(container: str, rate: int, samples: in
     assert is_loud(data, samples / rate - 0.24, samples / rate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "seconds"), [(44_100, 30.0), (16_000, 20.0)])
 def test_mp4_without_its_last_half_second_is_truncated(rate: int, seconds: float) -> None:
     """Its header announces all of it; the limit does not grow with the length."""

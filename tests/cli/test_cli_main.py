@@ -181,6 +181,7 @@ def test_closed_standard_stream_is_discarded(closed: str, tmp_path: Path) -> Non
     assert (tmp_path / "file").read_text() == "2 True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "line"),
     [
@@ -209,6 +210,7 @@ def test_lost_output_is_one_line_and_an_error(arguments: list[str], code: int, l
         assert (done.returncode, done.stderr) == (code, f"{line} to standard output: No space left on device\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["x", "x\n" * 5000])
 @pytest.mark.parametrize("way", ["print(TEXT)", "rich.print(TEXT)", "sys.stdout.buffer.write(TEXT.encode())"])
 def test_closed_pipe_ends_a_command_quietly(way: str, text: str) -> None:

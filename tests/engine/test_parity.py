@@ -85,6 +85,7 @@ def test_many_sequences_of_different_lengths(reference: PreTrainedModel, checkpo
     assert_parity(seen, reference, prompts)
 
 
+@pytest.mark.slow
 def test_cached_prefix_equals_transformers(family: str, reference: PreTrainedModel, checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint)
     shared = tools.random_prompt(130, 3)

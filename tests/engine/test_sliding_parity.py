@@ -77,6 +77,7 @@ def test_prefill_then_decode_equals_transformers(
     assert worst_error(seen, reference, {"one": prompt}) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [7, 100])
 def test_chunked_prefill_equals_transformers(reference: PreTrainedModel, checkpoint: Path, budget: int) -> None:
     seen = tools.open_engine(checkpoint, max_num_batched_tokens=budget)
@@ -110,6 +111,7 @@ def test_prefix_cached_past_the_window_equals_transformers(
     assert seen.engine.stats().prefix_hit_tokens_total == 320 + 192 + 192
 
 
+@pytest.mark.slow
 def test_preempted_request_resumes_with_same_logits(
     network: sliding_tools.Network, reference: PreTrainedModel, checkpoint: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_closing_ends_stopped_workers(started: Started, monkeypatch: pytest.Monk
     assert [start_ticks(pid) for pid in started.pids] == [None] * 3
 
 
+@pytest.mark.slow
 def test_closing_ends_a_stopped_parent(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_workers, "_END_LIMIT_S", 0.1)
     os.kill(started.pids[0], signal.SIGSTOP)
@@ -165,6 +166,7 @@ def serve_for_ever(folder: Path, ids: Connection) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["engine", "parent of the workers"])
 def test_workers_end_with_the_process_that_needs_them(
     killed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

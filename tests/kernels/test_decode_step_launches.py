@@ -88,6 +88,7 @@ def step(runner: ModelRunner, sequences: int, launched: collections.Counter[str]
         runner._decode_step(indices, indices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequences", [size for size in capture_sizes(1024) if size <= 32])
 def test_decode_step_has_fewer_than_400_kernels(
     sequences: int, runner: ModelRunner, launched: collections.Counter[str]

@@ -67,13 +67,13 @@ def test_wide_experts_have_no_sum() -> None:
     [*((90, each) for each in (*TYPES, Fp8Type(128))), (80, GgmlType.Q6_K), (120, Int4Type(64)), (89, Fp8Type(64))],
 )
 def test_compiles(block_type: BlockType, architecture: int) -> None:
-    """Every format, by NVRTC, which needs no GPU. One format also with the other forms of one token and of the sum."""
+    """Every format, by NVRTC, which needs no GPU. One format also with the forms of one token and without logits."""
     limit = 1024 * shared_kib(architecture)
     gemv = [select_config(tokens, 2048, block_type, limit, from_tokens=True) for tokens in (1, 8)]
     whole = sum_config(1024, block_type, limit)
     assert whole is not None
-    cases = [(gemv[0], 0, 4), (gemv[1], 0, 0), (whole, 1, 9)]
-    for config, is_sum, logits in cases + [(gemv[0], 0, 0), (whole, 1, 0)] * (block_type == GgmlType.Q6_K):
+    of_one = [(gemv[0], 0, 4), (gemv[0], 0, 0), (whole, 1, 0)] * (block_type == GgmlType.Q6_K)
+    for config, is_sum, logits in [(gemv[1], 0, 0), (whole, 1, 9), *of_one]:
         macros = dict(config.macros(block_type, 2048, torch.bfloat16, architecture >= 90))
         kernel = SUM_KERNEL if is_sum else KERNEL
         macros |= {"SUM": is_sum, "EARLY": 1, "LOGITS": logits}

@@ -92,6 +92,7 @@ def test_reference_matches_its_documentation(tokens: int, experts: int, dtype: t
     problem.check(hidden, routing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "block_m"), [(18, 16), (18, 64), (70, 64)])
 def test_normalized_input_is_returned_unchanged(tokens: int, block_m: int, device: torch.device) -> None:
     problem = Problem(tokens, 20, shared=True)

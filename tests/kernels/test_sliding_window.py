@@ -30,7 +30,7 @@ from meltcore.kernels.attention.prefill import PACKED_PAIRS, prefill_attention
 from meltcore.kernels.attention.stream_k import StreamK
 from meltcore.kernels.rotary import rotary_table
 
-WINDOWS = [1, 2, 63, 64, 65, 100, 4096]
+WINDOWS = [1, 63, 64, 65, 100, 4096]
 EDGES = [1, 63, 64, 65, 4096]  # beside a page of 64 tokens; a division that others resemble has two of them
 LENGTHS = [1, 64, 65, 100, 101, 128, 300]
 # group, kv_heads, head_dim, splits or StreamK, dtype

@@ -103,6 +103,7 @@ def test_logits_and_configuration_are_those_of_transformers(tmp_path: Path, fami
     assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["BF16", "F16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
 def test_16_bit_files_give_the_logits_of_the_rounded_weights(tmp_path: Path, family: str, store: str) -> None:
@@ -164,6 +165,7 @@ def test_formats_mix_within_a_layer(tmp_path: Path, family: str, store: str) -> 
     assert tools.error_against(reference, file, max_model_len=512) <= 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "store"), [("llama", "Q4_0 and Q8_0"), ("qwen3_moe", "Q4_0 and Q8_0"), ("gemma3_text", "Q4_K_M")]
 )
@@ -340,6 +342,7 @@ def test_formats_mix_within_the_experts_of_a_layer(tmp_path: Path, store: str) -
     assert ("tensors of Q4_1 are held as values in the model's type" in rows[0].note) == ("F16" in store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "store"), [("llama", "blocks of 32"), ("gemma3_text", "blocks of 256")])
 def test_planned_weights_are_those_that_are_held(
@@ -388,6 +391,7 @@ def test_split_file_loads_what_one_file_does(tmp_path: Path) -> None:
         open_checkpoint(str(parts[0]), files="all")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text", "olmo2", "phi3"])
 def test_each_rank_loads_its_share(tmp_path: Path, family: str) -> None:
     """Rows of permuted heads, experts and norms of a rank are those that it loads from the published layout."""

@@ -325,6 +325,7 @@ def test_served_weights_are_quantized(tmp_path: Path) -> None:
     assert weight_dtypes(model) == ["float32", "q4_0", "q8_0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NOT_READ_BY_TRANSFORMERS])
 def test_transformers_reads_the_dequantized_weights(tmp_path: Path, family: str) -> None:
     """By its own names and permutations, which are independent of this reader's."""

@@ -144,6 +144,7 @@ def load(
     return model
 
 
+@pytest.mark.slow
 def test_published_text_part_has_every_tensor() -> None:
     """693 tensors and 34,660,610,688 parameters: what loading the published files has reported."""
     model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, torch.device("meta"))

@@ -89,6 +89,7 @@ def test_fp8_folder_becomes_the_file_of_its_values(tmp_path: Path, family: str, 
     assert contents(file) == contents(write_file(exact, "q4_0"))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_quantized_folders_become_the_fp8_folder_of_their_values(tmp_path: Path) -> None:
     """Embedding, norms and head keep their type."""

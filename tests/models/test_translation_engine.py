@@ -57,6 +57,7 @@ def run(engine: BatchEngine[Translate, Translated]) -> list[Translated]:
     return results
 
 
+@pytest.mark.slow
 def test_translations_are_those_of_one_batch_under_random_arrivals(task: TranslationTask, folder: Path) -> None:
     requests = requests_of(40, seed=1)
     expected = translate_all(

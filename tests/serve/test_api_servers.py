@@ -41,6 +41,7 @@ def held(server: RunningServer) -> list[int]:
     return [connections(pid, server.port) for pid in server.api_server_pids()]
 
 
+@pytest.mark.slow
 def test_connections_are_distributed_evenly() -> None:
     with scripted_server(api_server_count=3) as server:
         kept = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S) for _ in range(30)]

@@ -1,26 +1,31 @@
-"""A reasoning model, served by the real engine."""
+"""A reasoning model and one beside it, served by real engines behind one API server."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
-from server_harness import RunningServer, running
+from server_harness import RunningServer, configure, running, serve_command
 from waiting import WAIT_S
 
-from meltcore.models.checkpoints.checkpoint import BUNDLED_HYBRID
+from meltcore.common.options import Size
+from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
+from meltcore.models.checkpoints.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL
+from meltcore.settings.fleet_spec import ModelSection
 
 pytestmark = pytest.mark.slow
-SERVE = [sys.executable, "-m", "meltcore.cli.main", "serve", BUNDLED_HYBRID, "--port", "0", "--device", "cpu"]
+NAMES = (BUNDLED_MODEL, BUNDLED_HYBRID)
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 STORY = "Rosa buys 4 tents at 25 coins each and pays with 136 coins. How many coins come back?"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running(SERVE, tmp_path_factory.mktemp("serve") / "stderr") as server:
+    models = {name: ModelSection(checkpoint=name, device="cpu", memory=Size(2**27)) for name in NAMES}
+    command = serve_command(configure(models, port=0, api_server_count=1), engine=ENGINE_COMMAND)
+    with running(command, tmp_path_factory.mktemp("serve") / "stderr") as server:
         server.wait_healthy(WAIT_S)
         yield server
         server.check_no_leak()
@@ -29,6 +34,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def ask(server: RunningServer, **fields: Any) -> Any:
     body = {"model": BUNDLED_HYBRID, "messages": [{"role": "user", "content": STORY}], "temperature": 0}
     return server.post("/v1/chat/completions", body | fields)
+
+
+def test_both_models_answer_from_one_api_server(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == list(NAMES)
+        for name in NAMES:
+            question: Any = [{"role": "user", "content": "What is 7 * 8?"}]
+            answer = client.chat.completions.create(model=name, messages=question)
+            assert "56" in (answer.choices[0].message.content or "")
+            assert answer.model == name
 
 
 def test_reasoning_is_off_by_default(server: RunningServer) -> None:

@@ -9,12 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from server_harness import RunningServer, configure, make_model, running, serve_command
-from waiting import WAIT_S, wait_until
+from waiting import wait_until
 
-from meltcore.fleet.processes.engine_process import ENGINE_COMMAND
 from meltcore.settings.fleet_spec import ModelSection
 
 NAMES = ("first", "second")
@@ -96,20 +94,3 @@ def test_death_of_one_models_engine_leaves_the_other_model() -> None:
         }
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert server.wait_exit() == 1
-
-
-@pytest.mark.slow
-def test_two_bundled_models_answer_from_one_api_server(tmp_path: Path) -> None:
-    names = ("meltcore/sums", "meltcore/sums-hybrid")
-    models = {name: ModelSection(checkpoint=name, device="cpu") for name in names}
-    config = configure(models, port=0, api_server_count=1)
-    with running(serve_command(config, engine=ENGINE_COMMAND), tmp_path / "stderr") as server:
-        server.wait_healthy(120)
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:
-            assert [model.id for model in client.models.list()] == list(names)
-            for name in names:
-                question: Any = [{"role": "user", "content": "What is 7 * 8?"}]
-                answer = client.chat.completions.create(model=name, messages=question)
-                assert "56" in (answer.choices[0].message.content or "")
-                assert answer.model == name
-        server.check_no_leak()

@@ -341,6 +341,7 @@ def write(folder: Path, name: str, files: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listing", listings("Llama 3.1"))
 @pytest.mark.parametrize("name", ["Llama 3.1", "Mistral v0.1", "OLMo 2"])
 def test_tokens_of_other_files_are_those_of_transformers(tmp_path: Path, name: str, listing: str) -> None:

@@ -460,11 +460,11 @@ def histories(steps: int, **kinds: bool) -> Iterator[World]:
 @pytest.mark.slow
 def test_long_histories_preempt_and_hit_the_prefix_cache() -> None:
     preemptions = hits = 0
-    for world in histories(24_000):
+    for world in histories(12_000):
         preemptions += world.scheduler.preemptions
         hits += world.scheduler.prefix_hit_tokens
-    assert preemptions > 100, "the histories must reach the corner that they are for"
-    assert hits > 6_000
+    assert preemptions > 50, "the histories must reach the corner that they are for"
+    assert hits > 3_000
 
 
 @pytest.mark.slow
@@ -585,12 +585,12 @@ def test_mutation_of_sliding_groups_breaks_a_history(
 @pytest.mark.slow
 def test_long_histories_restore_and_evict_snapshots() -> None:
     preemptions = restored = lost_with_page = lost_to_room = 0
-    for world in histories(14_000, recurrent=True):
+    for world in histories(8_000, recurrent=True):
         preemptions += world.scheduler.preemptions
         restored += world.restored
         lost_with_page += world.lost_with_page
         lost_to_room += world.lost_to_room
-    assert min(preemptions, restored, lost_with_page, lost_to_room) > 25
+    assert min(preemptions, restored, lost_with_page, lost_to_room) > 12
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path) -> I
 
     def starting(**settings: object) -> EngineClient:
         defaults = {"device": request.param, "tensor_parallel_size": 2, "max_num_seqs": 8}
-        config = EngineConfig(model=str(checkpoint), memory_bytes=512 * 2**20, **(defaults | settings))
+        config = EngineConfig(model=str(checkpoint), memory_bytes=64 * 2**20, **(defaults | settings))
         clients.append(EngineClient(tmp_path, config))
         return clients[-1]
 

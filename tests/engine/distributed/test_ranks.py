@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -13,10 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
-from waiting import WAIT_S
 
 from meltcore.common.errors import RankError
-from meltcore.engine.distributed import rank_start
+from meltcore.engine.distributed import rank_process, rank_start
 from meltcore.engine.distributed import ranks as ranks_module
 from meltcore.engine.distributed.rank_messages import RankFailed, RankStage, encoder, rank_address
 from meltcore.engine.distributed.ranks import Ranks, step_counters
@@ -132,14 +132,16 @@ def test_rank_that_is_not_connected_is_named(ranks: Ranks, rank: Rank) -> None:
         ranks.capture_graphs()
 
 
-@pytest.mark.slow
-def test_rank_without_settings_exits_silently(tmp_path: Path) -> None:
+def test_rank_without_settings_exits_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Rank 0 ended before it could send settings."""
     folder = tmp_path / "shared"
     folder.mkdir()
-    command = [sys.executable, "-m", "meltcore.engine.distributed", str(folder), "1"]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["meltcore.engine.distributed", str(folder), "1"])
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert rank_process.main() == 0
+    assert capfd.readouterr() == ("", "")
     assert not folder.exists()

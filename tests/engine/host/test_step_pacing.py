@@ -81,6 +81,7 @@ class World:
         return self.stepped_s / (self.now_s - self.began_s)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     share=st.floats(0.1, 1.0),
@@ -102,6 +103,7 @@ def test_share_beside_a_class_that_never_rests(marks: Path, share: float, step_m
         assert world.pacing.waited_s == pytest.approx(sum(world.waits))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     periods=st.lists(st.tuples(st.floats(0.001, 0.5), st.floats(0.001, 0.5)), min_size=1, max_size=8),

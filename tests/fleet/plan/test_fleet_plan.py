@@ -251,7 +251,7 @@ def changed(text: str, lines: Sequence[str]) -> str:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(17, 33), st.sampled_from([1, 4, 8, 64]))
 def test_changes_of_the_nearest_plan_are_enough_and_none_is_in_vain(card: int, host: int) -> None:
     def fits(text: str) -> bool:
@@ -299,7 +299,7 @@ def test_nearest_plan_of_the_written_fleet_keeps_no_less_on_a_larger_card(
     monkeypatch.setattr(needs, "named_needs", known_needs)  # the sizes of the grid need the same engines
     spec = parse_fleet((resources.files("meltcore.fleet") / "examples" / "fleet.yaml").read_text(encoding="utf-8"))
     before: list[float] = []
-    for size in range(20, 100, 4):
+    for size in range(24, 100, 8):
         plan, found = plan_fleet(spec, [size * GIB], contexts=context_table()[0], host_bytes=host_bytes)
         if plan is None and found is None:
             assert not before
@@ -447,6 +447,7 @@ def test_engines_get_the_memory_that_the_plan_gives() -> None:
     assert [engine_config(model).max_num_seqs for model in models] == [4, 4, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vram", "status"), [("96", 0), ("80", 1)])
 def test_written_fleet_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], vram: str, status: int, monkeypatch: pytest.MonkeyPatch

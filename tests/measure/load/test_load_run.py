@@ -126,6 +126,7 @@ def test_non_ascii_path_is_refused(path: str) -> None:
         resolve_target(f"http://127.0.0.1:9/{path}")
 
 
+@pytest.mark.slow
 def test_unstreamed_run_has_no_ttft_and_a_note(scripted: Start, tmp_path: Path) -> None:
     server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "4")
     options = [server.url, "--num-prompts", "4", "--workload", "random:in=4,out=4", "--no-stream"]  # type: ignore[attr-defined]

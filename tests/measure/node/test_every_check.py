@@ -67,12 +67,14 @@ def empty(result: ProbeResult) -> ProbeResult:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_healthy_check_passes(name: str, tmp_path: Path) -> None:
     found = report(certified(tmp_path, node_of(h200s(2))), name)
     assert (found.verdict, found.findings) == (healthy_verdict(name), [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOORED)
 def test_slow_gpu_fails_its_check_and_no_other(name: str, tmp_path: Path) -> None:
     certificate = certified(tmp_path, faulty_node(name, slow))
@@ -102,6 +104,7 @@ def test_unusable_result_is_unknown_in_every_check(name: str, modify: Modify, co
     assert certificate.unverified
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBED)
 def test_missing_result_is_unknown_in_every_check(name: str, tmp_path: Path) -> None:
     certificate = certified(tmp_path, faulty_node(name, lambda result: None))
@@ -110,6 +113,7 @@ def test_missing_result_is_unknown_in_every_check(name: str, tmp_path: Path) -> 
     assert certificate.exit_code == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBED)
 def test_hung_probe_is_unknown_and_later_checks_run(name: str, tmp_path: Path) -> None:
     node = node_of(h200s(2), hung={name})
@@ -130,6 +134,7 @@ def test_state_refused_or_hanging_in_driver_is_unknown(error: int, tmp_path: Pat
     assert certificate.exit_code == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ran", "verdict", "code", "reason"),
     [

@@ -23,6 +23,7 @@ def a_tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(open_checkpoint(BUNDLED_MODEL, files="text").folder / "tokenizer.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize("architecture", ["qwen3_5", "gemma3"])
 def test_packed_sequences_give_the_logits_of_each_alone(architecture: str) -> None:

@@ -65,6 +65,7 @@ def test_requests_without_a_token_are_waiting() -> None:
     assert counter.open() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_thousands_of_requests_are_counted_exactly() -> None:
     """More than the initial size of the arrays."""
     counter, random = StepCounter(TOKENS), np.random.default_rng(0)

@@ -1,10 +1,11 @@
-"""The full evaluation of a real server with the bundled model."""
+"""The full evaluation of a real server with the bundled model in FP8, and its submission."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_openai import TOKENIZER
+from test_submission import read, submit
 
 from meltcore.cli.main import main
 from meltcore.measure.documents.runfolder import read_result
@@ -19,7 +20,8 @@ QUICK = ["--num-prompts", "4", "--input-len", "16", "--output-len", "12", "--tok
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    with MeltcoreServer(["serve", "--port", "0", "meltcore/sums", "--device", "cpu"], log, report=print) as server:
+    options = ["--device", "cpu", "--quantization", "fp8", "--kv-cache-dtype", "fp8"]
+    with MeltcoreServer(["serve", "--port", "0", "meltcore/sums", *options], log, report=print) as server:
         yield server.wait_ready()
 
 
@@ -29,13 +31,28 @@ def evaluate(address: str, out: Path, *options: str) -> RunResult:
     return read_result(folder)
 
 
-def test_bundled_model_gets_a_score(address: str, tmp_path: Path) -> None:
-    result = evaluate(address, tmp_path, "--data", BUNDLED_SOURCE, "--limit", "40", "--shots", "none")
+def test_bundled_model_gets_a_score_and_is_submitted_without_rules_and_refused_with_them(
+    address: str, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    result = evaluate(address, runs, "--data", BUNDLED_SOURCE, "--limit", "12", "--shots", "none")
     assert result.evaluation is not None
     assert result.evaluation.accuracy >= 0.95
     assert result.eval_score is not None
     assert result.eval_score.total_tokens_per_s > result.eval_score.output_tokens_per_s > 0
     assert result.settings["weights"] == "real"
+    submit(tmp_path / "free", runs)
+    measured = read(tmp_path / "free/results/throughput.json")
+    assert [each["successful_requests"] for each in measured["results"]] == [4] * 7
+    assert all(each["total_completion_tokens"] > 0 for each in measured["results"])
+    assert "FP8 KV cache" in (tmp_path / "free/WRITEUP.md").read_text()
+    assert submit(tmp_path / "strict", runs, "--rules", "hackathon") == 1
+    gates = {gate["name"]: gate for gate in read(tmp_path / "strict/submission.json")["gates"]}
+    assert gates["KV cache in BF16"]["detail"] == "kv_cache_dtype: float8_e4m3fn"
+    weights = gates["weights in BF16 (no FP8, INT8 or 4-bit)"]
+    # Other weights are in float16 or float32, as the CPU multiplies them.
+    assert weights["status"] == "FAIL"
+    assert weights["detail"].removeprefix("weight_dtypes: ").split(", ")[-1] == "float8_e4m3fn"
 
 
 def test_speed_only_gives_a_weighted_throughput_and_no_score(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_openai import TOKENIZER
 from places import ROOT
 from waiting import WAIT_S
 
@@ -24,7 +23,6 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import CheckResult, Evaluation, Fingerprint, LevelChecks, LevelResult, RunResult
 from meltcore.measure.documents.weights import WEIGHTS
-from meltcore.measure.experiments.evals.gsm8k_data import BUNDLED_SOURCE
 from meltcore.measure.experiments.evals.submission_files import decision_items, find_section
 from meltcore.measure.experiments.servers import MeltcoreServer
 
@@ -396,28 +394,6 @@ def test_fp8_cache_is_described_only_where_it_served() -> None:
 
 
 # --- a real server
-
-
-@pytest.mark.slow
-def test_real_fp8_server_is_submitted_without_rules_and_refused_with_them(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--quantization", "fp8", "--kv-cache-dtype", "fp8"]
-    quick = ["--num-prompts", "4", "--input-len", "16", "--output-len", "12", "--tokenizer", TOKENIZER]
-    data = ["--data", BUNDLED_SOURCE, "--limit", "8", "--shots", "none"]
-    found = tmp_path / "runs"
-    with MeltcoreServer(["serve", "--port", "0", "meltcore/sums", *options], tmp_path / "log", report=print) as server:
-        assert main(["eval", "all", server.wait_ready(), "--out", str(found), *data, *quick]) in (0, 1)
-    submit(tmp_path / "free", found)
-    measured = read(tmp_path / "free/results/throughput.json")
-    assert [each["successful_requests"] for each in measured["results"]] == [4] * 7
-    assert all(each["total_completion_tokens"] > 0 for each in measured["results"])
-    assert "FP8 KV cache" in (tmp_path / "free/WRITEUP.md").read_text()
-    assert submit(tmp_path / "strict", found, "--rules", "hackathon") == 1
-    gates = {gate["name"]: gate for gate in read(tmp_path / "strict/submission.json")["gates"]}
-    assert gates["KV cache in BF16"]["detail"] == "kv_cache_dtype: float8_e4m3fn"
-    weights = gates["weights in BF16 (no FP8, INT8 or 4-bit)"]
-    # Other weights are in float16 or float32, as the CPU multiplies them.
-    assert weights["status"] == "FAIL"
-    assert weights["detail"].removeprefix("weight_dtypes: ").split(", ")[-1] == "float8_e4m3fn"
 
 
 @needs_harness

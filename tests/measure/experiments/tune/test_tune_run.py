@@ -133,27 +133,23 @@ def test_precision_without_questions_compares_speed_only(tmp_path: Path, capsys:
 @pytest.mark.slow
 def test_our_engine_needs_only_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The most sequences that run without preemption are those that fit in the cache by calculation."""
-    size = ["--serve-args", "--memory 14MiB", "--seq-len", "512"]
+    size = ["--serve-args", "--memory 12MiB", "--seq-len", "512"]
     size += ["--max-model-len", "512", "--min-model-len", "256", "--model-len-step", "256"]
-    found = tune(["context", BUNDLED, *size, "--max-num-seqs", "3", "--kv-bytes", "4"], tmp_path, capsys)
+    found = tune(["context", BUNDLED, *size, "--max-num-seqs", "2", "--kv-bytes", "4"], tmp_path, capsys)
     facts = {fact.name: fact.value for fact in found.facts}
     assert facts["largest context"] == "512 tokens"
-    assert facts["concurrent sequences of 512 tokens"] == facts["sequences of 512 tokens that fit in it"] == "2"
+    assert facts["concurrent sequences of 512 tokens"] == facts["sequences of 512 tokens that fit in it"] == "1"
     assert facts["keys and values"].startswith("4,096 bytes per token")
 
 
 @pytest.mark.slow
 def test_precisions_of_our_engine_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load = ["--concurrency", "4", "--num-prompts", "8", "--questions", "12", "--no-fp8"]
-    found = tune(["precision", BUNDLED, "--dtypes", "float32,bfloat16", *load], tmp_path, capsys)
-    default, first, second = (point.answers for point in found.points)
+    load = ["--concurrency", "4", "--num-prompts", "4", "--questions", "12", "--no-fp8"]
+    found = tune(["precision", BUNDLED, "--dtypes", "bfloat16", *load], tmp_path, capsys)
+    default, second = (point.answers for point in found.points)
     assert default is not None
-    assert first is not None
     assert second is not None
     assert default.identical == 12
-    assert first.identical == 12
-    assert first.logprob_diff_max is not None
-    assert first.logprob_diff_max < 1e-3, "equal but for rounding that differs by batch"
     assert second.correct >= 11
     assert second.tokens_compared > 50
     assert second.logprob_diff_max is not None
