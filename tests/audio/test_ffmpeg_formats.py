@@ -65,6 +65,7 @@ FORMATS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rate", [16_000, 48_000])
 def test_formats_are_decoded(name: str, rate: int) -> None:

@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "file_type", "size_gb"),
     [

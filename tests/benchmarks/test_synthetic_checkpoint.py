@@ -13,6 +13,7 @@ from meltcore.models.checkpoints.checkpoint import open_checkpoint
 HYBRID = "meltcore/sums-hybrid"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-35B-A3B"])
 def test_as_many_layers_as_fit_in_whole_rounds_of_their_kinds(model: str) -> None:
     config = open_checkpoint(model, files="config").config

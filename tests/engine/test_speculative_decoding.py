@@ -50,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SAMPLING)
 def test_tokens_are_those_without_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     truth = answers(tools.open_engine(folder), SAMPLING[kind])
@@ -185,6 +186,7 @@ GRAMMARS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_answers_follow_their_grammars(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overlap: bool
@@ -256,6 +258,7 @@ def rejected_drafts_stay_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "update", kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "kind"),
     [

@@ -11,6 +11,7 @@ from kernel_tools import in_triton
 from meltcore.kernels.activation import apply_sigmoid_gate, geglu, swiglu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(("seed", "tokens", "size"), [(0, 1, 3072), (1, 3, 512), (2, 2, 1025), (3, 5, 7), (4, 0, 64)])
 @pytest.mark.parametrize("activation", [swiglu, geglu])

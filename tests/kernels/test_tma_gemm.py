@@ -19,6 +19,7 @@ SHAPES = pytest.mark.parametrize(("tokens", "n", "k"), [(70, 48, 72), (200, 144,
 TILES = [GemmConfig(64, 128, 64, 3, 4), GemmConfig(128, 256, 64, 3, 8)]
 
 
+@pytest.mark.slow
 @TYPES
 @SHAPES
 @pytest.mark.parametrize("config", TILES, ids=lambda config: f"{config.block_m}x{config.block_n}")

@@ -245,6 +245,7 @@ def scores_one_by_one(clip: int, language: int) -> tuple[list[float], list[float
     return tokens, blanks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clip", "language"), [(0, 1), (3, 2)])
 @pytest.mark.parametrize("window", [1, 4])
 def test_tokens_have_the_probabilities_of_a_loop_that_steps_alone(
@@ -291,6 +292,7 @@ def test_rnnt_parity_notices_a_state_that_advances_on_blank(monkeypatch: pytest.
     assert not rnnt_agrees(2)
 
 
+@pytest.mark.slow
 def test_batch_never_changes_a_result() -> None:
     """Alone against in company, with other languages beside it: hidden states within 1e-5, the same tokens."""
     model = ours()

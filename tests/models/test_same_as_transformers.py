@@ -45,6 +45,7 @@ def save_model(folder: Path, *, outer_tied: bool = False, inner_tied: bool = Fal
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
 def test_whole_model_decides_whether_the_head_is_tied(tmp_path: Path, outer: bool, inner: bool) -> None:

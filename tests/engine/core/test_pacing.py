@@ -130,6 +130,7 @@ def test_chunks_are_as_large_as_the_slowdown_allows() -> None:
     assert alone_s < read_long(sim) < 2.5 * alone_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cost", "enough_s"), [(routed, 66), (launched_one_by_one, 12)])
 def test_few_large_chunks_run_when_the_smallest_is_too_slow(cost: Cost, enough_s: float) -> None:
     """enough_s: for chunks of a tenth of a second and the steps between them, 67 of 3,000 tokens or 25 of 8,192."""

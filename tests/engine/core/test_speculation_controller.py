@@ -116,6 +116,7 @@ def test_texts_that_change_are_noticed() -> None:
     assert [line.split()[3] for line in sim.lines] == ["on", "off", "on"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slowdown", "mean"), [(1.05, 1.0), (1.42, 1.31), (5.0, 1.0), (1.5, 2.4), (1.1, 3.9), (1.0, 3.0)]
 )

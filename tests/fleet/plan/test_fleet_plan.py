@@ -321,6 +321,7 @@ def test_context_above_the_models_is_refused_as_by_its_engine() -> None:
     assert plan.needs["a"].max_model_len == 65536
 
 
+@pytest.mark.slow
 def test_written_fleet_takes_turns_before_it_gets_smaller() -> None:
     """Within 36 GiB it had 1 of 8 sequences of 2,048 of 8,192 tokens, and four models on the CPU."""
     spec = parse_fleet((resources.files("meltcore.fleet") / "examples" / "fleet.yaml").read_text(encoding="utf-8"))

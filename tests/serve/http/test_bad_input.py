@@ -318,6 +318,7 @@ def test_huge_body_is_413(locked_server: RunningServer) -> None:
 
 
 # threat: a client: a body above the limit is 413 before it is read whole
+@pytest.mark.slow
 def test_huge_chunked_body_is_413_too(locked_server: RunningServer) -> None:
     data = json.dumps(chat_body("x" * 5_000_000)).encode()
     with socket.create_connection(("127.0.0.1", locked_server.port), timeout=WAIT_S) as connection:
