@@ -523,7 +523,9 @@ def test_dead_api_server_frees_its_requests_in_all_replicas() -> None:
 @pytest.mark.slow
 def test_two_real_replicas_give_the_same_answers(tmp_path: Path) -> None:
     serve = [sys.executable, "-m", "meltcore.cli.main", "serve", BUNDLED_MODEL, "--port", "0", "--device", "cpu"]
-    with running([*serve, "-dp", "2", "--served-model-name", MODEL], tmp_path / "stderr") as server:
+    with running(
+        [*serve, "-dp", "2", "--memory", "128MiB", "--served-model-name", MODEL], tmp_path / "stderr"
+    ) as server:
         server.wait_healthy(90)
         answers = [server.chat("What is 7 * 8?").json["choices"][0]["message"]["content"] for _ in range(4)]
         assert len(set(answers)) == 1

@@ -47,7 +47,7 @@ def answers(settings: dict[str, str]) -> bool:
 @pytest.mark.slow
 def test_script_server_starts_stays_and_is_stopped(settings: dict[str, str]) -> None:
     try:
-        done = start(settings, "--device", "cpu")
+        done = start(settings, "--device", "cpu", "--memory", "128MiB")
         assert (done.returncode, done.stderr) == (0, "")
         assert f"listening on http://127.0.0.1:{settings['PORT']}" in done.stdout
         api = Api(f"127.0.0.1:{settings['PORT']}")

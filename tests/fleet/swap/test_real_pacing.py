@@ -76,7 +76,7 @@ def test_interactive_latency_beside_a_lower_class_and_beside_its_own(
     """An engine of class batch waits for the interactive one; one of its own class does not, as without pacing."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     classes = {"chat": "interactive", "lower": "batch", "equal": "interactive"}
-    fields = {"checkpoint": BUNDLED_MODEL, "device": "cpu", "max_model_len": 256}
+    fields = {"checkpoint": BUNDLED_MODEL, "device": "cpu", "max_model_len": 256, "memory": "64MiB"}
     fleet = {
         "server": {"port": 0, "api_server_count": 1},
         "models": {name: fields | {"priority": each} for name, each in classes.items()},

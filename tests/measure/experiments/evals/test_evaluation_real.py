@@ -20,7 +20,7 @@ QUICK = ["--num-prompts", "4", "--input-len", "16", "--output-len", "12", "--tok
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    options = ["--device", "cpu", "--quantization", "fp8", "--kv-cache-dtype", "fp8"]
+    options = ["--device", "cpu", "--memory", "128MiB", "--quantization", "fp8", "--kv-cache-dtype", "fp8"]
     with MeltcoreServer(["serve", "--port", "0", "meltcore/sums", *options], log, report=print) as server:
         yield server.wait_ready()
 
