@@ -54,7 +54,7 @@ CHAT_FORMS = {
         "the chunks of all sequences, flat",
         "one step; all ranks get a `Step` with it, or with row numbers alone where a decode graph needs no more",
     ),
-    "PaddedInputs": ("the batch, padded to a prefill graph", "one step with prompts, on the device"),
+    "PaddedInputs": ("the batch, padded to a prefill graph", "one step with prompts or drafts, on the device"),
     "AttentionMetadata": ("where its keys and values are", "one step, on the device"),
     "SampleResult": ("sampled tokens and log-probabilities", "until the host has read them from the device"),
     "SequenceOutput": ("new tokens of one sequence", "border of the API server"),

@@ -207,9 +207,9 @@ class EngineSettings(FleetSection, frozen=True, kw_only=True):
         tuple[DebugSwitch, ...],
         setting(
             "For bisecting; can be given several times. reference-kernels: torch code instead of every kernel of ours. "
-            "no-prefill-graphs: steps with prompts are launched kernel by kernel. no-persistent-decode: a decode step "
-            "of few sequences is many launches. no-peer-memory: NCCL does the all-reduces. uniform-routing: tokens "
-            "go to experts at random, as benchmarks of dummy weights need.",
+            "no-prefill-graphs: steps with prompts or drafts are launched kernel by kernel. no-persistent-decode: a "
+            "decode step of few sequences is many launches. no-peer-memory: NCCL does the all-reduces. "
+            "uniform-routing: tokens go to experts at random, as benchmarks of dummy weights need.",
             group=ENGINE_GROUP,
         ),
     ] = ()

@@ -16,6 +16,7 @@ import torch
 from meltcore.engine.core.batch import Batch, NewPages, build_batch
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
+from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.memory.graph_sizes import PREFILL_ONLY
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
 from meltcore.engine.worker.model_runner import ModelRunner
@@ -78,6 +79,7 @@ def unrecorded_graphs() -> PrefillGraphs:
     graphs._bucket_sizes = [sum(size) for size in graphs._buckets]
     graphs._captured, graphs._memory_left = {}, True
     graphs._inputs = torch.zeros(1)
+    graphs._logit_bytes, graphs.on_all_ranks = 2**20, bool
     return graphs
 
 
@@ -95,6 +97,41 @@ def test_no_graph_is_captured_with_too_little_memory(
     free[0] = 2**36
     assert graphs.bucket_for(batch_of(chunk(1, 0, 65))) is None, "freed by a step that will want it again"
     assert capsys.readouterr().err.count("too little GPU memory is left for CUDA graphs") == 1
+
+
+def test_logits_beyond_those_of_captured_graphs_are_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs share their memory, so only what one has more than all others is taken."""
+    graphs, batch, large = unrecorded_graphs(), batch_of(chunk(1, 0, 65)), GraphBucket(0, 128)
+    graphs._captured[GraphBucket(0, 64)] = CapturedGraph(None, torch.empty(0), torch.empty(0))  # type: ignore[arg-type]
+    graphs._buckets = [GraphBucket(0, 64), large._replace(decode_samples=10)]
+    graphs._bucket_sizes = [64, 128]
+    needed_bytes = MIN_FREE_BYTES + 10 * 2**20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed_bytes - 1, 2**37))
+    assert graphs.bucket_for(batch) is None
+    graphs._memory_left = True
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed_bytes, 2**37))
+    assert graphs.bucket_for(batch) == graphs._buckets[1]
+
+
+def test_no_rank_captures_a_graph_for_which_another_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in a graph has padding, and so other all-reduces than one that is launched kernel by kernel."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
+    asked: list[torch.Tensor] = []
+
+    class OtherRankLacksMemory:
+        def all_reduce_max(self, values: torch.Tensor) -> torch.Tensor:
+            asked.append(values.clone())
+            return values.fill_(1)
+
+    runner = GroupRunner.__new__(GroupRunner)
+    runner.device, runner._group = torch.device("cpu"), OtherRankLacksMemory()  # type: ignore[assignment]
+    runner._prefill_graphs = graphs = unrecorded_graphs()
+    monkeypatch.setattr(ModelRunner, "_capture_prefill_graphs", lambda *_arguments: None)
+    runner._capture_prefill_graphs(lambda *_progress: None, False)
+    assert graphs.bucket_for(batch_of(chunk(1, 0, 65))) is None
+    assert [each.tolist() for each in asked] == [[0]], "this rank has memory"
+    assert graphs.bucket_for(batch_of(chunk(1, 0, 65))) is None
+    assert len(asked) == 1, "all ranks have stopped"
 
 
 def test_smallest_bucket_that_holds_a_batch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,16 @@ class GroupRunner(ModelRunner):
             raise failure
         return launched
 
+    def _capture_prefill_graphs(self, progress: Progress, capture_all: bool) -> None:
+        super()._capture_prefill_graphs(progress, capture_all)
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.on_all_ranks = self._on_all_ranks
+
+    def _on_all_ranks(self, is_true: bool) -> bool:
+        """Return whether `is_true` on all ranks. All must call it."""
+        is_false = to_device([not is_true], torch.int64, self.device)
+        return not self._group.all_reduce_max(is_false).item()
+
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
         """Return a context in which this rank launches without the other ranks, for warm-up."""

@@ -18,8 +18,8 @@ CAPTURED_DECODES = 64
 # Of rows that lie one after another without padding: tokens of the largest batch whose graphs are _PACKED_STEP apart.
 # The activations of more tokens leave a GPU's L2 cache. Then tokens of the smallest graph.
 MAX_PACKED_TOKENS, _FIRST_PACKED, _PACKED_STEP = 16_384, 64, 1024
-# Windows (a token and its drafts) of the largest graph. With seven drafts it has 1,024 tokens, whose logits take 0.6 GB
-# for a vocabulary of 152,000. Steps of more windows are launched kernel by kernel.
+# Windows (a token and its drafts) of the largest graph. With seven drafts it has up to 1,024 tokens, whose logits take
+# 0.6 GB for a vocabulary of 152,000. Steps of more windows are launched kernel by kernel.
 MAX_WINDOWS = 128
 # A step with drafts computes the logits of this many tokens, or of one token of each sequence if these are more.
 _DRAFT_ROWS = 256

@@ -22,6 +22,7 @@ from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.kv_cache import PAGE_SIZE
 from meltcore.engine.core.request import Request
 from meltcore.engine.memory.graph_sizes import MAX_GRAPH_TOKENS, capture_sizes
+from meltcore.engine.memory.workspace import LOGIT_BYTES
 from meltcore.engine.worker.caches import ModelRunnerConfig, PageTables, RecurrentStateCache, allocate_caches
 from meltcore.engine.worker.cuda_graphs import DecodeGraphs, DecodeOutput
 from meltcore.engine.worker.drafter import Drafter, NgramDrafter
@@ -150,13 +151,13 @@ class ModelRunner:
 
     def _capture_prefill_graphs(self, progress: Progress, capture_all: bool) -> None:
         is_large = torch.cuda.get_device_properties(self.device).total_memory >= _LARGE_BYTES
-        max_tokens = self.max_graph_tokens if is_large else self.max_graph_tokens // 8
-        max_tokens = min(max_tokens, self._config.max_num_batched_tokens)
+        max_tokens = min(self.max_graph_tokens // (1 if is_large else 8), self._config.max_num_batched_tokens)
         buckets = graph_buckets(self._config.max_num_seqs, max_tokens, self._config.window)
         if buckets:
             if self._mtp is not None:
                 self.keep_hidden_states(buckets[-1].size)
-            graphs = PrefillGraphs(self._padded_step, buckets, self.page_tables.flat)
+            row_bytes = LOGIT_BYTES * self.model.local_vocab_size
+            graphs = PrefillGraphs(self._padded_step, buckets, self.page_tables.flat, row_bytes)
             graphs.capture(progress, capture_all=capture_all)
             self._prefill_graphs = graphs
 

@@ -94,8 +94,11 @@ class MtpDrafter(Drafter):
 
     @torch.inference_mode()
     def warm_up(self, counts: Sequence[int]) -> None:
-        """Launch the drafting of padding for these numbers of sequences."""
-        for count in counts:
+        """Launch the drafting of padding for these numbers of sequences, and for each number up to 8.
+
+        No padding makes their attention one of these numbers, as it does in decode graphs.
+        """
+        for count in sorted({*counts, *range(1, min(8, max(counts, default=0)) + 1)}):
             positions = torch.zeros(count, dtype=torch.int64, device=self._device)
             page_table = positions.new_zeros(count, pages_for(self._max_model_len))
             hidden = torch.zeros(count, self._model.config.hidden_size, dtype=self._model.dtype, device=self._device)

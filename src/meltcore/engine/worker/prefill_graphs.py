@@ -37,7 +37,8 @@ from meltcore.models.checkpoints.checkpoint import Progress
 # Instead of a token id that the host does not know yet: the newest token of the row.
 ON_DEVICE = -1
 
-# A graph captured while serving takes some MiB out of the reserve. Steps need the rest of it.
+# A graph captured while serving takes some MiB out of the reserve, beside more logits than earlier graphs have. Steps
+# need the rest of it.
 MIN_FREE_BYTES = 2**27
 
 
@@ -65,14 +66,14 @@ class GraphBucket(NamedTuple):
         return self.num_decodes + self.tokens
 
     @property
-    def max_prefills(self) -> int:
+    def other_chunks(self) -> int:
         """The maximum number of chunks beside `num_decodes`."""
         return self.windows + self.prompts
 
     @property
     def sequences(self) -> int:
         """The number of chunks, including one chunk of padding and one empty chunk for unused recurrent chunks."""
-        return self.num_decodes + self.max_prefills + 2
+        return self.num_decodes + self.other_chunks + 2
 
     @property
     def samples(self) -> int:
@@ -87,7 +88,7 @@ class GraphBucket(NamedTuple):
     @property
     def tiles(self) -> int:
         """The number of query tiles. Each prompt and the padding may end within a tile."""
-        return self.tokens // BLOCK_QUERIES + self.max_prefills + 1
+        return self.tokens // BLOCK_QUERIES + self.other_chunks + 1
 
     @property
     def recurrent_chunks(self) -> int:
@@ -105,7 +106,7 @@ class GraphBucket(NamedTuple):
             if num_windows > self.windows or num_prefills - num_windows > self.prompts:
                 return False
         holds_samples = len(batch.last_tokens) <= self.samples  # several of a chunk with drafts
-        holds_chunks = batch.num_decodes <= self.num_decodes and num_prefills <= self.max_prefills
+        holds_chunks = batch.num_decodes <= self.num_decodes and num_prefills <= self.other_chunks
         return holds_samples and holds_chunks and tokens <= self.tokens
 
 
@@ -232,6 +233,8 @@ def unpad(values: torch.Tensor, batch: Batch, bucket: GraphBucket) -> torch.Tens
     """Return the values of a batch's tokens, in its order, from a padded step's `values` [bucket.size or more, ...]."""
     num_decodes = min(batch.num_decodes, bucket.num_decodes)
     end = bucket.num_decodes + len(batch.token_ids) - num_decodes
+    if num_decodes == bucket.num_decodes:  # no padding lies between them
+        return values[:end]
     return torch.cat([values[:num_decodes], values[bucket.num_decodes : end]])
 
 
@@ -295,12 +298,22 @@ PaddedStep = Callable[[PaddedInputs, GraphBucket], tuple[torch.Tensor, torch.Ten
 class PrefillGraphs:
     """The graphs of steps with prompts or drafts."""
 
-    def __init__(self, step: PaddedStep, buckets: list[GraphBucket], page_table: torch.Tensor) -> None:
+    def __init__(
+        self, step: PaddedStep, buckets: list[GraphBucket], page_table: torch.Tensor, logit_bytes: int
+    ) -> None:
         """Allocate the inputs of all buckets.
 
-        `step` computes eagerly what a replay will compute. `page_table` is [rows, pages of a sequence] int64.
+        Args:
+            step: computes eagerly what a replay will compute.
+            buckets: the shapes of graphs, in ascending order of their tokens.
+            page_table: [rows, pages of a sequence] int64.
+            logit_bytes: the bytes of a row of logits, which `step` computes for each sampled token.
         """
         self._step = step
+        self._logit_bytes = logit_bytes
+        self.on_all_ranks: Callable[[bool], bool] = (
+            bool  # from a rank's answer to that of all, which run the same graphs
+        )
         self._buckets = buckets
         self._bucket_sizes = [bucket.size for bucket in buckets]
         self._page_table = page_table
@@ -337,7 +350,7 @@ class PrefillGraphs:
         """Return the smallest bucket that holds a batch. Returns None if kernels should be launched one by one."""
         first_index = bisect_left(self._bucket_sizes, len(batch.token_ids))
         bucket = next((bucket for bucket in self._buckets[first_index:] if bucket.holds(batch)), None)
-        if bucket is None or bucket in self._captured or self._has_memory():
+        if bucket is None or bucket in self._captured or self._has_memory(bucket):
             return bucket
         return None
 
@@ -368,10 +381,14 @@ class PrefillGraphs:
         graph, outputs = self._capturer.capture(partial(self._step, inputs, bucket))
         self._captured[bucket] = CapturedGraph(graph, *outputs)
 
-    def _has_memory(self) -> bool:
-        """Return whether memory is left for one more graph. After the first False, no more graphs are captured."""
-        if self._memory_left and torch.cuda.mem_get_info(self._inputs.device)[0] < MIN_FREE_BYTES:
-            self._memory_left = False
+    def _has_memory(self, bucket: GraphBucket) -> bool:
+        """Return whether memory is left for the graph of a bucket. After the first False, no more are captured."""
+        if not self._memory_left:
+            return False
+        most_samples = max((captured.samples for captured in self._captured), default=0)
+        needed_bytes = MIN_FREE_BYTES + self._logit_bytes * max(0, bucket.samples - most_samples)
+        self._memory_left = self.on_all_ranks(torch.cuda.mem_get_info(self._inputs.device)[0] >= needed_bytes)
+        if not self._memory_left:
             advice = "steps of new sizes run slower, kernel by kernel; a smaller --memory leaves more"
             print(f"meltcore: too little GPU memory is left for CUDA graphs: {advice}", file=sys.stderr, flush=True)
         return self._memory_left
