@@ -268,7 +268,12 @@ def test_commands_of_a_document_parse(document: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tables_are_what_the_result_files_say() -> None:
+def test_tables_are_what_the_result_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of the GPU score's levels is checked beside these: tests/benchmarks/test_gpu_types.py."""
+    page = (ROOT / "docs" / "gpu-score.md").read_text()
+    ladder = page.partition("score ladder -->\n\n")[2].partition("\n\n<!--")[0].splitlines()
+    assert len(ladder) > 2
+    monkeypatch.setitem(performance_tables._TABLES, "score ladder", lambda: ladder)
     stale = [
         name_of(path)
         for path in performance_tables.documents()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ MIB = 2**20
 MEMORY_MIB = {16: 16_376, 24: 24_564, 32: 32_607}
 # Requests that run concurrently, and the most preemptions per 100 requests that are accepted.
 EXPECTED = {16: (128, 0), 24: (256, 1), 32: (384, 10)}
+run_level_once = functools.cache(run_level)  # the table of the levels has the same
 
 
 @pytest.mark.parametrize("gpu", GPU_TYPES, ids=lambda gpu: gpu.name)
@@ -46,7 +48,7 @@ def test_score_fits_every_gpu_type(gpu: GpuType) -> None:
 @pytest.mark.parametrize("concurrency", workload.LEVELS)
 def test_every_level_of_the_score_runs_in(gigabytes: int, concurrency: int) -> None:
     """Up to 10,000 concurrent requests: what does not run waits, and few requests are preempted."""
-    level = run_level(MEMORY_MIB[gigabytes], concurrency)
+    level = run_level_once(MEMORY_MIB[gigabytes], concurrency)
     most, preempted = EXPECTED[gigabytes]
     assert level.running == min(concurrency, most)
     assert level.queued == max(0, concurrency - most)
@@ -54,6 +56,13 @@ def test_every_level_of_the_score_runs_in(gigabytes: int, concurrency: int) -> N
     assert 100 * level.preemptions <= preempted * level.finished
     if concurrency <= most:
         assert level.preemptions == 0
+
+
+@pytest.mark.slow
+def test_page_of_the_score_has_the_table_of_the_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_types, "run_level", run_level_once)
+    table = "\n".join(gpu_types.ladder_table())
+    assert f"score ladder -->\n\n{table}\n" in (ROOT / "docs" / "gpu-score.md").read_text(), "run `make tables`"
 
 
 @pytest.mark.slow
