@@ -45,13 +45,13 @@ settings.load_profile("busy")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: some of the tests' time is spent waiting for clocks and for processes to start.
+    """Two more than cores: some of the tests' time is spent waiting for clocks and for processes to start.
 
     One where there is an NVIDIA GPU, which tests have to themselves.
     """
     if Path("/dev/nvidiactl").exists():
         return 1
-    return min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
+    return min(len(os.sched_getaffinity(0)) + 2, MOST_PROCESSES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
