@@ -31,7 +31,7 @@ demo: $(STAMP)  ## Serve the bundled models as one fleet, open every route, load
 	-$(BIN)/python scripts/real_models.py fetch $(REAL_MODELS) smollm2
 	$(BIN)/meltcore demo $$(test -f $(SMOLLM2) && echo --chat-model $(SMOLLM2))
 
-test: $(STAMP)  ## Run every test (about 17 minutes on two cores).
+test: $(STAMP)  ## Run every test (about 16 minutes on two cores).
 	$(PYTEST)
 
 test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 2 minutes on two cores).
