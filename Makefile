@@ -34,7 +34,7 @@ demo: $(STAMP)  ## Serve the bundled models as one fleet, open every route, load
 test: $(STAMP)  ## Run every test (about 16 minutes on two cores).
 	$(PYTEST)
 
-test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 2 minutes on two cores).
+test-fast: $(STAMP)  ## Run the tests that are not marked slow (2 to 3 minutes on two cores).
 	$(PYTEST) -m 'not slow'
 
 test-gpu: $(STAMP)  ## Run every test that needs a GPU, on one GPU.
