@@ -1,4 +1,4 @@
-"""Steps with drafts, padded to the windows of a graph: their inputs, and results equal to those of the plain step.
+"""Steps with drafts, padded to the windows of a graph: their inputs, and the results of the plain step.
 
 Nothing is captured here: the padded step itself runs, in torch, as attention's kernels divide it.
 """
@@ -280,7 +280,7 @@ def nan_in_new_memory() -> Iterator[None]:
 def test_padded_steps_change_what_plain_steps_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, num_right: int
 ) -> None:
-    """Step by step: tokens, logits, and all pages and slots but those of padding."""
+    """Step by step: tokens, logits, and all pages and slots except the padding's."""
     tools.make_reference(family=family).save_pretrained(tmp_path)
     sizes = {"max_num_batched_tokens": 48}
     plain, seen = (tools.open_engine(tmp_path, speculative_config=NGRAM, **sizes) for _ in range(2))
@@ -310,7 +310,7 @@ def test_padded_steps_change_what_plain_steps_change(
 def test_drafts_by_mtp_follow_padded_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer_types: list[str]
 ) -> None:
-    """The layer gets the hidden states of windows, and of prompts in chunks, and its cache is that of plain steps."""
+    """The layer gets the hidden states of windows, and of prompts in chunks, and writes the cache as plain steps do."""
     write(tmp_path, 0.2, layer_types=layer_types)
     monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: self._num_drafts)
     plain, seen = (tools.open_engine(tmp_path, speculative_config=MTP, max_num_batched_tokens=48) for _ in range(2))

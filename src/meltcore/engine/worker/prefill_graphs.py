@@ -113,8 +113,8 @@ class GraphBucket(NamedTuple):
 def graph_buckets(max_num_seqs: int, max_tokens: int, window: int = 1) -> list[GraphBucket]:
     """Return buckets of up to `max_tokens` prompt tokens and `max_num_seqs` decodes, ascending by all tokens.
 
-    If `window` is more than one token, there are also buckets of windows of up to this many tokens, and those of
-    decodes and prompts have as many windows as decodes, if these are at most MAX_WINDOWS.
+    If `window` is more than one token, there are also buckets of windows of up to this many tokens. A bucket of decodes
+    and prompts then has as many windows as decodes, if it has at most MAX_WINDOWS decodes.
     """
     shapes = window_shapes(max_num_seqs, max_tokens, window)
     buckets = [GraphBucket(0, tokens, windows, tokens) for windows, tokens in shapes]
@@ -265,7 +265,7 @@ def _pad_recurrent(
     starts = recurrent.first_tokens + (bucket.num_decodes - num_decodes)  # of windows and prompts, then the end
     first_tokens[: bucket.num_decodes] = np.arange(bucket.num_decodes)
     windows = inputs.first_tokens[bucket.num_decodes : padded_first_prompt]
-    _fill(windows, starts[num_decodes:first_prompt], starts[first_prompt])  # those of padding are empty
+    _fill(windows, starts[num_decodes:first_prompt], starts[first_prompt])  # windows of padding are empty
     _fill(inputs.first_tokens[padded_first_prompt:], starts[first_prompt:], starts[-1])
     first_tokens[-2:] = bucket.size
     num_padding_chunks = len(_chunk_sizes(int(first_tokens[-1] - starts[-1]), CHUNK))
@@ -311,9 +311,8 @@ class PrefillGraphs:
         """
         self._step = step
         self._logit_bytes = logit_bytes
-        self.on_all_ranks: Callable[[bool], bool] = (
-            bool  # from a rank's answer to that of all, which run the same graphs
-        )
+        # Returns whether its argument is true on all ranks, which must run the same graphs. Here there is one rank.
+        self.on_all_ranks: Callable[[bool], bool] = bool
         self._buckets = buckets
         self._bucket_sizes = [bucket.size for bucket in buckets]
         self._page_table = page_table

@@ -52,31 +52,21 @@ def count_replays(
 
     Args:
         folded: [slots + 1] int64, the number of tokens in the states of each slot.
-        slots: [sequences] int64. All but those of padding differ.
+        slots: [sequences] int64. They differ, except for padding.
         context_lens: [sequences] int64.
         query_start_loc: [sequences + 1] int64.
         num_windows: the number of sequences that are windows, which come first.
     """
     if not use_triton(folded):
-        return _count_replays_reference(folded, slots, context_lens, query_start_loc, num_windows)
+        replay_lens = context_lens[:num_windows] - folded[slots[:num_windows]]
+        ends = context_lens + query_start_loc.diff()
+        ends[:num_windows] = context_lens[:num_windows] + 1
+        folded[slots] = ends
+        return replay_lens
     replay_lens = torch.empty(num_windows, dtype=torch.int64, device=folded.device)
     _count_replays_kernel[(triton.cdiv(len(slots), _BLOCK),)](
         *(folded, slots, context_lens, query_start_loc, replay_lens, len(slots), num_windows), BLOCK=_BLOCK
     )
-    return replay_lens
-
-
-def _count_replays_reference(
-    folded: torch.Tensor,
-    slots: torch.Tensor,
-    context_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_windows: int,
-) -> torch.Tensor:
-    replay_lens = context_lens[:num_windows] - folded[slots[:num_windows]]
-    ends = context_lens + query_start_loc.diff()
-    ends[:num_windows] = context_lens[:num_windows] + 1
-    folded[slots] = ends
     return replay_lens
 
 
