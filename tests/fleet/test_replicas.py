@@ -492,14 +492,19 @@ def test_sigterm_drains_all_replicas() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("api_servers", [1, 2])
 def test_stopped_api_server_is_replaced(api_servers: int) -> None:
-    """Its clients hung for ever, and with a single one all new clients too."""
+    """Its clients hung for ever, and with a single one all new clients too.
+
+    A connection that was passed to it and that it never took was reset. Now another process answers it.
+    """
     with scripted_server("--step-s", "0.01", replicas=2, api_server_count=api_servers) as server:
         streams = [stream(server, max_tokens=300) for _ in range(4)]
         stopped = server.api_server_pids()[0]
         os.kill(stopped, signal.SIGSTOP)
         try:
+            unread = [server.open(CHAT, chat_body("unread", stream=True, max_tokens=3)) for _ in range(3)]
             found = [rest(connection) for connection in streams]
             assert sum(b"[DONE]" in data for data in found) == 4 - 4 // api_servers
+            assert [rest(connection)[9:12] for connection in unread] == [b"200"] * 3
             assert server.chat("new", max_tokens=3).status == 200
             assert "API server process 1 has died: its process is stopped by a signal (killed by " in server.stderr
             assert server.metrics()["api_server_deaths_total"] == 1

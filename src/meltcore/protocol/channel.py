@@ -7,8 +7,10 @@ descriptors, which a pipe cannot. End-of-file on the socket means that the proce
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -248,3 +250,18 @@ class Channel(Generic[_Message]):
         except OSError:  # a full buffer, no other end, or (ETOOMANYREFS) too many descriptors in flight
             return False
         return True
+
+
+def take_unread_connections(end: socket.socket) -> list[socket.socket]:
+    """Return the connections that were sent to `end` of a channel and were not read there, and close `end`."""
+    connections = []
+    end.setblocking(False)
+    with end, suppress(BlockingIOError):
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(end, MESSAGE_BYTES, 1)
+            if data == _CONNECTION:
+                connections += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+            else:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+    return connections

@@ -42,6 +42,7 @@ from meltcore.protocol.channel import (
     Started,
     StatusChanged,
     ToAPIServer,
+    take_unread_connections,
 )
 from meltcore.serve.http.hops import own_name
 from meltcore.serve.requests.stats import ServerStats
@@ -79,6 +80,8 @@ class APIServerWorker:
         self.assigned = 0.0  # connections, those that a predecessor closed included
         self.process: asyncio.subprocess.Process | None = None
         self.channel: Channel[FromAPIServer] | None = None
+        # Its end of the channel. Held here too, it outlives the process, with the connections that it left unread.
+        self.far_end: socket.socket | None = None
         self.started = False
         self.opened: set[int] = set()  # models that it can serve
         self.has_served = False  # it or a predecessor
@@ -283,15 +286,13 @@ class WorkerPool:
     async def _start(self, worker: APIServerWorker) -> None:
         allocator = _ALLOCATOR if self._stats.api_servers > 1 else {}
         parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            worker.process = await start_async(
-                _COMMAND,
-                stdin=child_socket.fileno(),
-                stdout=STDERR,
-                environment=os.environ | ONE_ARENA_ENVIRONMENT | allocator,
-            )
-        finally:
-            child_socket.close()
+        worker.process = await start_async(
+            _COMMAND,
+            stdin=child_socket.fileno(),
+            stdout=STDERR,
+            environment=os.environ | ONE_ARENA_ENVIRONMENT | allocator,
+        )
+        worker.far_end = child_socket
         worker.assigned = self._stats.closed_connections()[worker.worker_id]
         worker.channel = Channel(parent_socket, FromAPIServer)
         worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
@@ -353,12 +354,18 @@ class WorkerPool:
         exit_text = f"{worker.problem} ({exit_text})" if worker.problem else exit_text
         worker.problem = ""
         assert worker.channel is not None
+        assert worker.far_end is not None
+        connections = take_unread_connections(worker.far_end)
         worker.channel.close()
         if self._exiting:
+            for connection in connections:
+                connection.close()
             return
         any_open = any(map(_is_open, self._opened.values()))
         has_served = self._is_available(worker) and self._policy.continues_without_api_server(is_serving=any_open)
         worker.started, worker.opened = False, set()
+        for connection in connections:
+            self.assign(connection)
         if has_served:
             worker.has_served, worker.early_deaths = True, 0
         elif worker.has_served and worker.early_deaths < self._policy.max_early_deaths:
