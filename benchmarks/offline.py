@@ -6,13 +6,17 @@ A level of c is c requests that start together, of uniform random prompt lengths
 greedy, prefix cache off, prefill in the wall time. The median of the repetitions is quoted, with its share of the floor
 (floors.py), beside the fastest peer. Notes say what the GPU spent. With --debug uniform-routing a row says how many
 experts a decode step used, and is invalid where that is not the expected number. All seven levels of the throughput
-evaluation, 1 to 64, make a weighted throughput.
+evaluation, 1 to 64, make a weighted throughput. --speculative-config is in the subject, and shares of floors are left
+out: they count one token per sequence and step.
 
     python benchmarks/peer_vllm.py --model FOLDER                              # the peers, first
     python benchmarks/peer_sglang.py --model FOLDER
     python benchmarks/offline.py --peer benchmarks/results/peer_vllm/h200.json benchmarks/results/peer_sglang/h200.json
     python benchmarks/offline.py --model Qwen/Qwen3.5-35B-A3B --debug uniform-routing --seqs 64 \\
         --works "1,8,64@1024:1024/256" --peer benchmarks/results/peer_vllm/h200.json
+    python benchmarks/offline.py --model Qwen/Qwen3.5-35B-A3B --debug uniform-routing --seqs 64 \\
+        --works "1,4,8,16,32,64@1024:1024/256" --speculative-config '{"method": "mtp", "num_speculative_tokens": 3, \\
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.33}'
     python benchmarks/offline.py --model /dev/shm/gemma-3-27b-q4_0.gguf --works "1,16,64,256@1024:1024/256" \\
         --peer benchmarks/results/peer_llamacpp/h200.json
 """
@@ -36,6 +40,7 @@ from uniform_routing import experts_used_by, record
 
 from meltcore import LLM, SamplingParams
 from meltcore.layers.uniform_routing import clear_routing_record
+from meltcore.settings.speculation import SpeculativeConfig, speculative_settings
 
 
 def newest_run(path: Path, subject: str) -> dict[str, Any]:
@@ -126,6 +131,10 @@ def notes_on(llm: LLM, measured: list[Measured], spent: dict[Work, Spent]) -> li
         share = "" if each.prompt_share is None else f"; prompts take {each.prompt_share:.0%} of the time"
         power = f"; {spent[each.work]}" if each.work in spent else ""
         notes.append(f"{each.work}: {cached / 1e9:.2f} GB of keys and values at the end{share}{power}")
+    drafted, accepted = llm.engine.stats().drafted, llm.engine.stats().accepted
+    if sum(drafted):
+        tokens = 1 + sum(accepted) / drafted[0]
+        notes.append(f"{drafted[0]:,.0f} windows of drafts were checked, and yielded {tokens:.2f} tokens on average")
     return notes
 
 
@@ -145,6 +154,7 @@ def main() -> None:
     parser.add_argument("--load-format", choices=("auto", "dummy"), help="Default: auto for a GGUF file, else dummy.")
     parser.add_argument("--prompt-share", action="store_true", help="Also time the prompts alone, once per work.")
     parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
+    parser.add_argument("--speculative-config", type=speculative_settings, metavar="JSON")
     parser.add_argument("--peer", type=Path, nargs="+", default=[], help="Peers' result files of the same run.")
     parser.add_argument("--peer-subject", help="Subject of the peer's run in that file (default: the model).")
     parser.add_argument("--subject", help="Subject of the run in the result file (default: the model).")
@@ -160,10 +170,15 @@ def main() -> None:
         "max_num_seqs": args.seqs,
         "debug": debug,
         "enable_prefix_caching": False,
+        "speculative_config": args.speculative_config,
     }
     name = Path(args.model).name if args.model.endswith(".gguf") else args.model
-    subject = args.subject or name
-    peers = Peers([Peer(path, args.peer_subject or name, uniform="uniform-routing" in debug) for path in args.peer])
+    speculation = SpeculativeConfig.of(args.speculative_config)
+    speculates = f", {speculation.num_speculative_tokens} drafts by {speculation.description}" if speculation else ""
+    subject = args.subject or name + speculates
+    peers = Peers(
+        [Peer(path, args.peer_subject or name + speculates, uniform="uniform-routing" in debug) for path in args.peer]
+    )
     llm = LLM(args.model, max_num_batched_tokens=args.budget, **settings)
 
     vocab = args.vocab or min(VOCAB, llm.engine.vocab_size)
@@ -198,7 +213,7 @@ def main() -> None:
     for row in peers.sums(rates):
         row.invalid = next((level.invalid for level in rows if level.invalid), None)
         rows.append(row)
-    shares = shares_of_floors(llm, rates) if torch.cuda.is_available() else {}
+    shares = shares_of_floors(llm, rates) if torch.cuda.is_available() and not speculation else {}
     notes = notes_on(llm, all_measured, spent)
     llm.close()
     for row in rows:

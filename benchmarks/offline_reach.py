@@ -72,6 +72,13 @@ TARGETS = {
     }
     for subject, reaches in _REACH.items()
 }
+TARGETS["Qwen/Qwen3.5-35B-A3B, 3 drafts by mtp, synthetic acceptance length 3.33", 1] = {
+    (ONE_REQUEST, RATE): Target(650.0),
+    **{
+        (MANY_REQUESTS.format(requests), RATE): Target(rate)
+        for requests, rate in ((4, 1_200.0), (8, 1_600.0), (16, 2_350.0), (32, 3_750.0), (64, 6_000.0))
+    },
+}
 
 
 def weighted_throughputs(works: Sequence[Work], rate_of: Callable[[Work], float | None]) -> dict[str, float]:

@@ -6,10 +6,13 @@ to the batch. The environment variable below selects experts at random; the resu
     python benchmarks/peer_vllm.py --model FOLDER
     VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random python benchmarks/peer_vllm.py --model FOLDER --seqs 64 \\
         --works "1,8,64@1024:1024/256" --subject Qwen/Qwen3.5-35B-A3B
+    (the same) --speculative-config '{"method": "mtp", "num_speculative_tokens": 3, \\
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.33}'
 """
 
 from __future__ import annotations
 
+import json
 import os
 from importlib import metadata
 
@@ -18,7 +21,9 @@ from peer_run import GRAPH_SIZES, measure_peer, peer_parser
 
 
 def main() -> None:
-    args = peer_parser(__doc__).parse_args()
+    parser = peer_parser(__doc__)
+    parser.add_argument("--speculative-config", type=json.loads, metavar="JSON")
+    args = parser.parse_args()
     try:
         import torch
         from vllm import LLM, SamplingParams
@@ -26,6 +31,8 @@ def main() -> None:
         raise SystemExit(f"needs vLLM on the path: {error}") from None
     if torch.cuda.device_count() < args.tp:
         raise SystemExit(f"needs NVIDIA GPUs: {args.tp}, torch sees {torch.cuda.device_count()}")
+    speculation = args.speculative_config
+    window = 1 + speculation["num_speculative_tokens"] if speculation else 1
     llm = LLM(
         model=args.model,
         load_format="dummy",
@@ -38,7 +45,8 @@ def main() -> None:
         gpu_memory_utilization=0.9,
         enable_prefix_caching=False,
         disable_log_stats=True,
-        compilation_config={"cudagraph_capture_sizes": [size for size in GRAPH_SIZES if size <= args.seqs]},
+        compilation_config={"cudagraph_capture_sizes": [window * size for size in GRAPH_SIZES if size <= args.seqs]},
+        speculative_config=speculation,
         additional_config={"gdn_prefill_backend": "triton"},  # of Gated DeltaNet; the default needs FlashInfer
     )
 
@@ -52,6 +60,7 @@ def main() -> None:
         "versions": {"vllm": metadata.version("vllm"), "torch": metadata.version("torch")},
         "process_start_to_first_token_s": process_age_s(),
         "routing": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
+        "speculative_config": speculation,
     }
     measure_peer("peer_vllm", args, generate, run)
 
