@@ -1,4 +1,7 @@
-"""Root-mean-square (RMS) normalization (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32."""
+"""Root-mean-square (RMS) normalization (Zhang and Sennrich 2019, arXiv:1910.07467), computed in float32.
+
+The weight is read before the previous kernel has ended, so that kernel must not write it.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +87,17 @@ def round_before_weight(normalized, weight_ptr, dtype: tl.constexpr):
 
 
 @triton.jit
-def normalize_rows(hidden_f32, weight_ptr, columns, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
-    """Normalize rows [ROWS, BLOCK] float32 and multiply them by the weight, with the reference's rounding."""
+def normalize_rows(hidden_f32, weight, eps, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """Normalize rows [ROWS, BLOCK] float32 and multiply them by the weight, with the reference's rounding.
+
+    weight: as it is in memory, with zeros past the end. A kernel loads it before it waits for the previous kernel. In a
+    decode step it is not in the L2 cache, so a load after the sum would wait for memory once more.
+    """
     scale = tl.rsqrt(tl.sum(hidden_f32 * hidden_f32, axis=1) / SIZE + eps)
-    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    return round_before_weight(hidden_f32 * scale[:, None], weight_ptr, dtype) * weight
+    normalized = hidden_f32 * scale[:, None]
+    if weight.dtype != tl.float32:
+        normalized = normalized.to(dtype).to(tl.float32)
+    return normalized * weight.to(tl.float32)
 
 
 # The number of rows changes from step to step. Specialized on it, Triton would compile again while serving, for 1 and
@@ -114,11 +123,12 @@ def _rms_norm_kernel(
 
     ADD: first add `added`, which is contiguous, to the rows in place.
     """
-    pdl_sync(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     # A whole [ROWS, BLOCK]: weights are then loaded in the layout of the data. A single row of them would have to be
     # exchanged through shared memory.
     columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
+    pdl_sync(PDL)
     mask = (row < rows) & (columns < SIZE)
     start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
     hidden_f32 = tl.load(hidden_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
@@ -128,7 +138,7 @@ def _rms_norm_kernel(
         total = hidden_f32.to(hidden_ptr.dtype.element_ty)
         tl.store(hidden_ptr + start + columns, total, mask=mask)
         hidden_f32 = total.to(tl.float32)
-    normalized = normalize_rows(hidden_f32, weight_ptr, columns, eps, output_ptr.dtype.element_ty, SIZE)
+    normalized = normalize_rows(hidden_f32, weight, eps, output_ptr.dtype.element_ty, SIZE)
     tl.store(output_ptr + offset, normalized, mask=mask)
 
 
@@ -148,17 +158,19 @@ def _norm_add_rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     """Each program computes ROWS contiguous rows, with the rounding of three separate operations."""
-    pdl_sync(PDL)
     dtype = residual_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+    post_weight = tl.load(post_weight_ptr + columns, mask=columns < SIZE, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
+    pdl_sync(PDL)
     mask = (row < rows) & (columns < SIZE)
     offset = row.to(tl.int64) * SIZE + columns
     wide = tl.load(output_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    added = normalize_rows(wide, post_weight_ptr, columns, post_eps, dtype, SIZE).to(dtype).to(tl.float32)
+    added = normalize_rows(wide, post_weight, post_eps, dtype, SIZE).to(dtype).to(tl.float32)
     total = (tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32) + added).to(dtype)
     tl.store(residual_ptr + offset, total, mask=mask)
-    normalized = normalize_rows(total.to(tl.float32), weight_ptr, columns, eps, dtype, SIZE)
+    normalized = normalize_rows(total.to(tl.float32), weight, eps, dtype, SIZE)
     tl.store(normalized_ptr + offset, normalized, mask=mask)
 
 

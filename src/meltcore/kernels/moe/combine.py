@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.jit import tl, triton
-from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
+from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch, use_triton
 from meltcore.kernels.norm import Norm, normalize_rows, rms_norm
 
 # Columns of a program: 8 elements per thread, 16 bytes in 16-bit types. With a norm it takes all columns.
@@ -33,7 +33,10 @@ def combine(outputs: torch.Tensor, topk_weights: torch.Tensor, residual: torch.T
 def combine_add_rms_norm(
     residual: torch.Tensor, outputs: torch.Tensor, topk_weights: torch.Tensor, norm: Norm
 ) -> torch.Tensor:
-    """Add the weighted sum of each token's outputs to `residual` in place. Returns norm(residual)."""
+    """Add the weighted sum of each token's outputs to `residual` in place. Returns norm(residual).
+
+    The norm's weight is read before the previous kernel has ended, so that kernel must not write it.
+    """
     if not use_triton(outputs):
         return rms_norm(combine_reference(outputs, topk_weights, residual), *norm)
     return _launch(outputs, topk_weights, residual, norm)[1]
@@ -63,10 +66,19 @@ def _moe_combine_kernel(
     PDL: tl.constexpr,
 ):
     """Each program sums BLOCK columns of one token, expert by expert. HAS_RESIDUAL: `total` holds the residual."""
-    pdl_sync(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = columns < SIZE
+    if HAS_NORM:
+        norm_weight = tl.load(norm_ptr + columns, mask=mask, other=0.0)
+    if PDL:
+        # The experts' weights have displaced what earlier kernels wrote from the L2 cache.
+        prefetch(topk_weights_ptr + token * TOP_K)
+        if HAS_RESIDUAL:
+            LINES: tl.constexpr = (BLOCK + 63) // 64  # of 128 bytes in 16-bit types
+            line = tl.program_id(1) * BLOCK + tl.arange(0, LINES) * 64
+            prefetch(total_ptr + token * SIZE + tl.minimum(line, SIZE - 1))
+        pdl_sync(PDL)
     total = tl.zeros((1, BLOCK), dtype=tl.float32)
     for k in tl.static_range(TOP_K):
         pair = token * TOP_K + k
@@ -78,12 +90,8 @@ def _moe_combine_kernel(
     total_rounded = total.to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + offset, total_rounded, mask=mask)
     if HAS_NORM:
-        total_f32 = total_rounded.to(tl.float32)
-        tl.store(
-            normalized_ptr + offset,
-            normalize_rows(total_f32, norm_ptr, columns, eps, total_rounded.dtype, SIZE),
-            mask=mask,
-        )
+        normalized = normalize_rows(total_rounded.to(tl.float32), norm_weight, eps, total_rounded.dtype, SIZE)
+        tl.store(normalized_ptr + offset, normalized, mask=mask)
 
 
 def _launch(

@@ -135,6 +135,8 @@ def _router_kernel(
     if PDL:
         for start in tl.static_range(0, WIDTH, BLOCK_K):
             prefetch(rows_ptr + (start + tl.arange(0, BLOCK_K // 64) * 64)[None, :])
+            if HAS_NORM:
+                prefetch(norm_ptr + split * WIDTH + start + tl.arange(0, BLOCK_K // 64) * 64)
         pdl_sync(PDL)
     tokens_ptr = residual_ptr + tl.minimum(token, tokens - 1)[:, None] * K
     if HAS_NORM:
