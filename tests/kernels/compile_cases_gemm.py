@@ -315,11 +315,15 @@ def grouped_gemm_tma_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 def combine_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     of = Experts(model, dtype)
     residual, outputs, weights = of.hidden(64), of.hidden(64 * of.top_k), meta(64, of.top_k)
+    many = combine._EARLY_TOKENS + 1
     norms = [Norm(residual[0], 1e-6), Norm(meta(of.size), 1e-6)]
     return [
         partial(combine.combine, outputs, weights),
         partial(combine.combine, outputs, weights, residual),
         *(partial(combine.combine_add_rms_norm, residual, outputs, weights, norm) for norm in norms),
+        partial(
+            combine.combine_add_rms_norm, of.hidden(many), of.hidden(many * of.top_k), meta(many, of.top_k), norms[0]
+        ),
     ]
 
 

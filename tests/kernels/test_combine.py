@@ -19,6 +19,7 @@ BEHIND = 64  # numbers after what is written
         (1, 8, 2048, torch.bfloat16),
         (5, 9, 96, torch.bfloat16),
         (33, 2, 1536, torch.float16),
+        (513, 2, 96, torch.bfloat16),
         (7, 1, 40, torch.float32),
     ],
 )
