@@ -172,7 +172,8 @@ def block_fp8_gemm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     kind = narrow(dtype)
     merged, added, gated, _ = matmuls(model)
     cases: Cases = []
-    for each, tokens, row_group in ((merged, 4, 32), (gated, 16, 128), (added, 64, 128), (gated, 2048, 128)):
+    sizes = (merged, 4, 32), (gated, 16, 128), (added, 64, 128), (added, 128, 128), (gated, 2048, 128)
+    for each, tokens, row_group in sizes:
         cases.append(
             partial(
                 block_fp8_gemm.block_fp8_gemm,

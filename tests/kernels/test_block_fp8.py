@@ -22,7 +22,7 @@ from meltcore.kernels.fp8.block_fp8_experts import (
     block_fp8_expert_outputs_reference,
     block_fp8_grouped_gemm,
 )
-from meltcore.kernels.fp8.block_fp8_gemm import block_fp8_gemm
+from meltcore.kernels.fp8.block_fp8_gemm import block_fp8_gemm, select_config
 from meltcore.kernels.fp8.block_fp8_linear import block_fp8_linear
 from meltcore.kernels.fp8.fp8 import FP8, FP8_MAX
 from meltcore.kernels.gemm.split_k import GemmConfig
@@ -114,6 +114,39 @@ def test_gemm_applies_the_scales_of_every_block(
     residual = before.to(device, copy=True)
     block_fp8_gemm(given, on_device, residual, has_residual=True, config=config)
     assert_rounded_once(residual, before.double() + expected, BF16)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "row_group"), [(256, 300, 128), (128, 100, 64), (192, 256, 64), (128, 256, 16)], ids=str
+)
+def test_gate_and_up_rows_have_scales_of_their_own(
+    rows: int, columns: int, row_group: int, device: torch.device
+) -> None:
+    """Of one block of columns and several; a tile lies in a block of rows, or has rows of several blocks."""
+    torch.manual_seed(rows)
+    weight, hidden = random_weight(rows, columns, row_group, num_blocks(columns)), torch.randn(5, columns).to(BF16)
+    given, out = there(quantize_blocks_reference(hidden), device), torch.empty(5, rows // 2, dtype=BF16, device=device)
+    block_fp8_gemm(given, there(weight, device), out, gated=True, config=GemmConfig(16, 64, BLOCK, 2))
+    assert_near(out, exact_gated(hidden, weight), BF16, 8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "merged", "added"),
+    [
+        (4, (16, 64, 128, 8, 4, 1), (16, 64, 128, 8, 4, 4)),
+        (16, (16, 64, 128, 8, 4, 1), (16, 64, 128, 8, 4, 4)),
+        (32, (32, 64, 128, 6, 4, 3), (16, 64, 128, 6, 4, 4)),
+        (64, (64, 128, 128, 5, 4, 3), (32, 128, 128, 3, 4, 6)),
+        (128, (128, 64, 128, 5, 8, 1), (128, 64, 128, 5, 8, 4)),
+    ],
+)
+def test_tiles_of_few_tokens_are_those_measured(tokens: int, merged: tuple[int, ...], added: tuple[int, ...]) -> None:
+    """On an H200; on a GPU with less shared memory a program has fewer stages."""
+    for (rows, columns), expected in (((5120, 2048), merged), ((2048, 4096), added)):
+        assert select_config(tokens, rows, columns, 132, 227 * 1024) == expected
+        block_m, block_n, block_k, stages, *_ = select_config(tokens, rows, columns, 142, 99 * 1024)
+        assert 3 <= stages <= expected[3]
+        assert stages * (block_m + block_n) * block_k < 99 * 1024
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 40])

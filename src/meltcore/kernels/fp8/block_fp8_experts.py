@@ -21,6 +21,7 @@ from meltcore.kernels.quant import ggml_expert_gemv
 from meltcore.kernels.quant.ggml_experts import add_ggml_experts
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
+_FEW_PAIRS = 0.5  # per expert: so few programs leave shared memory for another stage
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -71,16 +72,17 @@ def _block_fp8_grouped_gemm_kernel(
     pair = tl.where(valid, pair, 0)
     source = (pair // TOP_K if FROM_TOKENS else pair).to(tl.int64)
     expert_scales_ptr = scales_ptr + expert.to(tl.int64) * (ROWS // ROW_GROUP * COLUMN_BLOCKS)
-    # Rows of a tile share their scales if it lies in one group.
-    if (not FROM_TOKENS) and ROW_GROUP % BLOCK_N == 0 and N % BLOCK_N == 0:
-        row_scales_ptr = expert_scales_ptr + tl.program_id(0) * BLOCK_N // ROW_GROUP * COLUMN_BLOCKS
+    # Rows of a tile share their scales if it lies in one group; of gate and up that alternate, each does.
+    IN_GROUP: tl.constexpr = ROW_GROUP % OUTPUTS == 0 and N % OUTPUTS == 0 and N % ROW_GROUP == 0
+    if IN_GROUP:
+        row_scales_ptr = expert_scales_ptr + tl.program_id(0) * OUTPUTS // ROW_GROUP * COLUMN_BLOCKS
     else:
         row_scales_ptr = expert_scales_ptr + weight_rows // ROW_GROUP * COLUMN_BLOCKS
     acc = scaled_tile_matmul(
         *(weight_ptr + (expert.to(tl.int64) * ROWS + weight_rows)[:, None] * K, row_scales_ptr),
         *(input_ptr + source[:, None] * K, input_scales_ptr + source * COLUMN_BLOCKS, valid[:, None]),
         *(0, (K + BLOCK_K - 1) // BLOCK_K, K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES),
-        COLUMN_BLOCKS > 1,
+        *(COLUMN_BLOCKS > 1, N // ROW_GROUP * COLUMN_BLOCKS if FROM_TOKENS and IN_GROUP else 0, True),
     )
     if BLOCK_N >= BLOCK_M:
         acc = tl.trans(acc)
@@ -90,14 +92,16 @@ def _block_fp8_grouped_gemm_kernel(
     tl.store(output_ptr + pair.to(tl.int64)[:, None] * N + column, acc, mask=valid[:, None] & (column < N))
 
 
-def select_config(pairs: int, weight: BlockFp8Tensor) -> GemmConfig:
+def select_config(pairs: int, weight: BlockFp8Tensor, *, from_tokens: bool) -> GemmConfig:
     """Select the configuration for `pairs` pairs of all experts together and a weight [experts, rows, K].
 
     Smaller tiles leave shared memory for several programs of an SM: one multiplies while another applies scales. The
-    sizes won a sweep at 16, 64 and 256 tokens of Qwen3-30B-A3B on an H200 (docs/decisions/quantized-weights.md).
+    sizes won sweeps at 4 to 256 tokens of Qwen3-30B-A3B on an H200 (docs/decisions/quantized-weights.md). `block_m`
+    does not depend on `from_tokens`, which is explained at `block_fp8_grouped_gemm`.
     """
     mean = pairs / len(weight.values)
-    return GemmConfig(16 if mean <= 8 else 32 if mean <= 16 else 64, 128, BLOCK, 3)
+    stages = 4 if from_tokens and mean < _FEW_PAIRS else 3
+    return GemmConfig(16 if mean <= 8 else 32 if mean <= 16 else 64, 128, BLOCK, stages)
 
 
 def block_fp8_grouped_gemm(
@@ -185,12 +189,13 @@ def block_fp8_expert_outputs(
         and block_fp8_wgmma.supports(hidden, down, gated=False)
     ):
         return block_fp8_wgmma.expert_outputs(hidden, topk_ids, gate_up, down)
-    config = select_config(pairs, gate_up)
-    dispatch = Dispatch.of(topk_ids, down.values, config.block_m)
+    dispatch = Dispatch.of(topk_ids, down.values, select_config(pairs, down, from_tokens=False).block_m)
     activated = hidden.new_empty(pairs, down.values.shape[2])
     for inputs, weight, target in ((hidden, gate_up, activated), (activated, down, outputs)):
+        from_tokens = weight is gate_up
+        config = select_config(pairs, weight, from_tokens=from_tokens)
         quantized = quantize_tokens(inputs, weight)
-        block_fp8_grouped_gemm(quantized, weight, target, dispatch, config, from_tokens=weight is gate_up)
+        block_fp8_grouped_gemm(quantized, weight, target, dispatch, config, from_tokens=from_tokens)
     return outputs
 
 

@@ -26,6 +26,7 @@ from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 _L2_VALUES = 2**24  # of a weight that stays in the L2 cache
 _PREFETCH_STEPS = 4
+_SCALE_BYTES = 2**12  # of shared memory, for the scales of a tile's tokens and rows in every stage
 
 
 @triton.jit
@@ -43,15 +44,23 @@ def scaled_tile_matmul(
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     BLOCK_SCALES: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Multiply weight rows [BLOCK_N, 1] by tokens [BLOCK_M, 1], both pointers, over some steps of BLOCK_K columns.
 
     Returns [BLOCK_N, BLOCK_M], or [BLOCK_M, BLOCK_N] if that is the longer side, in float32. weight_scales_ptr,
     token_scales_ptr: pointers to the rows' and the tokens' first scales, [BLOCK_N] or one for all rows, and [BLOCK_M].
     BLOCK_SCALES: there is a scale per step; otherwise one for all columns. valid: [BLOCK_M, 1], tokens to read.
+    UP_OFFSET: the distance from one scale of all gate rows to that of all up rows, which alternate; 0 if they do not.
+    AHEAD: one scale of all rows is loaded a step ahead into a register, instead of by the pipeline of loads.
     """
     # Tensor cores need the longer side first: at least 64 rows on Hopper.
     acc = tl.zeros((BLOCK_N, BLOCK_M) if BLOCK_N >= BLOCK_M else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    IS_AHEAD: tl.constexpr = AHEAD and BLOCK_SCALES and len(weight_scales_ptr.shape) == 0
+    if IS_AHEAD:
+        next_scale = tl.load(weight_scales_ptr + first_step)
+        next_up_scale = tl.load(weight_scales_ptr + UP_OFFSET + first_step) if UP_OFFSET else 0.0
     for step in tl.range(first_step, end_step, num_stages=NUM_STAGES):
         column = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         if K % BLOCK_K == 0:
@@ -66,13 +75,36 @@ def scaled_tile_matmul(
             left, right = hidden, tl.trans(weight)
         if BLOCK_SCALES:
             token_scales = tl.load(token_scales_ptr + step)
-            scales = _scales_of(tl.load(weight_scales_ptr + step), token_scales, BLOCK_N >= BLOCK_M)
-            acc += tl.dot(left, right) * scales
+            if IS_AHEAD:
+                weight_scales = _gate_and_up(next_scale, next_up_scale, BLOCK_N) if UP_OFFSET else next_scale
+                next_step = tl.minimum(step + 1, end_step - 1)
+                next_scale = tl.load(weight_scales_ptr + next_step)
+                if UP_OFFSET:
+                    next_up_scale = tl.load(weight_scales_ptr + UP_OFFSET + next_step)
+            else:
+                weight_scales = _load_scales(weight_scales_ptr + step, UP_OFFSET, BLOCK_N)
+            acc += tl.dot(left, right) * _scales_of(weight_scales, token_scales, BLOCK_N >= BLOCK_M)
         else:
             acc = tl.dot(left, right, acc)
     if not BLOCK_SCALES:
-        acc *= _scales_of(tl.load(weight_scales_ptr), tl.load(token_scales_ptr), BLOCK_N >= BLOCK_M)
+        weight_scales = _load_scales(weight_scales_ptr, UP_OFFSET, BLOCK_N)
+        acc *= _scales_of(weight_scales, tl.load(token_scales_ptr), BLOCK_N >= BLOCK_M)
     return acc
+
+
+@triton.jit
+def _gate_and_up(gate_scale, up_scale, BLOCK_N: tl.constexpr):
+    """Return the scales [BLOCK_N] of alternating gate and up rows."""
+    return tl.where(tl.arange(0, BLOCK_N) % 2 == 0, gate_scale, up_scale)
+
+
+@triton.jit
+def _load_scales(scales_ptr, UP_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load the scales of a tile's rows, or one of all rows. UP_OFFSET is as in `scaled_tile_matmul`."""
+    scales = tl.load(scales_ptr)
+    if UP_OFFSET:
+        scales = _gate_and_up(scales, tl.load(scales_ptr + UP_OFFSET), BLOCK_N)
+    return scales
 
 
 @triton.jit
@@ -126,15 +158,21 @@ def _block_fp8_gemm_kernel(
     source_row = weight_row(row, N, GATED)
     rows_ptr = weight_ptr + source_row.to(tl.int64)[:, None] * K
     first_step, end_step = split * STEPS // SPLIT_K, (split + 1) * STEPS // SPLIT_K
+    # Rows of a tile share their scales if it lies in one group.
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    IN_GROUP: tl.constexpr = ROW_GROUP % OUTPUTS == 0 and N % OUTPUTS == 0 and (not GATED or N % ROW_GROUP == 0)
+    UP_OFFSET: tl.constexpr = N // ROW_GROUP * COLUMN_BLOCKS if GATED and IN_GROUP else 0
+    if IN_GROUP:
+        row_scales_ptr = scales_ptr + tl.program_id(1) * OUTPUTS // ROW_GROUP * COLUMN_BLOCKS
+    else:
+        row_scales_ptr = scales_ptr + source_row // ROW_GROUP * COLUMN_BLOCKS
     if PDL:
+        prefetch(row_scales_ptr + first_step)
+        if UP_OFFSET:
+            prefetch(row_scales_ptr + UP_OFFSET + first_step)
         for step in tl.static_range(PREFETCH_STEPS):
             prefetch(rows_ptr + (first_step + step) * BLOCK_K)
         pdl_sync(PDL)
-    # Rows of a tile share their scales if it lies in one group.
-    if (not GATED) and ROW_GROUP % BLOCK_N == 0 and N % BLOCK_N == 0:
-        row_scales_ptr = scales_ptr + tl.program_id(1) * BLOCK_N // ROW_GROUP * COLUMN_BLOCKS
-    else:
-        row_scales_ptr = scales_ptr + source_row // ROW_GROUP * COLUMN_BLOCKS
     valid = (token < tokens)[:, None]
     source_token = tl.minimum(token, tokens - 1).to(tl.int64)
     output_ptrs, mask, residual = output_tile(output_ptr, token, tokens, output_stride, N, BLOCK_N, GATED, HAS_RESIDUAL)
@@ -142,6 +180,7 @@ def _block_fp8_gemm_kernel(
         *(rows_ptr, row_scales_ptr, hidden_ptr + source_token[:, None] * K),
         *(token_scales_ptr + source_token * COLUMN_BLOCKS, valid, first_step, end_step),
         *(K, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, COLUMN_BLOCKS > 1),
+        *(UP_OFFSET, SPLIT_K > 1 or GATED),
     )
     if SPLIT_K > 1:
         is_last, acc = reduce_splits(acc, partial_ptr, counters_ptr, SPLIT_K)
@@ -156,21 +195,34 @@ def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes:
     """Select the configuration for a number of tokens and a weight [rows, k].
 
     For few tokens, reading the weight takes most of the time, and splits of k fill the SMs. Large weights have two or
-    three programs per SM. Small ones have one, since adding up more splits takes longer, and a second tile of tokens
-    reads them from the L2 cache. Measured on an H200 (docs/decisions/quantized-weights.md).
+    three programs per SM. Small ones have one or two with more bytes in flight, since adding up more splits takes
+    longer, and a second tile of tokens reads them from the L2 cache. Measured on an H200
+    (docs/decisions/quantized-weights.md).
     """
-    if rows * k <= _L2_VALUES and not 16 < tokens <= 32:
-        small = (16, 64, 5, 4) if tokens <= 16 else (32, 128, 5, 4) if tokens <= 64 else (128, 64, 3, 8)
-        block_m, block_n, stages, warps = small
-        programs = processors
-    else:
-        block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-        block_n, stages, warps = (64, 4, 4) if block_m <= 32 else (128, 3, 4)
-        programs = 2 * processors if tokens <= 128 else 0
+    is_small = rows * k <= _L2_VALUES
+    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_n, stages, warps = (64, 4, 4) if block_m <= 32 else (128, 3, 4)
+    programs = 2 * processors if tokens <= 128 else 0
+    if is_small and tokens <= 16:
+        stages, programs = 8, processors
+    elif is_small and tokens <= 32:
+        stages = 6
+        if 2 * -(-rows // block_n) <= processors:
+            block_m = 16
+    elif is_small and tokens <= 64:
+        # Tiles of 32 tokens that fill more than half of the SMs could not be split.
+        if 2 * -(-rows // block_n) > processors // 2:
+            stages, programs = 5, processors
+        else:
+            block_m, programs = 32, 3 * processors // 2
+    elif is_small:
+        block_m, block_n, warps, programs = 128, 64, 8, processors
+        if tokens <= block_m and -(-rows // block_n) <= processors:
+            stages = 5  # of one program per SM
     num_tiles = -(-tokens // block_m) * -(-rows // block_n)
     # Fewer columns are not worth the reduction.
     split_k = max(1, min(programs // num_tiles, num_blocks(k) // 4))
-    stages = min(stages, shared_bytes // ((block_m + block_n) * BLOCK))
+    stages = min(stages, (shared_bytes - _SCALE_BYTES) // ((block_m + block_n) * BLOCK))
     return GemmConfig(block_m, block_n, BLOCK, stages, warps, split_k)
 
 
