@@ -86,10 +86,17 @@ def stream_k_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 def prefill_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     of = Attention(model, dtype)
     given = [(params, 4) for params in of.variants()] + [(of.params(), 512)]
-    return [
+    cases = [
         partial(prefill.prefill_attention, of.qkv, params, of.page_table, meta(tiles, 4, dtype=torch.int32))
         for params, tiles in given
     ]
+    windows = [
+        partial(
+            prefill.prefill_attention, of.qkv, params, of.page_table, meta(tiles, 4, dtype=torch.int32), max_queries=4
+        )
+        for params, tiles in given
+    ]
+    return [*cases, *windows]
 
 
 def beam_cases(model: ModelShape, dtype: torch.dtype) -> Cases:

@@ -424,6 +424,8 @@ inline uint4 load_values(u32 at) {
 inline void fence() {}
 inline void fence_reads() {}
 inline void fence_barriers() {}
+inline void launch_dependents() {}
+inline void wait_for_previous() {}
 inline void forget_value(int&) {}
 template <int COUNT> void take_registers() {}
 template <int COUNT> void release_registers() {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_tools import in_triton
 
-from meltcore.kernels.attention import prefill
+from meltcore.kernels.attention import prefill, windows
 from meltcore.kernels.attention.decode import DecodeLaunch, decode_attention, decode_launch
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES, AttentionParams, HeadNorms, make_query_tiles
 from meltcore.kernels.attention.prefill import prefill_attention
@@ -336,6 +336,52 @@ def test_prefill_equals_dense_causal_softmax(
     assert_prefill_is_dense(*shape, normed=normed, device=device)
 
 
+# As PrefillShape: windows of one token and of several, at the first position and across ends of pages.
+WINDOW_SHAPES: list[PrefillShape] = [
+    (1, 2, 64, torch.float32, [(0, 1), (0, 4), (62, 4), (200, 3)]),
+    (8, 1, 64, torch.bfloat16, [(63, 1), (64, 4), (300, 2)]),
+    (3, 2, 64, torch.float16, [(130, 4), (1, 2)]),
+    (2, 1, 256, torch.bfloat16, [(97, 8), (15, 3)]),  # two blocks per page
+]
+
+
+@pytest.mark.parametrize("implementation", ["triton"], indirect=True)
+@pytest.mark.parametrize("sms", [1, 8, 132])  # whole sequences, some splits of several pages, and one per page
+@pytest.mark.parametrize("shape", WINDOW_SHAPES, ids=str)
+def test_windows_equal_dense_causal_softmax(
+    shape: PrefillShape, sms: int, implementation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(sms)
+    monkeypatch.setattr(windows, "sm_count", lambda _: sms)
+    monkeypatch.delattr(prefill, "_prefill_kernel")
+    most = max(count for _, count in shape[4])
+    for normed, max_queries in ((True, most), (False, 8)):
+        assert_prefill_is_dense(*shape, normed=normed, device=device, max_queries=max_queries)
+    assert (arrival_counters(device) == 0).all()
+
+
+@pytest.mark.parametrize("implementation", ["triton"], indirect=True)
+@pytest.mark.parametrize("window", [1, 64, 100])
+def test_windows_with_a_sliding_window(
+    window: int, implementation: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(window)
+    monkeypatch.setattr(windows, "sm_count", lambda _: 8)
+    chunks = [(0, 4), (62, 4), (99, 3), (300, 4)]
+    shape = (2, 2, 64, torch.float32, chunks)
+    assert_prefill_is_dense(*shape, normed=True, device=device, window=window, max_queries=4)
+    for off in (-1, 1):
+        with pytest.raises(AssertionError, match="relative distance"):
+            assert_prefill_is_dense(
+                *(2, 2, 64, torch.float32, [(300, 4)]),
+                normed=False,
+                device=device,
+                window=65,
+                kernel_window=65 + off,
+                max_queries=4,
+            )
+
+
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 @pytest.mark.parametrize("implementation", ["triton"], indirect=True)
 @pytest.mark.parametrize("shape", PACKABLE, ids=str)
@@ -381,6 +427,7 @@ def assert_prefill_is_dense(
     device: torch.device,
     window: int | None = None,
     kernel_window: int | None = None,
+    max_queries: int = BLOCK_QUERIES,
 ) -> None:
     """For random tokens: those that a tile covers; the others are left as they were.
 
@@ -405,7 +452,8 @@ def assert_prefill_is_dense(
     poison = out[0].clone()
     caches = made.key_cache, made.value_cache
     params = AttentionParams(norms, rotary, *caches, head_dim**-0.5, kernel_window or window)
-    prefill_attention(split.flatten(1), params, made.page_table, torch.from_numpy(tiles).to(device), out=out)
+    given = split.flatten(1), params, made.page_table, torch.from_numpy(tiles).to(device)
+    prefill_attention(*given, out=out, max_queries=max_queries)
     covered = torch.zeros(len(out), dtype=torch.bool)
     for i, (first, (start, count)) in enumerate(zip(first_tokens, chunks, strict=True)):
         span = slice(first, first + count)

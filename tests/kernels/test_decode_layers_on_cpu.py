@@ -5,19 +5,15 @@ Its CUDA C++ is compiled for the CPU too, where cuda_emulation.h runs all thread
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_emulation import COMPILER, emulate_launches
 from decode_layers import as_float
 from test_decode_layers import PAGE_SIZE, random_layers
 
-from meltcore.kernels.nvrtc import Argument, compile_source
+from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.persistent import decode_layers
 from meltcore.kernels.persistent.decode_layers import (
     FEW_TOKENS,
@@ -32,12 +28,6 @@ from meltcore.kernels.persistent.decode_layers import (
 from meltcore.kernels.rotary import rotary_table
 
 LAYERS, PAGES, SCALE = 2, 40, 128**-0.5
-COMPILER = shutil.which("c++")
-ENTRY = """
-extern "C" const char* emulate(void** arguments, u32 seed) {
-    return launch(decode_layers, arguments, BLOCKS, THREADS, SHARED_BYTES, seed);
-}
-"""
 
 
 @pytest.mark.slow
@@ -49,44 +39,7 @@ def test_compiles(tokens: int) -> None:
 @pytest.fixture
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes launches of the kernel run on the CPU. The seeds of those that ran."""
-    seeds: list[int] = []
-
-    @cache
-    def emulated(macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-        """The kernel as a function of the CPU."""
-        assert COMPILER is not None
-        kernel = Path(decode_layers.__file__).with_suffix(".cu").read_text()
-        source, library = (tmp_path / f"kernel{len(seeds)}.{suffix}" for suffix in ("cpp", "so"))
-        source.write_text(Path(__file__).with_name("cuda_emulation.h").read_text() + kernel + ENTRY)
-        options = ["-O2", "-std=c++17", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
-        defined = [f"-D{key}={value}" for key, value in macros]
-        subprocess.run([COMPILER, *options, *defined, "-o", str(library), str(source)], check=True, timeout=200)
-        loaded = ctypes.CDLL(str(library))
-        loaded.emulate.restype = ctypes.c_char_p
-        return loaded
-
-    def launch(
-        grid: Sequence[int],
-        threads: int,
-        macros: tuple[tuple[str, int], ...],
-        arguments: Sequence[Argument],
-        *_: object,
-        **__: object,
-    ) -> None:
-        values = [as_ctypes(each) for each in arguments]
-        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        failure = emulated(macros).emulate(addresses, len(seeds))
-        assert failure is None, failure.decode()
-        seeds.append(len(seeds))
-
-    monkeypatch.setattr(KERNEL, "launch", launch)
-    return seeds
-
-
-def as_ctypes(argument: Argument) -> ctypes.c_void_p | ctypes.c_float | ctypes.c_int:
-    if isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
+    return emulate_launches(KERNEL, Path(decode_layers.__file__).with_suffix(".cu"), tmp_path, monkeypatch)
 
 
 @pytest.mark.slow

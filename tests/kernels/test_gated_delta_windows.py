@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from cuda_emulation import COMPILER, emulate_launches
 from gated_delta_tools import SMALL, Slots, distance, make_metadata, make_params
 from kernel_tools import in_reference, in_triton
 
 from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.kernels.gated_delta import window
 from meltcore.kernels.gated_delta.common import GatedDeltaParams, GatedDeltaShape
 from meltcore.kernels.gated_delta.layer import gated_delta_net
 from meltcore.kernels.gated_delta.window import count_replays, gated_delta_windows
+from meltcore.kernels.nvrtc import compile_source
 
 TINY = GatedDeltaShape(key_heads=1, heads=2, key_dim=16, value_dim=16, kernel=4)
 WINDOW = 4  # 3 drafts
@@ -276,3 +280,37 @@ def test_windows_that_do_not_fit_are_refused() -> None:
         net(torch.randn(1, TINY.width), of, make_metadata([1], [9], [1], CPU, [-1]))
     with pytest.raises(ValueError, match="1 decodes and 0 windows"):
         net(torch.randn(1, TINY.width), of, make_metadata([1], [9], [1], CPU))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_cuda_kernel_computes_the_reference_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its windows follow each other: each launch replays what the one before has put into the ring."""
+    launches = emulate_launches(window.KERNEL, Path(window.__file__).with_suffix(".cu"), tmp_path, monkeypatch)
+    monkeypatch.setattr(window, "_supports_cuda", lambda *_: True)
+    torch.manual_seed(5)
+    shape = GatedDeltaShape(key_heads=1, heads=2, key_dim=128, value_dim=128, kernel=4)
+    params = make_params(shape, torch.bfloat16, CPU)
+    expected = Slots.make(6, shape, torch.bfloat16, CPU, WINDOW)
+    expected = Slots(*(torch.randn(part.shape).to(part) for part in expected))
+    expected.states[3] = expected.conv_states[3] = float("nan")  # of the window at position 0
+    result = expected.clone()
+    steps = [
+        ([1, 4, 9, 4, 3], [2, 0, -1, 1000, 1], [1, 7, 5, 3, 0]),
+        ([1, 4, 2, 4, 3], [3, 4, -1, 1001, 3], [0, 3, 0, 0, 1]),
+    ]
+    for sizes, positions, replay_lens in steps:
+        metadata = make_metadata(sizes, positions, [5, 3, 0, 4, 1], CPU, replay_lens)
+        projected = torch.randn(sum(sizes), shape.width).bfloat16()
+        outs = torch.full((2, len(projected), shape.heads * shape.value_dim), float("nan"), dtype=torch.bfloat16)
+        in_reference(gated_delta_windows)(projected, expected.of(params), metadata, shape, outs[0])
+        in_triton(gated_delta_windows)(projected, result.of(params), metadata, shape, outs[1])
+        assert distance(outs[1], outs[0]) < TOLERANCE[torch.bfloat16]
+        assert distance(result.states[1:], expected.states[1:]) < 1e-4
+        assert torch.equal(result.conv_states[1:].view(torch.int16), expected.conv_states[1:].view(torch.int16))
+    assert len(launches) == len(steps)
+
+
+def test_cuda_kernel_compiles() -> None:
+    macros = {"KEY_HEADS": 16, "HEADS": 32, "DRAFTS": 3, "TAPS": 4}
+    assert compile_source(window.KERNEL.source(), window.KERNEL.name, macros, 90)

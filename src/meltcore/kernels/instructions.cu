@@ -220,6 +220,10 @@ __device__ __forceinline__ float inverse_root(float value) {
     return root;
 }
 
+// Programmatic dependent launch: the next kernel may start, and this one waits for the end of the previous one.
+__device__ __forceinline__ void launch_dependents() { VOLATILE("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_for_previous() { VOLATILE("griddepcontrol.wait;" ::: "memory"); }
+
 __device__ __forceinline__ float exchange(float value, int distance) { return __shfl_xor_sync(~0u, value, distance); }
 
 // Over the lanes whose indices differ by less than 2 * FIRST.

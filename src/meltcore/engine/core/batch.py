@@ -10,7 +10,7 @@ import numpy as np
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.kv_cache import PAGE_SIZE, pages_for
 from meltcore.engine.core.request import Request
-from meltcore.kernels.attention.metadata import PaddedGroup, make_query_tiles
+from meltcore.kernels.attention.metadata import BLOCK_QUERIES, PaddedGroup, make_query_tiles
 from meltcore.kernels.gated_delta.common import make_chunk_indices
 
 # A padded group's mask has sequences * queries * keys entries; a larger group is split (16 MiB of bool).
@@ -84,6 +84,13 @@ class Batch(NamedTuple):
     sample_rows: list[int]
     recurrent: RecurrentBatch | None
     prompt_targets: PromptTargets | None = None
+
+    def max_tile_queries(self, window: int) -> int:
+        """Return the upper bound of a query tile's tokens: `window` if all tiles fit into it, else BLOCK_QUERIES.
+
+        There are two bounds, since kernels are compiled for each.
+        """
+        return window if int(self.tiles[:, 2].max(initial=0)) <= window else BLOCK_QUERIES
 
 
 class Windows(NamedTuple):

@@ -239,9 +239,8 @@ class ModelRunner:
         if self._decoded is not None and all(request.is_unmasked_greedy for request in requests):
             result = SampleResult(self._decoded.host_token_ids, [], None)  # written by the graph
         host_token_ids = result.copy_to_host()
-        prompt_logprobs = self._prompt_logprobs
-        if prompt_logprobs is not None:
-            prompt_logprobs = (to_host(prompt_logprobs[0]), to_host(prompt_logprobs[1]), to_host(prompt_logprobs[2]))
+        scores = self._prompt_logprobs
+        prompt_logprobs = None if scores is None else (to_host(scores[0]), to_host(scores[1]), to_host(scores[2]))
         yielded_s = None if self._layer_yield is None else self._layer_yield.waited_s
         return LaunchedStep(
             *(chunks, requests, host_token_ids, self._record_event(), prompt_logprobs),
@@ -424,6 +423,7 @@ class ModelRunner:
             context_lens=context_lens,
             num_decodes=batch.num_decodes,
             query_tiles=to_device(batch.tiles, torch.int32, self.device),
+            max_tile_queries=batch.max_tile_queries(self._config.window),
             padded_index=padded_positions,
             padded_groups=batch.groups,
             state_slots=state_slots,
@@ -471,6 +471,7 @@ class ModelRunner:
             context_lens=inputs.context_lens,
             num_decodes=bucket.num_decodes,
             query_tiles=inputs.tiles.view(torch.int32).view(-1, 4),
+            max_tile_queries=bucket.max_tile_queries,
             padded_index=positions.new_empty(0),
             padded_groups=[],
             state_slots=inputs.state_slots,

@@ -47,13 +47,14 @@ class GraphBucket(NamedTuple):
 
     The longer chunks are up to `windows` windows, each a token and its drafts, and prompts. Decodes and windows sample
     up to `decode_samples` tokens, or one each if this is 0. A bucket with windows and without decodes has no prompts,
-    and there a chunk of one token is a window, too.
+    and there a chunk of one token is a window, too. A query tile has up to `max_tile_queries` tokens.
     """
 
     num_decodes: int
     tokens: int
     windows: int = 0
     decode_samples: int = 0
+    max_tile_queries: int = BLOCK_QUERIES
 
     @property
     def prompts(self) -> int:
@@ -88,7 +89,7 @@ class GraphBucket(NamedTuple):
     @property
     def tiles(self) -> int:
         """The number of query tiles. Each prompt and the padding may end within a tile."""
-        return self.tokens // BLOCK_QUERIES + self.other_chunks + 1
+        return self.tokens // self.max_tile_queries + self.other_chunks + 1
 
     @property
     def recurrent_chunks(self) -> int:
@@ -117,7 +118,7 @@ def graph_buckets(max_num_seqs: int, max_tokens: int, window: int = 1) -> list[G
     and prompts then has as many windows as decodes, if it has at most MAX_WINDOWS decodes.
     """
     shapes = window_shapes(max_num_seqs, max_tokens, window)
-    buckets = [GraphBucket(0, tokens, windows, tokens) for windows, tokens in shapes]
+    buckets = [GraphBucket(0, tokens, windows, tokens, window) for windows, tokens in shapes]
     for num_decodes, tokens in bucket_shapes(max_num_seqs, max_tokens):
         windows = num_decodes if window > 1 and num_decodes <= MAX_WINDOWS else 0
         samples = decode_samples(num_decodes, max_num_seqs, window) if windows else 0
@@ -214,7 +215,7 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
     inputs.token_ids.numpy()[padded_indices(batch.device_tokens)] = ON_DEVICE
     fill_split(inputs.positions, batch.positions, PADDING_POSITION, 0)
     fill_split(inputs.token_rows, batch.token_rows, PADDING_ROW, PADDING_ROW)
-    padding_sizes = _chunk_sizes(bucket.tokens - (len(batch.token_ids) - num_decodes), BLOCK_QUERIES)
+    padding_sizes = _chunk_sizes(bucket.tokens - (len(batch.token_ids) - num_decodes), bucket.max_tile_queries)
     ends = len(batch.token_ids) - num_decodes + np.cumsum(padding_sizes, dtype=np.int32)
     padding = np.stack(
         [np.full_like(padding_sizes, PADDING_ROW), ends - padding_sizes, padding_sizes, np.zeros_like(padding_sizes)], 1

@@ -193,3 +193,21 @@ def _store_kv_kernel(
     tl.store(key_cache_ptr + cache_offset + HEAD_DIM // 2, to_cache_type(second_half, key_cache_ptr), mask=mask)
     tl.store(value_cache_ptr + cache_offset, to_cache_type(value_first, value_cache_ptr), mask=mask)
     tl.store(value_cache_ptr + cache_offset + HEAD_DIM // 2, to_cache_type(value_second, value_cache_ptr), mask=mask)
+
+
+@triton.jit
+def load_queries(heads, rotary_rows, weight, eps, NORM: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return the query heads at `heads`, normalized and rotated.
+
+    heads, rotary_rows: [ROWS] pointers to the heads and to their rows of the rotary table.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    column = tl.broadcast_to(tl.arange(0, HALF)[None, :], (ROWS, HALF))
+    rotary_ptrs = rotary_rows[:, None] + column
+    cos, sin = tl.load(rotary_ptrs), tl.load(rotary_ptrs + HALF)
+    mask = tl.full((ROWS, HALF), True, tl.int1)
+    head_ptrs = heads[:, None] + column
+    first_half, second_half = norm_and_rope(head_ptrs, mask, weight + column, eps, cos, sin, NORM, HEAD_DIM)
+    dtype = heads.dtype.element_ty
+    halves = tl.join(first_half.to(dtype), second_half.to(dtype))
+    return tl.reshape(tl.permute(halves, (0, 2, 1)), (ROWS, HEAD_DIM))

@@ -49,6 +49,7 @@ class AttentionMetadata(NamedTuple):
         num_windows: in an engine that speculates, the number of sequences that decode, which come first. Each has one
             query or more. Only recurrent layers need it.
         replay_lens: [num_windows] int64, how many of the tokens before each window its recurrent state does not hold.
+        max_tile_queries: no query tile has more queries.
 
     `state_slots`, `query_start_loc` and `chunk_indices` are empty if a model has no recurrent layers. `query_start_loc`
     and `chunk_indices` are also empty if all sequences decode in a CUDA graph.
@@ -68,6 +69,7 @@ class AttentionMetadata(NamedTuple):
     shared: dict[Hashable, Any] | None = None
     num_windows: int = 0
     replay_lens: torch.Tensor | None = None
+    max_tile_queries: int = BLOCK_QUERIES
 
     @property
     def first_prompt(self) -> int:

@@ -37,7 +37,11 @@ def paged_attention(
     if num_decodes < tokens:
         prompts = qkv[num_decodes:]
         store_kv(prompts, params, positions[num_decodes:], metadata.slot_mapping[num_decodes:])
-        prefill_attention(prompts, params, page_table, metadata.query_tiles, out=output[num_decodes:])
+        prefill_attention(
+            *(prompts, params, page_table, metadata.query_tiles),
+            out=output[num_decodes:],
+            max_queries=metadata.max_tile_queries,
+        )
     return output
 
 

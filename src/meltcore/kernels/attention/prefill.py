@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from meltcore.kernels.attention.blocks import attend_block, oldest_key, to_dot_type
-from meltcore.kernels.attention.kv_cache import attention_reference, norm_and_rope, rotated_queries
+from meltcore.kernels.attention.kv_cache import attention_reference, load_queries, rotated_queries
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES, AttentionParams, require_layout
 from meltcore.kernels.attention.prefill_wgmma import is_faster, prefill_wgmma, supports
+from meltcore.kernels.attention.windows import supports_windows, window_attention
 from meltcore.kernels.capability import capability, sm_count
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import use_triton
@@ -41,6 +42,7 @@ def prefill_attention(
     *,
     out: torch.Tensor | None = None,
     launch: PrefillLaunch | None = None,
+    max_queries: int = BLOCK_QUERIES,
 ) -> torch.Tensor:
     """Compute causal attention of chunks of prompts, whose keys and values are already in the cache.
 
@@ -54,6 +56,7 @@ def prefill_attention(
         tiles: [tiles, 4] int32 from `make_query_tiles`, on the device. Tiles without tokens are padding.
         out: memory for the result. None allocates new memory. Tokens that no tile covers are not written.
         launch: the launch parameters. None selects them by size.
+        max_queries: no tile has more queries.
 
     Returns [tokens, heads, head_dim].
     """
@@ -66,6 +69,9 @@ def prefill_attention(
     (_, heads, head_dim), (_, page_size, kv_heads, _) = out.shape, key_cache.shape
     require_layout(qkv, params, page_table, out)
     if len(tiles) == 0:
+        return out
+    if launch is None and max_queries < BLOCK_QUERIES and supports_windows(params, heads, max_queries):
+        window_attention(qkv, params, page_table, tiles, max_queries, out)
         return out
     if launch is None and supports(qkv, params, heads) and is_faster(len(tiles), heads, qkv.device):
         prefill_wgmma(qkv, params, page_table, tiles, out)
@@ -144,24 +150,6 @@ def select_launch(qkv: torch.Tensor, key_cache: torch.Tensor, heads: int, num_ti
 
 
 @triton.jit
-def _load_queries(heads, rotary_rows, weight, eps, NORM: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return the query heads at `heads`, normalized and rotated.
-
-    heads, rotary_rows: [ROWS] pointers to the heads and to their rows of the rotary table.
-    """
-    HALF: tl.constexpr = HEAD_DIM // 2
-    column = tl.broadcast_to(tl.arange(0, HALF)[None, :], (ROWS, HALF))
-    rotary_ptrs = rotary_rows[:, None] + column
-    cos, sin = tl.load(rotary_ptrs), tl.load(rotary_ptrs + HALF)
-    mask = tl.full((ROWS, HALF), True, tl.int1)
-    head_ptrs = heads[:, None] + column
-    first_half, second_half = norm_and_rope(head_ptrs, mask, weight + column, eps, cos, sin, NORM, HEAD_DIM)
-    dtype = heads.dtype.element_ty
-    halves = tl.join(first_half.to(dtype), second_half.to(dtype))
-    return tl.reshape(tl.permute(halves, (0, 2, 1)), (ROWS, HEAD_DIM))
-
-
-@triton.jit
 def _load_page(pages, position, end, PAGE_SIZE: tl.constexpr):
     """Return the page of the key at `position`; 0 from `end` on, where no key is used."""
     return tl.load(pages + position // PAGE_SIZE, position < end, other=0)
@@ -206,7 +194,7 @@ def _prefill_kernel(
     dims = tl.arange(0, HEAD_DIM)
     # Tokens past the end repeat the last one: cheaper than a mask on every load.
     token = tl.minimum(row // PACKED, num_queries - 1)
-    queries = _load_queries(
+    queries = load_queries(
         qkv + (first_token + token) * qkv_stride + (head + row % PACKED) * HEAD_DIM,
         rotary_table + (context_len + token).to(tl.int64) * HEAD_DIM,
         q_norm_weight,
