@@ -22,6 +22,7 @@ from meltcore.kernels.fp8.block_fp8_experts import (
     block_fp8_expert_outputs_reference,
     block_fp8_grouped_gemm,
 )
+from meltcore.kernels.fp8.block_fp8_experts import select_config as select_experts_config
 from meltcore.kernels.fp8.block_fp8_gemm import block_fp8_gemm, select_config
 from meltcore.kernels.fp8.block_fp8_linear import block_fp8_linear
 from meltcore.kernels.fp8.fp8 import FP8, FP8_MAX
@@ -142,6 +143,7 @@ def test_gate_and_up_rows_have_scales_of_their_own(
 )
 def test_tiles_of_few_tokens_are_those_measured(tokens: int, merged: tuple[int, ...], added: tuple[int, ...]) -> None:
     """On an H200; on a GPU with less shared memory a program has fewer stages."""
+    assert select_config(32, 4096, 4096, 132, 227 * 1024).block_m == 32  # tiles of 16 tokens took 7 % longer
     for (rows, columns), expected in (((5120, 2048), merged), ((2048, 4096), added)):
         assert select_config(tokens, rows, columns, 132, 227 * 1024) == expected
         block_m, block_n, block_k, stages, *_ = select_config(tokens, rows, columns, 142, 99 * 1024)
@@ -199,6 +201,14 @@ def test_grouped_gemm_multiplies_each_pair_by_its_expert(
     quantized = there(quantize_tokens(activated.cpu(), down), device)
     gemm(quantized, there(down, device), outputs, dispatch, config, from_tokens=False)
     assert_rounded_once(outputs, exact_experts(activated.cpu(), ids, down, 1), BF16)
+
+
+def test_gate_and_up_of_few_pairs_have_another_stage() -> None:
+    weight = BlockFp8Tensor(torch.empty(128, 128, 128, dtype=FP8, device="meta"), torch.empty(128, 1, 1, device="meta"))
+    for pairs, stages in ((16, (4, 3)), (64, (4, 3)), (65, (3, 3)), (128, (3, 3))):
+        found = [select_experts_config(pairs, weight, from_tokens=from_tokens) for from_tokens in (True, False)]
+        assert tuple(config.num_stages for config in found) == stages
+        assert found[0].block_m == found[1].block_m == 16
 
 
 @pytest.mark.parametrize("tokens", [3, 20])

@@ -100,7 +100,7 @@ def select_config(pairs: int, weight: BlockFp8Tensor, *, from_tokens: bool) -> G
     does not depend on `from_tokens`, which is explained at `block_fp8_grouped_gemm`.
     """
     mean = pairs / len(weight.values)
-    stages = 4 if from_tokens and mean < _FEW_PAIRS else 3
+    stages = 4 if from_tokens and mean <= _FEW_PAIRS else 3
     return GemmConfig(16 if mean <= 8 else 32 if mean <= 16 else 64, 128, BLOCK, stages)
 
 

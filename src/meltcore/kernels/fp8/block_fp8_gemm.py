@@ -207,7 +207,7 @@ def select_config(tokens: int, rows: int, k: int, processors: int, shared_bytes:
         stages, programs = 8, processors
     elif is_small and tokens <= 32:
         stages = 6
-        if 2 * -(-rows // block_n) <= processors:
+        if 4 * -(-rows // block_n) <= processors:
             block_m = 16
     elif is_small and tokens <= 64:
         # Tiles of 32 tokens that fill more than half of the SMs could not be split.
