@@ -127,8 +127,9 @@ def test_blocks_have_equal_runs(tiles: int, chunks: int, tokens: int, expected: 
         ({"tokens": 65, "rows": 4080}, False),
         ({"rows": 2048}, True),
         ({"rows": 2032}, False),
-        ({"tokens": 16, "block_type": GgmlType.Q6_K}, False),
-        ({"tokens": 9, "rows": 16384, "block_type": GgmlType.Q6_K}, True),
+        ({"tokens": 16, "block_type": GgmlType.Q4_K}, False),
+        ({"tokens": 9, "rows": 16384, "block_type": GgmlType.Q4_K}, True),
+        ({"tokens": 16, "rows": 16384, "block_type": GgmlType.Q6_K}, False),
         ({"tokens": 9, "rows": 16384}, False),
         ({"rows": 4104}, False),
         ({"dtype": torch.float32}, False),
@@ -140,7 +141,7 @@ def test_blocks_have_equal_runs(tiles: int, chunks: int, tokens: int, expected: 
     ids=str,
 )
 def test_is_faster(changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 17 tokens on, large K-quants from 9 on, up to more tokens the more values a weight has, from 2^23 on."""
+    """From 17 tokens on, large weights with minima from 9 on; up to more tokens the more values a weight has."""
     given: dict[str, Any] = {
         "rows": 4096,
         "tokens": 17,

@@ -52,9 +52,9 @@ PROMPT_TOKENS = (1, 2, 17, 33, 65, 129, 257, 1024, 2048)
 EXPERT_TOKENS = (3, 5, 9, 114, 228, 456, 513, 912, 3656)
 # Of recurrent layers: states are split by the number of prompts in a step (kernels/gated_delta/state_scan.py).
 PROMPTS_PER_STEP = (2, 4, 8, 16)
-# Sequences of decode steps that consist of different kernels (kernels/gemm/linear.py, kernels/attention/decode.py and
-# kernels/persistent/decode_layers.py).
-DECODE_BATCHES = (1, 2, 4, 12, 16, 24, 48, 96, 160, 320)
+# Sequences of decode steps that consist of different kernels (kernels/gemm/linear.py, kernels/attention/decode.py,
+# kernels/quant/ggml_skinny_gemm.py and kernels/persistent/decode_layers.py).
+DECODE_BATCHES = (1, 2, 4, 8, 12, 16, 24, 48, 96, 160, 320)
 # Kernels in CUDA C++ compile first: the persistent decode kernel takes as long as the slowest one of Triton.
 _CUDA_COST = 1_000_000
 EVERY_SAMPLING = (
@@ -320,7 +320,7 @@ def rehearse(runner: ModelRunner, limits: StepLimits) -> None:
     this package, are not computed. Layers of one kind launch the same kernels, so one layer of each kind runs. Each
     rank rehearses alone.
     """
-    # The largest step is a size of its own: 8 sequences run other kernels than 4.
+    # The largest step is a size of its own: it may run other kernels than the next size below.
     decodes = sorted({count for count in (*DECODE_BATCHES, limits.max_num_seqs) if 0 < count <= limits.max_num_seqs})
     with runner.without_collectives(), runner.model.one_layer_per_kind(), runner.sampler.without_counts():
         runner.warm_up_decodes(decodes)

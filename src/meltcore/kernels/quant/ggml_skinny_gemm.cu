@@ -12,7 +12,8 @@ constexpr int WARP_SUMS = TOKEN_TILES * 32;  // of 4 numbers
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     ggml_skinny_gemm(const u16* hidden, const u8* values, const u8* scales, const u8* subscales, void* output,
                     float* partial, int* counters, const u16* norm, float eps, int token_count, int outputs, int k,
-                    int output_stride, int splits, int flags) {
+                    int output_stride, int all_splits, int flags) {
+  const int splits = SPLITS ? all_splits : 1;  // two divisions by it take 77 instructions per item
   extern __shared__ uint4 shared[];
   __shared__ float4 warp_sums[2][COLUMN_WARPS > 1 ? WARPS * WARP_SUMS : 1];
   __shared__ float warp_squares[WARPS];
@@ -50,11 +51,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (!SHARED_TOKENS || copy_item >= items) return;
     u16* to = (u16*)(ring + copy_stage * STAGE_BYTES + WARPS * WARP_BYTES);
     constexpr int PIECES = COLUMN_WARPS * CHUNK / 8;  // of 16 bytes, per token
-    for (int piece = threadIdx.x; piece < token_count * PIECES; piece += THREADS) {
-      const int token = piece / PIECES, column = piece % PIECES * 8;
-      const int from = copy_step * COLUMN_WARPS * CHUNK + column;
-      if (from < k) copy_async<16>(to + token * TOKEN_STRIDE + column, hidden + (i64)token * k + from);
-    }
+    const int column = threadIdx.x % PIECES * 8, at = copy_step * COLUMN_WARPS * CHUNK + column;
+    const int first = threadIdx.x / PIECES;
+    if (TAIL && at >= k) return;
+#pragma unroll
+    for (int token = 0; token < TOKEN_TILES * 8; token += THREADS / PIECES)
+      if (token + first < token_count)
+        copy_async<16>(to + (token + first) * TOKEN_STRIDE + column, hidden + ((i64)(token + first) * k + at));
   };
   auto commit = [&] {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -81,8 +84,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
   }
   u16* const staged = (u16*)(ring + DEPTH * STAGE_BYTES);
+  StagedTokens few((u8*)staged, token_count, chunks);
   if (STAGED) {
-    float squares = stage_tokens(staged, hidden, normalized ? norm : nullptr, token_count, column_warp, COLUMN_WARPS, k, lane);
+    const u16* const factors = normalized ? norm : nullptr;
+    float squares = FEW_TOKENS ? few.stage(hidden, factors, token_count, column_warp, COLUMN_WARPS, k, lane)
+                               : stage_tokens(staged, hidden, factors, token_count, column_warp, COLUMN_WARPS, k, lane);
     if (normalized) {
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) squares += __shfl_xor_sync(~0u, squares, distance);
@@ -90,6 +96,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
   }
   Tokens tokens;
+  const u16* token_rows[TOKEN_TILES];  // of global or staged tokens
+  u32 token_places[TOKEN_TILES];       // in a stage
+#pragma unroll
+  for (int tile = 0; tile < TOKEN_TILES; tile++) {
+    // Past the last token the columns of another one are multiplied: no output depends on them.
+    const int token = min(8 * tile + g, token_count - 1);
+    token_rows[tile] = STAGED ? staged + token * staged_stride(k) : hidden + (i64)token * k;
+    token_places[tile] = WARPS * WARP_BYTES + (token * TOKEN_STRIDE + column_warp * CHUNK) * 2;
+  }
   int stage = 0, buffer = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int group = item / splits, split = item % splits;
@@ -107,14 +122,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       const u8* base = ring + stage * STAGE_BYTES;
       stage = stage + 1 == DEPTH ? 0 : stage + 1;
       if (chunk >= chunks) continue;
+      if constexpr (FEW_TOKENS) {
+        multiply_few(acc[0], base + warp * WARP_BYTES, few, token_count, chunk, k - chunk * CHUNK, g, t);
+        continue;
+      }
 #pragma unroll
       for (int tile = 0; tile < TOKEN_TILES; tile++) {
-        // Past the last token the columns of another one are multiplied: no output depends on them.
-        const int token = min(8 * tile + g, token_count - 1);
-        tokens.row[tile] =
-            SHARED_TOKENS ? (const u16*)(base + WARPS * WARP_BYTES) + token * TOKEN_STRIDE + column_warp * CHUNK
-            : STAGED      ? staged + token * staged_stride(k) + chunk * CHUNK
-                          : hidden + (i64)token * k + chunk * CHUNK;
+        tokens.row[tile] = SHARED_TOKENS ? (const u16*)(base + token_places[tile]) : token_rows[tile] + chunk * CHUNK;
         if (FORMAT == FP8)
 #pragma unroll
           for (int j = 0; j < 2; j++)
@@ -125,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       for (int which = 0; which < 2; which++) raw[which].read(base + warp * WARP_BYTES, 8 * which + g, t, chunk);
       multiply<FORMAT>(acc, raw, tokens, k - chunk * CHUNK, t);
     }
+    if constexpr (FEW_TOKENS) finish_few(acc[0], few, t);
     // Sums of the warps that share rows, in their order. Buffers alternate, so one barrier per item is enough.
     bool stores = column_warp == 0;
     if (COLUMN_WARPS > 1) {

@@ -7,6 +7,7 @@ cores. Its kernel for the same work (ggml_gemm.py) reaches 19 to 31 % of an H200
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,26 +29,32 @@ _TILE_TOKENS, _TILE_ROWS, _WARPS = 8, 16, 8
 THREADS = 32 * _WARPS  # of a block
 _MAX_L1_TOKENS = 8  # more are copied to shared memory with each step, unless the weight has at most these values:
 _MAX_L1_WEIGHT = 2**24
+_MAX_STAGED_COLUMNS = 8192  # if a block has one tile of rows
 _BYTE_CHUNK = 128
 _PADDING = 16  # columns between tokens in shared memory
 _STAGED_PADDING = 32  # between staged ones
+_FEW_TOKENS_PADDING = 64  # bytes
+_RESERVED_BYTES = 1024  # of shared memory, by CUDA for each block: an SM has as many more than a block may use
+_BLOCK_BYTES = _RESERVED_BYTES + 128  # and those of the kernel's smaller arrays
 _INT4_FORMAT, _FP8_FORMAT = 4, 1
 _FP8_CAPABILITY = 89  # conversions of e4m3
 # Formats of GGUF files that ggml_tile.cu decodes. Triton's kernels decode the others.
 WITH_MINIMA = (GgmlType.Q4_1, GgmlType.Q5_1, GgmlType.Q4_K, GgmlType.Q5_K)
 DECODED_TYPES = (GgmlType.Q4_0, GgmlType.Q8_0, GgmlType.Q6_K, *WITH_MINIMA)
+_FEW_TOKENS_TYPES = GgmlType.Q4_0, GgmlType.Q4_1, GgmlType.Q4_K, GgmlType.Q6_K, GgmlType.Q8_0  # of ggml_few_tokens.cu
+_FEW_TOKENS = 4
 MAX_WEIGHT_BYTES = 2**32  # of one array: offsets of kernels have 32 bits
 GATED, RESIDUAL, FLOAT_OUTPUT, NORMALIZED = 1, 2, 4, 8  # flags of a launch
 
-_FILES = "ggml_bits", "ggml_tile", "ggml_skinny_gemm"
+_FILES = "ggml_bits", "ggml_tile", "ggml_few_tokens", "ggml_skinny_gemm"
 KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES], "ggml_skinny_gemm")
 
 
 class SkinnyConfig(NamedTuple):
     """Says how a GEMM is divided among blocks: see the macros of ggml_skinny_gemm.cu. `splits` divides the columns.
 
-    Before the first step, `staged_values` 16-bit numbers of tokens are copied to shared memory. With 0, no tokens are
-    copied.
+    Before the first step, tokens are copied to `staged_values` 16-bit numbers of shared memory, as they are or as
+    ggml_few_tokens.cu needs them. With 0, no tokens are copied.
     """
 
     token_tiles: int
@@ -58,6 +65,7 @@ class SkinnyConfig(NamedTuple):
     splits: int = 1
     staged_values: int = 0
     warps: int = _WARPS
+    slots: int = 1  # tokens for which the staged values have space
 
     @property
     def threads(self) -> int:
@@ -80,6 +88,27 @@ class SkinnyConfig(NamedTuple):
         scales = -(-columns // block_type.block_size // 4) * 8 if isinstance(block_type, Fp8Type) else 0
         return self._replace(staged_values=tokens * (columns + _STAGED_PADDING + scales))
 
+    def staging_few(self, tokens: int, columns: int, block_type: BlockType) -> SkinnyConfig:
+        """Return the configuration that stages tokens for ggml_few_tokens.cu: one, or up to four of a format in words.
+
+        Other formats than the decoder's have those of ggml_tile.cu.
+        """
+        if not has_few_tokens_decoder(block_type):
+            return self.staging(tokens, columns, block_type)
+        chunk, slots = chunk_columns(block_type), 1 if tokens == 1 else _FEW_TOKENS
+        chunks, in_bytes = -(-columns // chunk), chunk == _BYTE_CHUNK
+        assert tokens <= (1 if in_bytes else slots), (tokens, block_type)
+        token_bytes = chunks * chunk * (2 if in_bytes else 4) + _FEW_TOKENS_PADDING
+        sums_bytes = 4 * slots * chunks * (4 if in_bytes else 16)
+        zeros = 2 * _FEW_TOKENS_PADDING if slots == 1 and not in_bytes else 0
+        return self._replace(staged_values=(tokens * token_bytes + sums_bytes + zeros) // 2, slots=slots)
+
+    def fits(self, block_type: BlockType, limit: int) -> bool:
+        """Return whether an SM whose blocks may use `limit` bytes has memory for its blocks at a time."""
+        sums = 2 * 16 * self.threads * self.token_tiles if self.column_warps > 1 else 0  # of warps that share rows
+        block_bytes = self.shared_bytes(block_type) + sums + _BLOCK_BYTES
+        return self.blocks_per_sm * block_bytes <= limit + _RESERVED_BYTES
+
     def macros(self, block_type: BlockType, columns: int, dtype: torch.dtype, pdl: bool) -> tuple[tuple[str, int], ...]:
         """Return the constants that the kernel is compiled with."""
         return (
@@ -89,7 +118,8 @@ class SkinnyConfig(NamedTuple):
             ("COLUMN_WARPS", self.column_warps),
             ("DEPTH", self.depth),
             ("SHARED_TOKENS", int(self.shared_tokens)),
-            ("STAGED", int(self.staged_values > 0)),
+            ("STAGED", self.slots if self.staged_values else 0),
+            ("SPLITS", int(self.splits > 1)),
             ("TAIL", int(columns % chunk_columns(block_type) != 0)),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
             ("PDL", int(pdl)),
@@ -143,6 +173,11 @@ def has_small_decoder(block_type: BlockType) -> bool:
     return block_type in (GgmlType.Q4_0, GgmlType.Q8_0) or isinstance(block_type, Fp8Type)
 
 
+def has_few_tokens_decoder(block_type: BlockType) -> bool:
+    """Return whether ggml_few_tokens.cu decodes a format."""
+    return isinstance(block_type, Int4Type) or block_type in _FEW_TOKENS_TYPES
+
+
 def min_capability(block_type: BlockType) -> int:
     """Return the compute capability that a format needs."""
     return _FP8_CAPABILITY if isinstance(block_type, Fp8Type) else MIN_CAPABILITY
@@ -180,22 +215,19 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
     tiles = -(-tokens // _TILE_TOKENS)
     token_tiles = 1 << (tiles - 1).bit_length()
     if tokens <= _MAX_L1_TOKENS:
-        column_warps = 4 if -(-rows // 32) >= 1.5 * sms else 8
-        config = SkinnyConfig(1, column_warps, 3, 2, shared_tokens=False)
-        faster = _one_token_configs(rows, columns, block_type, sms, config)
-        # Of 151,936 x 2,048 in Q8_0 it costs 8 %: 95 and 103 us. In Q6_K it gains as much.
-        is_staged = tokens == 1 and not (column_warps == 4 and block_type == GgmlType.Q8_0)
-        for staging in (each.staging(1, columns, block_type) for each in (*faster, config) if is_staged):
-            sums_bytes = 32 * staging.threads  # of warps that share rows
-            if staging.blocks_per_sm * (staging.shared_bytes(block_type) + sums_bytes) <= limit:
-                return staging
+        staged = _staged_configs(tokens, rows, columns, block_type, sms)
+        config = next((each for each in staged if each.fits(block_type, limit)), None)
+        if config is not None:
+            return config
+        config = _few_tokens_config(rows, columns, block_type, sms)
     elif token_tiles == 2 and rows * columns <= _MAX_L1_WEIGHT:
         blocks_per_sm = 3 if has_small_decoder(block_type) and -(-rows // _TILE_ROWS) > 2 * sms else 2
         config = SkinnyConfig(2, 8, 3, blocks_per_sm, shared_tokens=False)
     else:
         groups = -(-rows // (_WARPS * _TILE_ROWS))
-        many = groups >= sms and token_tiles == 2 and has_small_decoder(block_type)
-        blocks_per_sm = 3 if many else 2
+        # Three blocks per SM spill registers of larger decoders, and are faster where two would need a second wave.
+        many = groups >= sms if has_small_decoder(block_type) else groups > 2 * sms and _is_measured(block_type)
+        blocks_per_sm = 3 if many and token_tiles == 2 else 2
         steps = -(-columns // chunk_columns(block_type))
         splits = max(1, min(blocks_per_sm * sms // groups, steps // 2))
         config = SkinnyConfig(token_tiles, 1, 2, blocks_per_sm, shared_tokens=True, splits=splits)
@@ -205,25 +237,58 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
     return config
 
 
-def _one_token_configs(
-    rows: int, columns: int, block_type: BlockType, sms: int, config: SkinnyConfig
-) -> tuple[SkinnyConfig, ...]:
-    """Return configurations for a single token, the fastest that fits first. SMs have more warps if there are few rows.
+def _is_measured(block_type: BlockType) -> bool:
+    """Return whether a format's configurations were measured for each number of tokens on 2026-11-30."""
+    return isinstance(block_type, Int4Type) or block_type in (GgmlType.Q4_0, GgmlType.Q4_K, GgmlType.Q6_K)
 
-    On an H200, a weight of 2,048 x 4,096 in Q8_0 takes 5.3 instead of 5.9 us. A warp loads both of its chunks while the
-    previous kernel runs, so within a step it takes 3.7 instead of 4.6 us. A weight of 5,120 x 2,048 takes 5.7 instead
-    of 6.2 us, since it needs one wave of blocks instead of two. Where the token of a long row leaves no memory for a
-    third block, one of 12 warps keeps an SM as busy with its third tile as with its first: 5,376 x 21,504 in Q4_0 takes
-    27.9 instead of 32.2 us.
+
+def _few_tokens_config(rows: int, columns: int, block_type: BlockType, sms: int) -> SkinnyConfig:
+    """Return the configuration for up to eight tokens that are not staged.
+
+    Where two blocks of 16 rows per SM would need a second wave, smaller blocks are one: three per SM, of six warps, or
+    in Q8_0 two of 32 rows each.
     """
     tiles, chunks = -(-rows // _TILE_ROWS), -(-columns // chunk_columns(block_type))
+    second_wave = 2 * sms < tiles <= 3 * sms
+    if second_wave and chunks >= 2 * _WARPS and _is_measured(block_type):
+        return SkinnyConfig(1, 6, 2, 3, shared_tokens=False, warps=6)
+    has_long_rows = block_type == GgmlType.Q8_0 and chunks >= 4 * _WARPS
+    shares = second_wave if has_long_rows else -(-rows // 32) >= 1.5 * sms
+    return SkinnyConfig(1, 4 if shares else 8, 3, 2, shared_tokens=False)
+
+
+def _staged_configs(tokens: int, rows: int, columns: int, block_type: BlockType, sms: int) -> Iterator[SkinnyConfig]:
+    """Yield configurations that stage up to eight tokens, the fastest that fits first.
+
+    Staging costs a block about as much as it saves for one tile of long rows. Where an SM has 2 to 3 tiles, three
+    blocks are one wave, and a block of 16 warps keeps an SM as busy with its third tile as with its first: 5,376 x
+    21,504 in Q8_0 takes 38 instead of 46 us.
+    """
+    tiles, chunks = -(-rows // _TILE_ROWS), -(-columns // chunk_columns(block_type))
+    few = has_few_tokens_decoder(block_type)
+
+    def config(warps: int, depth: int, blocks_per_sm: int, column_warps: int | None = None) -> SkinnyConfig:
+        each = SkinnyConfig(1, column_warps or warps, depth, blocks_per_sm, shared_tokens=False, warps=warps)
+        return each.staging_few(tokens, columns, block_type)
+
+    if tokens > 1:
+        if tokens <= _FEW_TOKENS and block_type in (GgmlType.Q4_K, GgmlType.Q6_K) and tiles >= 8 * sms:
+            yield config(2 * _WARPS, 2, 1, _WARPS)
+        return
+    if few and sms < tiles <= 2 * sms and columns > _MAX_STAGED_COLUMNS:
+        return
     if tiles <= sms and chunks >= 2 * _WARPS:
-        return (config._replace(warps=2 * _WARPS, column_warps=2 * _WARPS, depth=3, blocks_per_sm=1),)
-    if config.column_warps != _WARPS or not 2 * sms < tiles <= 3 * sms:
-        return ()
-    has_4_bits = block_type == GgmlType.Q4_0 or isinstance(block_type, Int4Type)
-    three = (config._replace(depth=2, blocks_per_sm=3),) if has_4_bits or has_small_decoder(block_type) else ()
-    return (*three, config._replace(warps=12, column_warps=12, blocks_per_sm=1)) if has_4_bits else three
+        yield config(2 * _WARPS, 3, 1)
+    depths = (2,) if block_type == GgmlType.Q6_K else (3, 2)
+    wide = [config(2 * _WARPS, depth, 1) for depth in depths if few]
+    if 2 * sms < tiles <= 3 * sms:
+        if block_type in (GgmlType.Q8_0, GgmlType.Q6_K) and columns >= 4096:
+            yield from wide
+        if has_small_decoder(block_type) or (few and block_type != GgmlType.Q6_K):
+            yield config(_WARPS, 2, 3)
+        yield from wide
+    yield config(_WARPS, 3, 2, 4 if -(-rows // 32) >= 1.5 * sms and not few else None)
+    yield from wide
 
 
 def ggml_skinny_gemm(

@@ -14,8 +14,9 @@
 // Tokens: up to 8 are read through the L1 cache (SHARED_TOKENS 0), and the warps of a block share rows. More are copied
 // to shared memory by the whole block, whose warps have rows of their own, so that the L2 cache is asked once per block.
 //
-// Compiled with the macros of ggml_bits.cu and these: TOKEN_TILES (of 8 tokens), WARPS, COLUMN_WARPS (warps that share rows), DEPTH (stages of copies), SHARED_TOKENS, STAGED, TAIL (1: the columns
-// are no multiple of a chunk), BLOCKS_PER_SM, PDL.
+// Compiled with the macros of ggml_bits.cu and these: TOKEN_TILES (of 8 tokens), WARPS, COLUMN_WARPS (warps that share rows), DEPTH (stages of copies), SHARED_TOKENS, STAGED (tokens for
+// which there is space, or 0), SPLITS (1: several splits of the columns), TAIL (1: the columns are no multiple of a chunk),
+// BLOCKS_PER_SM, PDL.
 
 constexpr bool IN_BYTES = FORMAT == Q8_0 || FORMAT == FP8;  // a value per byte
 constexpr int CHUNK = IN_BYTES ? 128 : 256;
@@ -513,11 +514,14 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
                  half_to_float(raw[1].scales[block / 2] >> shift));
     }
   } else {
+    // Planes of a group of INT4 have one sum.
+    constexpr int SUM_PLANES = KIND == INT4 ? 8 / GROUPS : 1;
+    float sums[2][TILES][4];
 #pragma unroll
     for (int byte = 0; byte < 4; byte++) {
       const int column = 64 * byte;  // of the even plane; the odd one has the next 32
       if (TAIL && column >= columns) break;
-      float sums[2][TILES][4], totals[2][TILES][4];
+      float totals[2][TILES][4];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         u32 b[2][TILES][2];
@@ -558,11 +562,13 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
             a[i] = decode_nibbles(bytes[i], top[i], minus_zero, odd);
           }
 #pragma unroll
-          for (int tile = 0; tile < TILES; tile++)
-            if (half == 0 || KIND == Q6_K)
-              mma_first(sums[odd][tile], a, b[odd][tile]);
+          for (int tile = 0; tile < TILES; tile++) {
+            float(&sum)[4] = sums[SUM_PLANES > 1 ? 0 : odd][tile];
+            if ((half == 0 && (2 * byte + odd) % SUM_PLANES == 0) || KIND == Q6_K)
+              mma_first(sum, a, b[odd][tile]);
             else
-              mma(sums[odd][tile], a, b[odd][tile]);
+              mma(sum, a, b[odd][tile]);
+          }
         }
         if constexpr (KIND == Q6_K) {  // a scale per 16 columns
 #pragma unroll
@@ -591,6 +597,7 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
       if constexpr (KIND != Q6_K) {
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
+          if ((2 * byte + odd + 1) % SUM_PLANES != 0) continue;
           float scales[2];
           if constexpr (KIND == Q4_0) {
 #pragma unroll
@@ -608,7 +615,7 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
             }
             add_scaled(acc, totals[odd], minima[0], minima[1]);
           }
-          add_scaled(acc, sums[odd], scales[0], scales[1]);
+          add_scaled(acc, sums[SUM_PLANES > 1 ? 0 : odd], scales[0], scales[1]);
         }
       }
     }

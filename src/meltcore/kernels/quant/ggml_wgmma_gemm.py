@@ -32,10 +32,10 @@ KERNEL = CudaKernel(
 )
 SHARED_BYTES = 227 * 1024
 TOKEN_TILES = (16, 32, 64, 96, 128, 192, 256)
-# Tokens from which it is faster than the skinny GEMM, also for larger weights of formats that take long to decode, and
+# Tokens from which it is faster than the skinny GEMM, also for larger weights of formats with minima, and
 # by the values of a weight, at least, the tokens up to which it is faster than dequantizing the weight for the library.
 # A launch takes about 8 us beside what grows with its work (docs/decisions/quantized-weights.md).
-_MIN_TOKENS, _MIN_K_QUANT_TOKENS, _MANY_K_QUANT_VALUES = 17, 9, 2**26
+_MIN_TOKENS, _MIN_TOKENS_WITH_MINIMA, _MANY_K_QUANT_VALUES = 17, 9, 2**26
 MAX_TOKENS = 512
 _MOST_TOKENS = {2**25: MAX_TOKENS, 3 * 2**23: 256, 2**24: 192, 2**23: 64}
 # Values of a weight in a tile of three warp groups, at least, and tokens of such a tile, at most: its threads have
@@ -114,7 +114,9 @@ def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
 def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
     """Return whether the kernel supports these tensors and is the fastest."""
     num_values = len(weight.values) * weight.columns
-    min_tokens = _MIN_K_QUANT_TOKENS if _has_much_to_decode(num_values, weight.type) else _MIN_TOKENS
+    min_tokens = _MIN_TOKENS
+    if _has_much_to_decode(num_values, weight.type) and weight.type != GgmlType.Q6_K:
+        min_tokens = _MIN_TOKENS_WITH_MINIMA
     max_tokens = next((most for values, most in _MOST_TOKENS.items() if num_values >= values), 0)
     return min_tokens <= hidden.shape[0] <= max_tokens and supports(hidden, weight)
 
