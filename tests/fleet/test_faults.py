@@ -407,7 +407,7 @@ def test_sockets_of_a_killed_server_are_removed_by_the_next_start(monkeypatch: p
 
 @pytest.mark.slow
 def test_port_answers_503_while_loading() -> None:
-    with scripted_server("--load-s", "1.5", wait=False) as server:
+    with scripted_server("--load-s", "4", wait=False) as server:
         wait_until(lambda: "scripted" in server.request("GET", "/health").error["message"], "the stage to be reported")
         assert server.request("GET", "/live").status == 200
         answer = server.chat("early")

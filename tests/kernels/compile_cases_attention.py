@@ -9,7 +9,7 @@ import torch
 from kernel_tools import CompileCase, ModelShape
 
 from meltcore.kernels import activation, embedding, grouped_convolution, layer_norm, norm, rotary, step_io
-from meltcore.kernels.attention import beam, decode, kv_cache, packed, prefill, stream_k
+from meltcore.kernels.attention import beam, decode, kv_cache, packed, prefill, stream_k, windows
 from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams, HeadNorms
 from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
 from meltcore.kernels.fp8.fp8 import FP8, FP8_CAPABILITY
@@ -86,17 +86,24 @@ def stream_k_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 def prefill_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     of = Attention(model, dtype)
     given = [(params, 4) for params in of.variants()] + [(of.params(), 512)]
-    cases = [
+    return [
         partial(prefill.prefill_attention, of.qkv, params, of.page_table, meta(tiles, 4, dtype=torch.int32))
         for params, tiles in given
     ]
-    windows = [
+
+
+def window_attention_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    """Few and many windows of 4 tokens, and of as many tokens as a tile has rows for."""
+    of = Attention(model, dtype)
+    group = model.heads // model.kv_heads
+    return [
         partial(
-            prefill.prefill_attention, of.qkv, params, of.page_table, meta(tiles, 4, dtype=torch.int32), max_queries=4
+            *(windows.window_attention, of.qkv, params, of.page_table, meta(tiles, 4, dtype=torch.int32)),
+            *(queries, params.empty_output(of.qkv)),
         )
-        for params, tiles in given
+        for params in of.variants()
+        for tiles, queries in ((4, 4), (512, 4), (4, min(8, 64 // group)))
     ]
-    return [*cases, *windows]
 
 
 def beam_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
@@ -312,6 +319,7 @@ CASES = {
     stream_k: stream_k_cases,
     packed: packed_cases,
     prefill: prefill_cases,
+    windows: window_attention_cases,
     norm: norm_cases,
     layer_norm: layer_norm_cases,
     grouped_convolution: grouped_convolution_cases,

@@ -1,5 +1,5 @@
-// Runs the blocks of a cooperative launch on the CPU: it takes the place of instructions.cu in the source of a kernel
-// (test_decode_layers_on_cpu.py).
+// Runs the blocks of a launch on the CPU: it takes the place of instructions.cu in the source of a kernel
+// (cuda_emulation.py).
 //
 // Each thread is a fiber, and one loop switches between all of them. Blocks advance at random rates, and a copy to
 // shared memory ends some rounds after its start. A store is visible to all threads immediately. So neither the order

@@ -367,6 +367,7 @@ def test_windows_with_a_sliding_window(
 ) -> None:
     torch.manual_seed(window)
     monkeypatch.setattr(windows, "sm_count", lambda _: 8)
+    monkeypatch.delattr(prefill, "_prefill_kernel")
     chunks = [(0, 4), (62, 4), (99, 3), (300, 4)]
     shape = (2, 2, 64, torch.float32, chunks)
     assert_prefill_is_dense(*shape, normed=True, device=device, window=window, max_queries=4)
@@ -478,6 +479,16 @@ def test_query_tiles_cover_every_token_once_and_start_with_most_keys() -> None:
 
 def test_query_tiles_of_an_empty_step() -> None:
     assert make_query_tiles([]).shape == (0, 4)
+
+
+def test_tile_with_more_queries_than_promised_is_refused() -> None:
+    made = make_sequences([5], 1, 64, torch.float32, torch.device("cpu"))
+    params = AttentionParams(
+        None, rotary_table(64, 5, 10_000.0, torch.device("cpu")), made.key_cache, made.value_cache, 1.0
+    )
+    tiles = torch.tensor([[int(made.rows[0]), 0, 5, 0]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="a tile of 5 queries; at most 4 were promised"):
+        prefill_attention(torch.randn(5, 3 * 64), params, made.page_table, tiles, max_queries=4)
 
 
 @pytest.mark.usefixtures("implementation")

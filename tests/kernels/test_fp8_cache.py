@@ -101,6 +101,9 @@ def test_attention_uses_the_rounded_values_of_an_fp8_cache(
     tiles = torch.from_numpy(make_query_tiles([(1, 0, PROMPT, 0)])).int().to(device)
     out = torch.zeros(PROMPT + 1, HEADS, head_dim, dtype=dtype, device=device)
     prefill_attention(given[:PROMPT], params, table, tiles, out=out[:PROMPT])
+    window_out = torch.zeros_like(out[:PROMPT])
+    tiles = torch.from_numpy(make_query_tiles([(1, PROMPT - 4, 4, PROMPT - 4)])).int().to(device)
+    prefill_attention(given[:PROMPT], params, table, tiles, out=window_out, max_queries=4)
     row = torch.ones(1, dtype=torch.int64, device=device)
     launch = few_splits(1, 2, head_dim)
     decode_attention(given[PROMPT:], params, at[PROMPT:], table, row, out=out[PROMPT:], launch=launch)
@@ -114,6 +117,8 @@ def test_attention_uses_the_rounded_values_of_an_fp8_cache(
     assert found[PROMPT, -1, -2] == -FP8_MAX
     expected = dense_attention(queries, *cached, 0, head_dim**-0.5, window)
     assert (out.cpu().double() - expected).norm() <= 1e-2 * expected.norm()
+    last = expected[PROMPT - 4 : PROMPT]
+    assert (window_out[-4:].cpu().double() - last).norm() <= 1e-2 * last.norm()
 
 
 def few_splits(sequences: int, splits: int, head_dim: int) -> DecodeLaunch:

@@ -14,7 +14,7 @@ from compile_tools import CompilePool, Task
 from kernel_tools import ModelShape, jit_functions, kernel_modules
 
 from meltcore.kernels import activation, grouped_convolution, layer_norm, norm, rotary
-from meltcore.kernels.attention import decode, kv_cache, prefill, stream_k
+from meltcore.kernels.attention import decode, kv_cache, prefill, stream_k, windows
 from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms
 from meltcore.kernels.comm import all_reduce, staged_all_reduce
 from meltcore.kernels.fp8 import block_fp8, block_fp8_experts, block_fp8_gemm, fp8_gemv, fp8_split_k
@@ -114,7 +114,7 @@ OF_MODELS = {
         (align, grouped_gemm, combine, expert_gemv, router, routing),
         ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"),
     ),
-    **dict.fromkeys((decode, gemv, activation, prefill, kv_cache), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
+    **dict.fromkeys((decode, gemv, activation, prefill, windows, kv_cache), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
     **dict.fromkeys(
         (intra_chunk, convolution, gated_delta_decode, state_scan, window), ("Qwen3.5-35B-A3B", "small hybrid")
     ),
@@ -127,9 +127,9 @@ KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and 
 
 
 # Files whose cases differ by sizes alone: other models, float32 and sm_120 compile a part of them.
-THINNED = {decode: 2, prefill: 2, stream_k: 2}
+THINNED = {decode: 2, prefill: 2, windows: 2, stream_k: 2}
 GEMMS = (split_k, fp8_split_k)
-ATTENTION = (decode, prefill, stream_k, kv_cache)  # from sm_89 on with FP8 caches, too
+ATTENTION = (decode, prefill, windows, stream_k, kv_cache)  # from sm_89 on with FP8 caches, too
 # They take 16-bit types alone. Instead of float32, which goes to torch, they have float16, as large as bfloat16: each
 # kernel once.
 IN_16_BITS = (*GEMMS, fp8_gemv, gemv, expert_gemv, router)

@@ -72,4 +72,5 @@ def test_load_counts_tokens_and_not_events(server: RunningServer) -> None:
     assert result.e2e_ms.mean is not None
     assert result.ttft_ms.mean is not None
     each_ms = (result.e2e_ms.mean - result.ttft_ms.mean) / (result.output_tokens / result.succeeded - 1)
-    assert result.itl_ms.mean == pytest.approx(each_ms, rel=0.3)
+    # The end of an answer may come later than its last token.
+    assert 0.3 * each_ms < result.itl_ms.mean < 1.3 * each_ms

@@ -256,9 +256,11 @@ def take_unread_connections(end: socket.socket) -> list[socket.socket]:
     """Return the connections that were sent to `end` of a channel and were not read there, and close `end`."""
     connections = []
     end.setblocking(False)
-    with end, suppress(BlockingIOError):
+    with end, suppress(BlockingIOError, ConnectionError):
         while True:
             data, descriptors, _, _ = socket.recv_fds(end, MESSAGE_BYTES, 1)
+            if not data:
+                break
             if data == _CONNECTION:
                 connections += [socket.socket(fileno=descriptor) for descriptor in descriptors]
             else:

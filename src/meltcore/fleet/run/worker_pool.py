@@ -81,7 +81,7 @@ class APIServerWorker:
         self.process: asyncio.subprocess.Process | None = None
         self.channel: Channel[FromAPIServer] | None = None
         # Its end of the channel. Held here too, it outlives the process, with the connections that it left unread.
-        self.far_end: socket.socket | None = None
+        self.worker_socket: socket.socket | None = None
         self.started = False
         self.opened: set[int] = set()  # models that it can serve
         self.has_served = False  # it or a predecessor
@@ -285,14 +285,19 @@ class WorkerPool:
 
     async def _start(self, worker: APIServerWorker) -> None:
         allocator = _ALLOCATOR if self._stats.api_servers > 1 else {}
-        parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        worker.process = await start_async(
-            _COMMAND,
-            stdin=child_socket.fileno(),
-            stdout=STDERR,
-            environment=os.environ | ONE_ARENA_ENVIRONMENT | allocator,
-        )
-        worker.far_end = child_socket
+        parent_socket, worker_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            worker.process = await start_async(
+                _COMMAND,
+                stdin=worker_socket.fileno(),
+                stdout=STDERR,
+                environment=os.environ | ONE_ARENA_ENVIRONMENT | allocator,
+            )
+        except BaseException:
+            parent_socket.close()
+            worker_socket.close()
+            raise
+        worker.worker_socket = worker_socket
         worker.assigned = self._stats.closed_connections()[worker.worker_id]
         worker.channel = Channel(parent_socket, FromAPIServer)
         worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
@@ -354,8 +359,8 @@ class WorkerPool:
         exit_text = f"{worker.problem} ({exit_text})" if worker.problem else exit_text
         worker.problem = ""
         assert worker.channel is not None
-        assert worker.far_end is not None
-        connections = take_unread_connections(worker.far_end)
+        assert worker.worker_socket is not None
+        connections = take_unread_connections(worker.worker_socket)
         worker.channel.close()
         if self._exiting:
             for connection in connections:

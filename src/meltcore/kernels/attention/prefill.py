@@ -63,6 +63,8 @@ def prefill_attention(
     if out is None:
         out = params.empty_output(qkv)
     if not use_triton(qkv):
+        if len(tiles) and int(tiles[:, 2].max()) > max_queries:
+            raise ValueError(f"a tile of {int(tiles[:, 2].max())} queries; at most {max_queries} were promised")
         _prefill_reference(qkv, params, page_table, tiles, out)
         return out
     norms, rotary_table, key_cache, value_cache, scale, window = params

@@ -25,7 +25,7 @@ from meltcore.kernels.attention.split_kv import (
 from meltcore.kernels.capability import sm_count
 from meltcore.kernels.jit import tl, triton
 
-_MAX_ROWS = 64  # of a tile: sums of 64 rows of 256 dims take half of the registers of 8 warps
+_MAX_ROWS = 64  # of a tile: with 256 dims a thread of 8 warps has 64 sums in registers
 _MAX_SPLITS = 64
 _COMBINED = 8  # splits that are combined at a time
 
@@ -33,6 +33,13 @@ _COMBINED = 8  # splits that are combined at a time
 def supports_windows(params: AttentionParams, heads: int, max_queries: int) -> bool:
     """Return whether `window_attention` computes tiles of this many queries, whose `heads` fit into one tile."""
     return heads // params.key_cache.shape[2] * max_queries <= _MAX_ROWS
+
+
+def _stages(head_dim: int, element_bytes: int) -> int:
+    """Return the stages of the pipeline of keys, with which a program takes at most 99 KiB of shared memory."""
+    if head_dim <= 128:
+        return 3 if element_bytes <= 2 else 2
+    return 2 if element_bytes <= 2 else 1
 
 
 def window_attention(
@@ -72,11 +79,11 @@ def window_attention(
         ROWS=rows,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
-        BLOCK_KEYS=block_keys(head_dim, qkv.element_size()),
+        BLOCK_KEYS=block_keys(head_dim, qkv.element_size()),  # to which an FP8 cache's are converted
         SPLIT=splits > 1,
         COMBINED=_COMBINED,
         num_warps=8 if rows * head_dim > 2**13 else 4,
-        num_stages=2 if qkv.element_size() > 2 else 3,
+        num_stages=_stages(head_dim, qkv.element_size()),
     )
 
 

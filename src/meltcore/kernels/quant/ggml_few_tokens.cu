@@ -1,8 +1,8 @@
 // Few tokens by a block-quantized weight: a decoder with fewer instructions than that of ggml_tile.cu.
 //
 // Tokens are staged in float16, multiplied by a power of two so that the largest value of a warp's columns is near 2^15.
-// Values above 2^-28 of the largest are exact, and smaller ones lose at most 2^-36 of it. Quantized values are subnormal
-// numbers of float16, which a mask decodes. What is subtracted from each value is multiplied by the sums of the token's
+// Values above 2^-27 of the largest in bfloat16, and 2^-24 in float16, are exact. Smaller ones lose at most 2^-35 of it.
+// Quantized values are subnormal numbers of float16, which a mask decodes. What is subtracted from each value is multiplied by the sums of the token's
 // columns: with them an accumulator starts.
 //
 // The tokens' side of mma.m16n8k16 has 8 columns. Formats in words of 8 values (column j of each of 8 blocks of 32) have
