@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import errno
+import gc
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from meltcore.fleet.processes.engine_process import LocalEngineProcess
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.protocol.generation import EngineStats, FromEngine
 from meltcore.protocol.shell import EngineFailed
+from meltcore.serve.http.http_server import tune_gc
 from meltcore.serve.requests.admission import Admission, Load
 from meltcore.serve.requests.backend import Health
 from meltcore.serve.requests.log import BYTES_PER_WRITE, MAX_LINES_WAITING, Log
@@ -621,3 +624,18 @@ def test_the_status_counts_as_waiting_only_what_a_queue_holds() -> None:
     stats.set_in_flight(0)  # and the engine has ended no step since
     stats.add("queue_requests", -2)
     assert counts() == (0, 0)
+
+
+def test_objects_of_a_removed_model_are_collected_when_another_is_opened() -> None:
+    """They were excluded from garbage collection for good, each model with two descriptors of its statistics."""
+    model = SimpleNamespace(data=io.BytesIO())
+    model.own, kept = model, weakref.ref(model.data)
+    thresholds = gc.get_threshold()
+    try:
+        tune_gc()
+        del model
+        tune_gc()
+        assert kept() is None
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)

@@ -174,8 +174,9 @@ class EmbeddedServer(uvicorn.Server):
 def tune_gc() -> None:
     """Exclude the objects made while loading from garbage collection, and collect less often from now on.
 
-    Objects made while loading are never freed.
+    Those excluded before are collected first: what a removed model had would else be kept, with its descriptors.
     """
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
