@@ -52,7 +52,7 @@ def scaled_tile_matmul(
     Returns [BLOCK_N, BLOCK_M], or [BLOCK_M, BLOCK_N] if that is the longer side, in float32. weight_scales_ptr,
     token_scales_ptr: pointers to the rows' and the tokens' first scales, [BLOCK_N] or one for all rows, and [BLOCK_M].
     BLOCK_SCALES: there is a scale per step; otherwise one for all columns. valid: [BLOCK_M, 1], tokens to read.
-    UP_OFFSET: the distance from one scale of all gate rows to that of all up rows, which alternate; 0 if they do not.
+    UP_OFFSET: if gate and up rows alternate, the distance from the scale of gate rows to that of up rows, else 0.
     AHEAD: one scale of all rows is loaded a step ahead into a register, instead of by the pipeline of loads.
     """
     # Tensor cores need the longer side first: at least 64 rows on Hopper.

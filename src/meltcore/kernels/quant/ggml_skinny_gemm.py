@@ -35,7 +35,7 @@ _PADDING = 16  # columns between tokens in shared memory
 _STAGED_PADDING = 32  # between staged ones
 _FEW_TOKENS_PADDING = 64  # bytes
 _RESERVED_BYTES = 1024  # of shared memory, by CUDA for each block: an SM has as many more than a block may use
-_BLOCK_BYTES = _RESERVED_BYTES + 128  # and those of the kernel's smaller arrays
+_BLOCK_BYTES = _RESERVED_BYTES + 128  # what CUDA reserves, and the smaller arrays of the kernel
 _INT4_FORMAT, _FP8_FORMAT = 4, 1
 _FP8_CAPABILITY = 89  # conversions of e4m3
 # Formats of GGUF files that ggml_tile.cu decodes. Triton's kernels decode the others.
@@ -91,7 +91,7 @@ class SkinnyConfig(NamedTuple):
     def staging_few(self, tokens: int, columns: int, block_type: BlockType) -> SkinnyConfig:
         """Return the configuration that stages tokens for ggml_few_tokens.cu: one, or up to four of a format in words.
 
-        Other formats than the decoder's have those of ggml_tile.cu.
+        A format that this decoder does not have is staged for ggml_tile.cu.
         """
         if not has_few_tokens_decoder(block_type):
             return self.staging(tokens, columns, block_type)
@@ -226,7 +226,7 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
     else:
         groups = -(-rows // (_WARPS * _TILE_ROWS))
         # Three blocks per SM spill registers of larger decoders, and are faster where two would need a second wave.
-        many = groups >= sms if has_small_decoder(block_type) else groups > 2 * sms and _is_measured(block_type)
+        many = groups >= sms if has_small_decoder(block_type) else groups > 2 * sms and _has_small_blocks(block_type)
         blocks_per_sm = 3 if many and token_tiles == 2 else 2
         steps = -(-columns // chunk_columns(block_type))
         splits = max(1, min(blocks_per_sm * sms // groups, steps // 2))
@@ -237,8 +237,8 @@ def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, s
     return config
 
 
-def _is_measured(block_type: BlockType) -> bool:
-    """Return whether a format's configurations were measured for each number of tokens on 2026-11-30."""
+def _has_small_blocks(block_type: BlockType) -> bool:
+    """Return whether a format may have smaller blocks: one that was measured with them (H200, 2026-11-30)."""
     return isinstance(block_type, Int4Type) or block_type in (GgmlType.Q4_0, GgmlType.Q4_K, GgmlType.Q6_K)
 
 
@@ -250,7 +250,7 @@ def _few_tokens_config(rows: int, columns: int, block_type: BlockType, sms: int)
     """
     tiles, chunks = -(-rows // _TILE_ROWS), -(-columns // chunk_columns(block_type))
     second_wave = 2 * sms < tiles <= 3 * sms
-    if second_wave and chunks >= 2 * _WARPS and _is_measured(block_type):
+    if second_wave and chunks >= 2 * _WARPS and _has_small_blocks(block_type):
         return SkinnyConfig(1, 6, 2, 3, shared_tokens=False, warps=6)
     has_long_rows = block_type == GgmlType.Q8_0 and chunks >= 4 * _WARPS
     shares = second_wave if has_long_rows else -(-rows // 32) >= 1.5 * sms
