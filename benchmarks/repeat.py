@@ -5,9 +5,10 @@
     python benchmarks/repeat.py client_cost/cpu        the newest run of a result file
     python benchmarks/repeat.py offline/h200 --subject Qwen/Qwen3-8B-AWQ
     python benchmarks/repeat.py --without-spread       count rows of a single run, and name the machine for them
+    python benchmarks/repeat.py linear/h200 --record 3 run it three times, and record the rows with their spread
 
-The new rows stay in a temporary folder: nothing under benchmarks/results/ changes. A caution says where other processes
-used the machine meanwhile.
+Without --record the new rows stay in a temporary folder: nothing under benchmarks/results/ changes. A caution says
+where other processes used the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from bench_output import HEADLINE, RESULTS, RESULTS_VARIABLE, format_number, machine_name
+from bench_output import HEADLINE, RESULTS, RESULTS_VARIABLE, format_number, machine_name, merge_run
 from rich.console import Console
 from rich.table import Table
 
@@ -111,6 +113,28 @@ def beside(old: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> list
     return lines
 
 
+def with_spread(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One run of several of the same command. Each row is the one of its median, with the lowest and highest value.
+
+    A target for the value is met if each run met it, a target for the ratio if the row of the median did. Raises
+    ValueError where a run lacks a row.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    lines = [{(row["work"], row["unit"]): row for row in run["rows"]} for run in runs]
+    if any(line.keys() != lines[0].keys() for line in lines):
+        raise ValueError("the runs have different rows")
+    rows = []
+    for key in lines[0]:
+        found = sorted((line[key] for line in lines), key=lambda row: float(row["value"]))
+        row = found[(len(found) - 1) // 2]
+        row |= {"repeats": len(found), "lowest": found[0]["value"], "highest": found[-1]["value"]}
+        if row.get("reach_of") == "value":
+            row["met"] = all(each.get("met", False) for each in found)
+        rows.append(row)
+    return runs[-1] | {"rows": rows}
+
+
 def print_rows(title: str, lines: Sequence[Sequence[str]]) -> None:
     """Print lines of `beside` as a table."""
     table = Table(title=title, title_justify="left")
@@ -127,6 +151,7 @@ def main() -> int:
     parser.add_argument("--subject", help="Model or server that was measured (default: the subject of the newest run).")
     parser.add_argument("--file", type=Path, action="append", default=[], help="A file that the command names.")
     parser.add_argument("--anyway", action="store_true", help="Also on another kind of machine.")
+    parser.add_argument("--record", type=int, metavar="N", help="Run it N times, at least 3, and record the spread.")
     parser.add_argument(
         "--without-spread", action="store_true", help="Count the rows of a single run, and run nothing."
     )
@@ -139,6 +164,8 @@ def main() -> int:
             for run in runs:
                 print(f"{name}  {run['subject'] or '-'}  {run['date']}  {run['command']}")
         return 0
+    if args.record is not None and args.record < 3:
+        parser.error(f"--record {args.record}: must be at least 3")
     try:
         machine, run = choose(args.rows, args.subject)
         if not args.anyway:
@@ -147,17 +174,25 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     print(f"{run['date']}, commit {run['commit']}: {shlex.join(['python', *arguments])}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="meltcore-repeat-") as folder:
-        environment = {**os.environ, RESULTS_VARIABLE: folder}
-        monitor = SurroundingsMonitor()
-        monitor.start()
-        status = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, check=False).returncode
-        cautions = machine_cautions(monitor.finish())
-        files = Path(folder).glob("*/*.json")
-        new = [row for path in files for each in msgspec.json.decode(path.read_bytes())["runs"] for row in each["rows"]]
+    monitor = SurroundingsMonitor()
+    monitor.start()
+    status, found = 0, defaultdict[tuple[Path, str], list[dict[str, Any]]](list)  # by result file and subject
+    for _ in range(args.record or 1):
+        with tempfile.TemporaryDirectory(prefix="meltcore-repeat-") as folder:
+            environment = {**os.environ, RESULTS_VARIABLE: folder}
+            status |= subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, check=False).returncode
+            for path in Path(folder).glob("*/*.json"):
+                for each in msgspec.json.decode(path.read_bytes())["runs"]:
+                    found[path.relative_to(folder), each["subject"]].append(each)
+    cautions = machine_cautions(monitor.finish())
+    results = {(path, subject): with_spread(runs) for (path, subject), runs in found.items()}
+    new = [row for result in results.values() for row in result["rows"]]
     print_rows(f"{args.rows}: old is of {run['date']}, commit {run['commit']}", beside(run["rows"], new))
     for caution in cautions.values():
         print(f"caution: {caution}")
+    if args.record and not status:
+        for (path, _), result in results.items():
+            merge_run(RESULTS / path, result)
     return status or (0 if new else 1)
 
 

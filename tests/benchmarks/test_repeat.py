@@ -115,3 +115,50 @@ def test_command_of_a_run_writes_beside_the_committed_rows(
     assert ["w", "s", "2", "3", "1.50"] in lines
     assert ["gone", "s", "2", "", ""] in lines
     assert path.read_text() == before
+
+
+@pytest.mark.slow
+def test_runs_of_one_command_become_rows_with_a_spread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The row of the median stays whole; a bound on the value holds for the worst run; a failed run records nothing."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/count.py").write_text(
+        """import pathlib, sys
+from bench_output import Row, Target, write_result
+count = pathlib.Path("count")
+at = int(count.read_text()) if count.exists() else 0
+count.write_text(str(at + 1))
+value = [3.0, 9.0, 5.0, 7.0, 7.0, 7.0][at]
+targets = {"a": Target(4.0), "b": Target(2.0, "ratio")}
+rows = [Row(work=work, unit="s", value=value, ratio=value / 2, target=target) for work, target in targets.items()]
+write_result(rows, {}, gpus=0)
+sys.exit(at == 5)
+"""
+    )
+    file = tmp_path / "benchmarks/results/count/cpu.json"
+    file.parent.mkdir(parents=True)
+    run = {"subject": "", "command": "python benchmarks/count.py", "date": "2026-01-01", "commit": "0"}
+    file.write_text(json.dumps({"runs": [run | {"rows": [{"work": "a", "unit": "s", "value": 1.0}]}]}))
+    monkeypatch.setattr(repeat, "ROOT", tmp_path)
+    monkeypatch.setattr(repeat, "RESULTS", tmp_path / "benchmarks/results")
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    arguments = ["repeat.py", "count/cpu", "--record", "3"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert repeat.main() == 0
+    (recorded,) = json.loads(file.read_text())["runs"]
+    a, b = recorded["rows"]
+    assert (a["value"], a["ratio"], a["repeats"], a["lowest"], a["highest"], a["met"]) == (5.0, 2.5, 3, 3.0, 9.0, False)
+    assert (b["value"], b["ratio"], b["met"]) == (5.0, 2.5, True)
+    assert repeat.main() == 1  # the third of its runs fails
+    assert json.loads(file.read_text())["runs"] == [recorded]
+    monkeypatch.setattr(sys, "argv", [*arguments[:-1], "2"])
+    with pytest.raises(SystemExit):
+        repeat.main()
+    assert "--record 2: must be at least 3" in capsys.readouterr().err
+
+
+def test_runs_with_other_rows_are_refused() -> None:
+    runs = [{"subject": "", "rows": [{"work": work, "unit": "s", "value": 1.0}]} for work in "ab"]
+    with pytest.raises(ValueError, match="the runs have different rows"):
+        repeat.with_spread(runs)
