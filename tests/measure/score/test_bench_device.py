@@ -74,7 +74,8 @@ def test_rates_equal_those_of_the_emitted_tokens(tmp_path: Path) -> None:
     assert run.reported == [*run.levels, run.sustained]  # type: ignore[attr-defined]
     assert run.sustained.concurrency == 100, "64 concurrent requests give more than 10"
     assert run.sustained.waiting > 0, "36 requests wait"
-    assert run.sustained.end_s == pytest.approx(8.0 * (0.04 + 0.04 + 0.06 + 0.55), abs=0.1)
+    planned_s = 8.0 * (0.04 + 0.04 + 0.06 + 0.55)  # of 8; a busy machine ends the level later, and none earlier
+    assert planned_s - 0.1 <= run.sustained.end_s < 8.0
     times, tokens = run.steps()
     assert tokens.sum() >= sum(level.output_tokens for level in run.levels) + run.sustained.output_tokens
     assert (times[1:] >= times[:-1]).all()
