@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from meltcore.engine.core.batch import Batch, NewPages, build_batch
+from meltcore.engine.core.batch import Batch, MtpInputs, NewPages, build_batch
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
 from meltcore.engine.distributed.group_runner import GroupRunner
@@ -48,9 +48,9 @@ def batch_of(*chunks: Chunk) -> Batch:
     return build_batch(list(chunks), has_recurrent=False)[1]
 
 
-def padded(batch: Batch, size: GraphBucket) -> PaddedInputs:
+def padded(batch: Batch, size: GraphBucket, mtp: MtpInputs | None = None) -> PaddedInputs:
     inputs = PaddedInputs.views(torch.full((input_entries(size),), -77), size)
-    pad(batch, size, inputs)
+    pad(batch, size, inputs, mtp)
     return inputs
 
 
@@ -225,12 +225,23 @@ class Uncaptured:
     def bucket_for(self, batch: Batch) -> GraphBucket | None:
         return next((size for size in self._sizes if size.holds(batch)), None)
 
-    def replay(self, batch: Batch, size: GraphBucket, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(
+        self, batch: Batch, size: GraphBucket, new_pages: NewPages, mtp: MtpInputs | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._runner.page_tables.write(new_pages)
         self.used.append(size)
-        hidden, token_ids = self._runner._padded_step(padded(batch, size), size)
+        self._inputs = padded(batch, size, mtp)
+        hidden, self._token_ids = self._runner._padded_step(self._inputs, size)
         count = len(batch.last_tokens)
-        return hidden[:count], token_ids[:count]
+        return hidden[:count], self._token_ids[:count]
+
+    def inputs(self, size: GraphBucket) -> PaddedInputs:
+        assert size == self.used[-1]
+        return self._inputs
+
+    def replay_drafting(self, size: GraphBucket, num_windows: int, token_ids: torch.Tensor) -> torch.Tensor:
+        assert token_ids.data_ptr() == self._token_ids.data_ptr(), "a graph reads these"
+        return self._runner._padded_drafts(self.inputs(size), size, self._token_ids)[:num_windows]
 
 
 @pytest.mark.slow

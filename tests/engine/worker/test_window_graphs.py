@@ -16,8 +16,9 @@ import torch
 from speculation_tools import NGRAM, ForcedDrafts
 from test_mtp_drafts import ATTENTION_ONLY, HYBRID, MTP, write
 from test_prefill_graphs import Uncaptured, chunk, padded
+from triton import knobs
 
-from meltcore.engine.core.batch import Batch, NewPages, build_batch
+from meltcore.engine.core.batch import Batch, MtpInputs, NewPages, build_batch
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Scheduler
@@ -26,6 +27,7 @@ from meltcore.engine.memory.graph_sizes import MAX_WINDOWS, sampled_tokens, wind
 from meltcore.engine.memory.workspace import graph_node_bytes, plan_workspace
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW
 from meltcore.engine.worker.model_runner import ModelRunner
+from meltcore.engine.worker.mtp_drafter import MtpDrafter
 from meltcore.engine.worker.prefill_graphs import EMPTY_BATCH, ON_DEVICE, GraphBucket, graph_buckets
 from meltcore.engine.worker.warm_up import StepLimits, rehearse, warm_up
 from meltcore.kernels.attention import paged as paged_attention
@@ -33,6 +35,7 @@ from meltcore.kernels.gated_delta.common import CHUNK
 from meltcore.models.quantized.step_sizes import StepBytes
 
 PROMPTS = {f"r{index}": tools.random_prompt(3 + 61 * index, index) for index in range(3)}
+MTP_SETTINGS: list[dict[str, object]] = [{}, {"temperature": 1.0, "seed": 3}, {}, {"speculative_decoding": False}]
 SMALL = GraphBucket(0, 16, 4, 16)
 
 
@@ -82,6 +85,10 @@ def test_memory_plan_counts_the_graphs_of_windows() -> None:
         plan_workspace(step, max_num_seqs=24, logit_rows=1, has_graphs=True, window=size, **sizes) for size in (1, 4)
     )
     assert windows.nodes - plain.nodes == graph_node_bytes(6, 10)  # 1, 2, 4, 8, 16 and 24 windows
+    with_mtp = plan_workspace(
+        step._replace(mtp_layers=1), max_num_seqs=24, logit_rows=1, has_graphs=True, window=4, **sizes
+    )
+    assert with_mtp.nodes - windows.nodes == graph_node_bytes(6, 3), "drafting runs the layer for each of 3 drafts"
     assert plain.graphs == 24 + 512 + (24 + 8) * 4000 + 24 * 4000
     assert windows.graphs - plain.graphs == (4 * 24 - 24) * 4000
 
@@ -201,12 +208,19 @@ class _Checked(Uncaptured):
         super().__init__(runner, graph_buckets(8, max_tokens, 4))
         self.window_sizes: list[set[int]] = []
         self.num_mixed = 0  # steps of windows beside prompts
+        self.drafted: set[tuple[int, int]] = set()
         self.max_tokens = max(bucket.size for bucket in self._sizes)
 
-    def replay(self, batch: Batch, size: GraphBucket, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(
+        self, batch: Batch, size: GraphBucket, new_pages: NewPages, mtp: MtpInputs | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.window_sizes.append(set(np.unique(batch.token_rows, return_counts=True)[1].tolist()))
         self.num_mixed += size.prompts > 0 and len(set(batch.sample_rows)) < len(batch.sample_rows)
-        return super().replay(batch, size, new_pages)
+        return super().replay(batch, size, new_pages, mtp)
+
+    def replay_drafting(self, size: GraphBucket, num_windows: int, token_ids: torch.Tensor) -> torch.Tensor:
+        self.drafted.add((num_windows, size.windows))
+        return super().replay_drafting(size, num_windows, token_ids)
 
     def check(self, monkeypatch: pytest.MonkeyPatch) -> None:
         runner = self._runner
@@ -224,9 +238,11 @@ class _Checked(Uncaptured):
 
 
 def _kept(seen: tools.SeenEngine) -> list[torch.Tensor]:
-    """All that a step writes, but for the null page and the null slot."""
+    """All that a step writes, but for the null page, the null slot and the drafter's row of padding."""
     runner = seen.engine.runner
     tensors = [tensor[1:] for tensor in runner.cache_tensors]
+    if isinstance(runner.drafter, MtpDrafter):
+        tensors += [table[1:] for table in runner.drafter._tables[1:]]
     return tensors if runner.recurrent_states is None else [*tensors, runner.recurrent_states.folded[1:]]
 
 
@@ -310,21 +326,33 @@ def test_padded_steps_change_what_plain_steps_change(
 def test_drafts_by_mtp_follow_padded_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer_types: list[str]
 ) -> None:
-    """The layer gets the hidden states of windows, and of prompts in chunks, and writes the cache as plain steps do."""
+    """The layer gets the hidden states of windows, and of prompts in chunks, and writes the cache as plain steps do.
+
+    After windows alone it drafts as in a graph: for sampled tokens, for windows of padding, beside sequences that take
+    no drafts, and where rows still have pages of earlier sequences.
+    """
     write(tmp_path, 0.2, layer_types=layer_types)
     monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: self._num_drafts)
-    plain, seen = (tools.open_engine(tmp_path, speculative_config=MTP, max_num_batched_tokens=48) for _ in range(2))
-    graphs = _Checked(seen.engine.runner, 128)
-    seen.engine.runner.keep_hidden_states(graphs.max_tokens)
+    sizes = {"max_num_batched_tokens": 48, "max_num_seqs": 4}
+    plain, seen = (tools.open_engine(tmp_path, speculative_config=MTP, **sizes) for _ in range(2))
+    graphs, drafter = _Checked(seen.engine.runner, 128), seen.engine.runner.drafter
+    assert isinstance(drafter, MtpDrafter)
+    drafter.keep_hidden_states(graphs.max_tokens)
     seen.engine.runner._prefill_graphs = graphs  # type: ignore[assignment]
-    for engine in (plain, seen):
-        for index, (request_id, prompt) in enumerate(PROMPTS.items()):
-            engine.add(request_id, prompt, max_tokens=20 + 5 * index)
-    _run_together(plain, seen, graphs, monkeypatch)
+    for wave in range(2):
+        for engine in (plain, seen):
+            for index, sampling in enumerate(MTP_SETTINGS):
+                length = 140 - 9 * index if wave == 0 else 3 + 29 * index
+                prompt = tools.random_prompt(length, 10 * wave + index)
+                engine.add(f"{wave}.{index}", prompt, max_tokens=6 if wave == 0 else 25 + 9 * index, **sampling)
+        _run_together(plain, seen, graphs, monkeypatch)
     assert plain.engine.runner.caches[-1][0][1:].any(), "the layer's keys"
     assert {bool(bucket.prompts) for bucket in graphs.used} == {True, False}
     assert graphs.num_mixed > 0
     assert set().union(*graphs.window_sizes) >= {1, 2, 3, 4}
+    assert graphs.drafted >= {(1, 1), (2, 2), (3, 4), (4, 4)}, "windows, and those of the graph"
+    padding = [tables[0].tolist() for tables in drafter._tables[1:]]
+    assert padding == [0, [-1] * 3, 0]
 
 
 @pytest.mark.parametrize("launch", [rehearse, warm_up])
@@ -336,7 +364,7 @@ def test_warm_up_launches_windows_of_every_bucket(
     compute = runner._compute_batch
     monkeypatch.setattr(
         *(runner, "_compute_batch"),
-        lambda batch, pages: sizes.append((len(batch.rows), len(batch.last_tokens))) or compute(batch, pages),
+        lambda batch, *rest: sizes.append((len(batch.rows), len(batch.last_tokens))) or compute(batch, *rest),
     )
     monkeypatch.setattr(runner, "warm_up_decodes", lambda _counts: None)  # these have no torch body
     launch(runner, StepLimits(100, 300, 140))
@@ -344,3 +372,58 @@ def test_warm_up_launches_windows_of_every_bucket(
     assert sizes[-1] == (100, 140)
     assert not runner.proposes_drafts
     assert not runner.caches[0][0][1:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("windows_of_all_sizes")
+@pytest.mark.parametrize("at_first_use", [False, True])
+def test_replayed_drafts_are_those_of_eager_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_first_use: bool
+) -> None:
+    """Of greedy and of sampled tokens, captured at the start or at first use, without loading a kernel in a capture."""
+    write(tmp_path, 0.2, layer_types=HYBRID)
+    monkeypatch.setattr(Speculation, "begin", lambda self, _scheduler: self._num_drafts)
+    loaded: list[tuple[str, bool]] = []
+
+    def record(_module: object, _function: object, name: str, *_: object) -> None:
+        loaded.append((name, torch.cuda.is_current_stream_capturing()))
+
+    sizes = {"max_num_batched_tokens": 96, "max_num_seqs": 4, "device": "cuda"}
+    knobs.runtime.kernel_load_start_hook.add(record)
+    try:
+        plain, seen = (
+            tools.open_engine(tmp_path, speculative_config=MTP, enforce_eager=is_eager, **sizes)
+            for is_eager in (True, False)
+        )
+        graphs = seen.engine.runner._prefill_graphs
+        assert graphs is not None
+        windows = [bucket for bucket in graphs._captured if bucket.draft_windows]
+        assert set(graphs._drafting) == set(windows) != set()
+        if at_first_use:
+            for bucket in windows:
+                del graphs._captured[bucket], graphs._drafting[bucket]
+            monkeypatch.setattr(graphs, "_has_memory", lambda _bucket: True)
+        replayed: list[tuple[int, int]] = []
+        replay = graphs.replay_drafting
+        monkeypatch.setattr(
+            *(graphs, "replay_drafting"),
+            lambda bucket, *rest: replayed.append((rest[0], bucket.windows)) or replay(bucket, *rest),
+        )
+        for engine in (plain, seen):
+            for index, sampling in enumerate(MTP_SETTINGS):
+                engine.add(
+                    f"r{index}", tools.random_prompt(3 + 29 * index, index), max_tokens=40 + 9 * index, **sampling
+                )
+        while plain.engine.has_work:
+            outputs = [
+                [(each.request_id, each.token_ids) for each in one.engine.step().outputs] for one in (plain, seen)
+            ]
+            assert outputs[0] == outputs[1]
+            drafts = [{each.id: each.drafts for each in one.engine.scheduler.running} for one in (plain, seen)]
+            assert drafts[0] == drafts[1]
+            for expected, found in zip(_kept(plain), _kept(seen), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+    finally:
+        knobs.runtime.kernel_load_start_hook.remove(record)
+    assert {(1, 1), (2, 2), (3, 4), (4, 4)} <= set(replayed), "windows, and those of the graph"
+    assert [name for name, is_capturing in loaded if is_capturing] == []

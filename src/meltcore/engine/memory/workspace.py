@@ -110,6 +110,8 @@ def plan_workspace(
         # The logits of decode graphs are one tensor; those of a bucket live in the graphs' memory.
         graphs = activations(tokens, rows) + max_num_seqs * vocab_size * LOGIT_BYTES
         nodes = graph_node_bytes(len(shapes) + len(windows) + len(sizes), step.layers)
+        # Drafting has a graph for each number of windows, which runs the layer once for each draft.
+        nodes += graph_node_bytes(len(windows), step.mtp_layers * (window - 1))
     sampling = logit_rows * vocab_size * SAMPLED_LOGIT_BYTES + penalty_slots * vocab_size * PENALTY_BYTES
     tables = max_model_len * step.position_bytes
     if window > 1:

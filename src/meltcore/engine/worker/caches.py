@@ -102,8 +102,17 @@ class PageTables:
         """Return the cache slot of each token in each sub-group: [sub_groups, tokens] int64."""
         return self._tables[:, rows, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
-    def layer_metadata(self, slot_mappings: torch.Tensor, **fields: Any) -> list[AttentionMetadata]:
-        """Return each layer's metadata. `slot_mappings` is [sub_groups, tokens], and all layers share `fields`."""
+    def layer_metadata(
+        self, states: RecurrentStateCache | None, slot_mappings: torch.Tensor, num_windows: int, **fields: Any
+    ) -> list[AttentionMetadata]:
+        """Return each layer's metadata. `slot_mappings` is [sub_groups, tokens], and all layers share `fields`.
+
+        `num_windows` counts the sequences that decode, which are windows for recurrent layers that can replay drafts.
+        Without `state_slots` no recurrent layer runs.
+        """
+        if states is not None and states.has_windows and len(fields["state_slots"]):
+            arrays = fields["state_slots"], fields["context_lens"], fields["query_start_loc"]
+            fields |= {"num_windows": num_windows, "replay_lens": states.count_replays(*arrays, num_windows)}
         sub_group_metadata = [
             AttentionMetadata(page_table=table, slot_mapping=slots, **fields, shared={})
             for table, slots in zip(self._tables, slot_mappings, strict=True)

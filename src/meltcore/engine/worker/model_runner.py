@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -35,7 +35,7 @@ from meltcore.engine.worker.launched_step import (
     score_prompts,
 )
 from meltcore.engine.worker.mtp_drafter import MtpDrafter, StepStates
-from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets, unpad
+from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets
 from meltcore.engine.worker.sampler import Drafts, Sampler, SampleResult
 from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_together, to_host
 from meltcore.kernels.attention.metadata import AttentionMetadata
@@ -96,7 +96,6 @@ class ModelRunner:
         self._layer_yield: LayerYield | None = None  # of the newest step
         self.drafter: Drafter | None = None
         self._mtp: MtpDrafter | None = None
-        self._graph_hidden: torch.Tensor | None = None  # [tokens, hidden_size] that prefill graphs write for `_mtp`
         self.proposes_drafts = False  # in the next step
 
     @property
@@ -155,26 +154,20 @@ class ModelRunner:
         buckets = graph_buckets(self._config.max_num_seqs, max_tokens, self._config.window)
         if buckets:
             if self._mtp is not None:
-                self.keep_hidden_states(buckets[-1].size)
+                self._mtp.keep_hidden_states(buckets[-1].size)
             row_bytes = LOGIT_BYTES * self.model.local_vocab_size
-            graphs = PrefillGraphs(self._padded_step, buckets, self.page_tables.flat, row_bytes)
+            draft = None if self._mtp is None else self._padded_drafts
+            graphs = PrefillGraphs(self._padded_step, buckets, self.page_tables.flat, row_bytes, draft)
             graphs.capture(progress, capture_all=capture_all)
             self._prefill_graphs = graphs
-
-    def keep_hidden_states(self, max_tokens: int) -> None:
-        """Let padded steps of up to `max_tokens` keep the hidden states of all tokens, for drafts by MTP.
-
-        All graphs write to the same memory, which takes gigabytes otherwise.
-        """
-        shape = max_tokens, self.model.config.hidden_size
-        with memory_pool("kv_cache"):
-            self._graph_hidden = torch.empty(shape, dtype=self.model.dtype, device=self.device)
 
     def drop_graphs(self) -> None:
         """Drop all graphs before a group is destroyed: since 2.26, NCCL waits for the last graph that uses it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self._decode_graphs = self._prefill_graphs = self._decoded = None
+        if self._mtp is not None:
+            self._mtp.states = None
 
     def without_collectives(self) -> AbstractContextManager[None]:
         """Return a context in which no launch needs another rank."""
@@ -355,21 +348,23 @@ class ModelRunner:
         self._decoded = None
         recurrent = step.batch.recurrent
         if self.recurrent_states is None or recurrent is None:
-            return self._compute_batch(step.batch, step.new_pages)
+            return self._compute_batch(step.batch, step.new_pages, step.mtp)
         self.recurrent_states.restore_snapshots(recurrent)
-        output = self._compute_batch(step.batch, step.new_pages)
+        output = self._compute_batch(step.batch, step.new_pages, step.mtp)
         self.recurrent_states.take_snapshots(recurrent)
         return output
 
-    def _compute_batch(self, batch: Batch, new_pages: NewPages) -> tuple[torch.Tensor, LogitsAt]:
+    def _compute_batch(self, batch: Batch, new_pages: NewPages, mtp: MtpInputs | None) -> tuple[torch.Tensor, LogitsAt]:
         targets = batch.prompt_targets  # a graph returns the hidden states of sampled tokens only
         graphs = None if targets is not None or self._layer_yield is not None else self._prefill_graphs
         if graphs is not None and (bucket := graphs.bucket_for(batch)) is not None:
-            hidden, token_ids = graphs.replay(batch, bucket, new_pages)
-            if self._mtp is not None and self._graph_hidden is not None:
-                _, positions, metadata = self._device_inputs(batch._replace(recurrent=None))  # the layer is attention
-                states = unpad(self._graph_hidden, batch, bucket), positions, batch, metadata[-1]
-                self._mtp.states = StepStates(*states)
+            hidden, token_ids = graphs.replay(batch, bucket, new_pages, mtp)
+            if self._mtp is not None and mtp is not None:
+                if mtp.rows and bucket.draft_windows:
+                    self._mtp.states = partial(graphs.replay_drafting, bucket, len(mtp.rows))
+                else:
+                    inputs = graphs.inputs(bucket)
+                    self._mtp.read_padded(inputs, bucket, batch, self._mtp_metadata(inputs, bucket))
             return token_ids, lambda at: self.model.logits(hidden[at])
         self.page_tables.write(new_pages)
         last_tokens, sample_rows = to_device_together([batch.last_tokens, batch.sample_rows], self.device)
@@ -388,7 +383,7 @@ class ModelRunner:
         token_ids, positions, metadata = self._device_inputs(batch)
         hidden: torch.Tensor = self.model(token_ids, positions, self.caches, metadata, self._layer_yield)
         if self._mtp is not None:
-            self._mtp.states = StepStates(hidden, positions, batch, metadata[-1])
+            self._mtp.states = StepStates(hidden, positions, metadata[-1], batch.last_tokens)
         return hidden
 
     def _device_inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[AttentionMetadata]]:
@@ -416,7 +411,8 @@ class ModelRunner:
         state_slots = first_tokens = chunks = rows.new_empty(0)
         if self.recurrent_states is not None and batch.recurrent is not None:
             state_slots, first_tokens, chunks = self.recurrent_states.attention_inputs(batch.recurrent, rows)
-        metadata = self._layer_metadata(
+        metadata = self.page_tables.layer_metadata(
+            self.recurrent_states,
             self.page_tables.slot_mappings(token_rows, positions),
             num_windows=batch.recurrent.num_windows if batch.recurrent is not None else 0,
             rows=rows,
@@ -439,7 +435,8 @@ class ModelRunner:
         """
         empty = positions.new_empty(0)
         has_windows = self.recurrent_states is not None and self.recurrent_states.has_windows
-        metadata = self._layer_metadata(
+        metadata = self.page_tables.layer_metadata(
+            self.recurrent_states,
             empty.expand(self.page_tables.sub_groups, 0),
             num_windows=rows.shape[0],
             rows=rows,
@@ -461,40 +458,42 @@ class ModelRunner:
 
         Returns the hidden states that are sampled, and their greedy tokens, which are also written to the table.
         """
-        rows, positions = inputs.token_rows, inputs.positions
         if self.recurrent_states is not None:
             self.recurrent_states.set_slots(inputs.rows, inputs.state_slots)
-        metadata = self._layer_metadata(
-            self.page_tables.slot_mappings(rows, positions),
+        metadata = self._padded_metadata(inputs, bucket, inputs.state_slots)
+        token_ids = torch.where(inputs.token_ids < 0, self._last_token[inputs.token_rows], inputs.token_ids)
+        all_hidden = self.model(token_ids, inputs.positions, self.caches, metadata)
+        if self._mtp is not None:
+            self._mtp.graph_hidden[: len(all_hidden)].copy_(all_hidden)
+        hidden = all_hidden[inputs.last_tokens]
+        sampled_ids = self.argmax(self.model.logits(hidden))
+        self._last_token.index_copy_(0, inputs.sample_rows, sampled_ids)
+        return hidden, sampled_ids
+
+    def _padded_drafts(self, inputs: PaddedInputs, bucket: GraphBucket, token_ids: torch.Tensor) -> torch.Tensor:
+        """Draft after a padded step of windows alone: see `MtpDrafter.propose_padded`."""
+        assert self._mtp is not None
+        return self._mtp.propose_padded(inputs, bucket, self._mtp_metadata(inputs, bucket), token_ids)
+
+    def _mtp_metadata(self, inputs: PaddedInputs, bucket: GraphBucket) -> AttentionMetadata:
+        return self._padded_metadata(inputs, bucket, inputs.state_slots[:0])[-1]  # the layer is attention
+
+    def _padded_metadata(
+        self, inputs: PaddedInputs, bucket: GraphBucket, slots: torch.Tensor
+    ) -> list[AttentionMetadata]:
+        """Return each layer's metadata of a padded step. `slots` is empty if no recurrent layer runs."""
+        return self.page_tables.layer_metadata(
+            self.recurrent_states,
+            self.page_tables.slot_mappings(inputs.token_rows, inputs.positions),
             num_windows=bucket.num_windows,
             rows=inputs.rows,
             context_lens=inputs.context_lens,
             num_decodes=bucket.num_decodes,
             query_tiles=inputs.tiles.view(torch.int32).view(-1, 4),
             max_tile_queries=bucket.max_tile_queries,
-            padded_index=positions.new_empty(0),
+            padded_index=inputs.positions[:0],
             padded_groups=[],
-            state_slots=inputs.state_slots,
+            state_slots=slots,
             query_start_loc=inputs.first_tokens,
             chunk_indices=inputs.chunks.view(torch.int32).view(-1, 2),
         )
-        token_ids = torch.where(inputs.token_ids < 0, self._last_token[rows], inputs.token_ids)
-        all_hidden = self.model(token_ids, positions, self.caches, metadata)
-        if self._graph_hidden is not None:
-            self._graph_hidden[: len(all_hidden)].copy_(all_hidden)
-        hidden = all_hidden[inputs.last_tokens]
-        sampled_ids = self.argmax(self.model.logits(hidden))
-        self._last_token.index_copy_(0, inputs.sample_rows, sampled_ids)
-        return hidden, sampled_ids
-
-    def _layer_metadata(self, slot_mappings: torch.Tensor, num_windows: int, **fields: Any) -> list[AttentionMetadata]:
-        """Return each layer's metadata. `slot_mappings` is [sub_groups, tokens], and all layers share `fields`.
-
-        `num_windows` counts the sequences that decode, which are windows for recurrent layers that can replay drafts.
-        Without slots no recurrent layer runs.
-        """
-        states = self.recurrent_states
-        if states is not None and states.has_windows and len(fields["state_slots"]):
-            arrays = fields["state_slots"], fields["context_lens"], fields["query_start_loc"]
-            fields |= {"num_windows": num_windows, "replay_lens": states.count_replays(*arrays, num_windows)}
-        return self.page_tables.layer_metadata(slot_mappings, **fields)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from meltcore.engine.core.batch import Batch, NewPages, RecurrentBatch
+from meltcore.engine.core.batch import Batch, MtpInputs, NewPages, RecurrentBatch
 from meltcore.engine.memory.graph_sizes import (
     CAPTURED_DECODES,
     MAX_WINDOWS,
@@ -27,7 +27,7 @@ from meltcore.engine.memory.graph_sizes import (
     window_shapes,
 )
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
-from meltcore.engine.worker.transfer import StagingBuffer, align_entries
+from meltcore.engine.worker.transfer import StagingBuffer, align_entries, to_device
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES, longest_first, make_query_tiles
 from meltcore.kernels.gated_delta.common import CHUNK
 from meltcore.kernels.graph_capture import GraphCapturer
@@ -87,6 +87,11 @@ class GraphBucket(NamedTuple):
         return self.num_decodes + self.windows if self.prompts else self.sequences
 
     @property
+    def draft_windows(self) -> int:
+        """The number of windows after which a graph drafts by MTP. Beside prompts, drafting is launched by itself."""
+        return 0 if self.prompts else self.windows
+
+    @property
     def tiles(self) -> int:
         """The number of query tiles. Each prompt and the padding may end within a tile."""
         return self.tokens // self.max_tile_queries + self.other_chunks + 1
@@ -141,6 +146,9 @@ class PaddedInputs(NamedTuple):
         state_slots: [sequences].
         first_tokens: [sequences + 1].
         chunks: [recurrent_chunks], each of two int32 in one int64 (see the attention metadata).
+        first_samples: [draft_windows + 1], the first sampled token of each window, then the number of sampled tokens.
+        max_drafts: [draft_windows], the most drafts after each window, 0 for padding.
+        num_pages: [draft_windows], the number of pages of each sequence, 0 for padding.
 
     Padding has the padding row and the null slot. It is computed like other tokens: uninitialized memory may hold NaN.
     """
@@ -156,6 +164,9 @@ class PaddedInputs(NamedTuple):
     state_slots: torch.Tensor
     first_tokens: torch.Tensor
     chunks: torch.Tensor
+    first_samples: torch.Tensor
+    max_drafts: torch.Tensor
+    num_pages: torch.Tensor
 
     @classmethod
     def views(cls, entries: torch.Tensor, bucket: GraphBucket) -> PaddedInputs:
@@ -173,7 +184,8 @@ def input_entries(bucket: GraphBucket) -> int:
 def _input_lengths(bucket: GraphBucket) -> list[int]:
     tokens, sequences = bucket.num_decodes + bucket.tokens, bucket.sequences
     per_token = [tokens, tokens, tokens, 2 * bucket.tiles, bucket.samples, bucket.samples]
-    return [*per_token, sequences, sequences, sequences, sequences + 1, bucket.recurrent_chunks]
+    per_sequence, drafts = [sequences, sequences, sequences, sequences + 1], bucket.draft_windows
+    return [*per_token, *per_sequence, bucket.recurrent_chunks, drafts + 1, drafts, drafts]
 
 
 _NO_TOKENS = np.zeros(0, np.int64)
@@ -193,17 +205,12 @@ EMPTY_BATCH = Batch(
     sample_rows=[],
     recurrent=RecurrentBatch([], np.zeros(1, np.int64), np.zeros((0, 2), np.int32), [], []),
 )
+_NO_DRAFTS = MtpInputs(_NO_TOKENS, [], first_rows=[0], max_drafts=[], num_pages=[], started_rows=[], started_lengths=[])
 
 
-def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
-    """Write a batch that `bucket` holds into `inputs` in host memory."""
+def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs, mtp: MtpInputs | None = None) -> None:
+    """Write a batch that `bucket` holds into `inputs` in host memory. `mtp` is None if no layer drafts."""
     num_decodes = min(batch.num_decodes, bucket.num_decodes)  # in a bucket of windows, these are windows too
-    num_padded_decodes = bucket.num_decodes - num_decodes
-
-    def padded_indices(tokens: Sequence[int]) -> np.ndarray:
-        """Return the indices of tokens in the padded step, whose first entries are for chunks of one token."""
-        indices = np.asarray(tokens, dtype=np.int64)
-        return indices + num_padded_decodes * (indices >= num_decodes)
 
     def fill_split(
         target: torch.Tensor, values: Sequence[int] | np.ndarray, decode_padding: int, prompt_padding: int
@@ -212,7 +219,7 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
         _fill(target[bucket.num_decodes :], values[num_decodes:], prompt_padding)
 
     fill_split(inputs.token_ids, batch.token_ids, 0, 0)
-    inputs.token_ids.numpy()[padded_indices(batch.device_tokens)] = ON_DEVICE
+    inputs.token_ids.numpy()[padded_indices(batch.device_tokens, batch, bucket)] = ON_DEVICE
     fill_split(inputs.positions, batch.positions, PADDING_POSITION, 0)
     fill_split(inputs.token_rows, batch.token_rows, PADDING_ROW, PADDING_ROW)
     padding_sizes = _chunk_sizes(bucket.tokens - (len(batch.token_ids) - num_decodes), bucket.max_tile_queries)
@@ -221,8 +228,12 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
         [np.full_like(padding_sizes, PADDING_ROW), ends - padding_sizes, padding_sizes, np.zeros_like(padding_sizes)], 1
     )
     _fill(inputs.tiles, np.concatenate([_tiles_from(batch, num_decodes), padding]).reshape(-1).view(np.int64), 0)
-    _fill(inputs.last_tokens, padded_indices(batch.last_tokens), 0)
+    _fill(inputs.last_tokens, padded_indices(batch.last_tokens, batch, bucket), 0)
     _fill(inputs.sample_rows, batch.sample_rows, PADDING_ROW)
+    drafting = mtp if mtp is not None and mtp.rows and bucket.draft_windows else _NO_DRAFTS
+    _fill(inputs.first_samples, drafting.first_rows, drafting.first_rows[-1])
+    _fill(inputs.max_drafts, drafting.max_drafts, 0)
+    _fill(inputs.num_pages, drafting.num_pages, 0)
     if batch.recurrent is None:
         fill_split(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
         fill_split(inputs.context_lens, batch.context_lens, PADDING_POSITION, 0)
@@ -230,13 +241,10 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
         _pad_recurrent(batch, batch.recurrent, num_decodes, bucket, inputs)
 
 
-def unpad(values: torch.Tensor, batch: Batch, bucket: GraphBucket) -> torch.Tensor:
-    """Return the values of a batch's tokens, in its order, from a padded step's `values` [bucket.size or more, ...]."""
-    num_decodes = min(batch.num_decodes, bucket.num_decodes)
-    end = bucket.num_decodes + len(batch.token_ids) - num_decodes
-    if num_decodes == bucket.num_decodes:  # no padding lies between them
-        return values[:end]
-    return torch.cat([values[:num_decodes], values[bucket.num_decodes : end]])
+def padded_indices(tokens: Sequence[int], batch: Batch, bucket: GraphBucket) -> np.ndarray:
+    """Return the indices of a batch's tokens in the padded step, whose first entries are for chunks of one token."""
+    indices, num_decodes = np.asarray(tokens, dtype=np.int64), min(batch.num_decodes, bucket.num_decodes)
+    return indices + (bucket.num_decodes - num_decodes) * (indices >= num_decodes)
 
 
 def _tiles_from(batch: Batch, num_decodes: int) -> np.ndarray:
@@ -294,13 +302,20 @@ def _chunk_sizes(tokens: int, max_size: int) -> np.ndarray:
 # From the inputs of a bucket on the device to the hidden states that are sampled, [samples, hidden_size], and the
 # greedy tokens [samples] int64.
 PaddedStep = Callable[[PaddedInputs, GraphBucket], tuple[torch.Tensor, torch.Tensor]]
+# From the inputs of a bucket and the sampled tokens [samples] to the outcomes of its windows: see `MtpDrafter`.
+PaddedDrafts = Callable[[PaddedInputs, GraphBucket, torch.Tensor], torch.Tensor]
 
 
 class PrefillGraphs:
     """The graphs of steps with prompts or drafts."""
 
     def __init__(
-        self, step: PaddedStep, buckets: list[GraphBucket], page_table: torch.Tensor, logit_bytes: int
+        self,
+        step: PaddedStep,
+        buckets: list[GraphBucket],
+        page_table: torch.Tensor,
+        logit_bytes: int,
+        draft: PaddedDrafts | None = None,
     ) -> None:
         """Allocate the inputs of all buckets.
 
@@ -309,8 +324,10 @@ class PrefillGraphs:
             buckets: the shapes of graphs, in ascending order of their tokens.
             page_table: [rows, pages of a sequence] int64.
             logit_bytes: the bytes of a row of logits, which `step` computes for each sampled token.
+            draft: drafts after windows, in graphs of their own: the sampler may run before. None captures no such
+                graphs.
         """
-        self._step = step
+        self._step, self._draft = step, draft
         self._logit_bytes = logit_bytes
         # Returns whether its argument is true on all ranks, which must run the same graphs. Here there is one rank.
         self.on_all_ranks: Callable[[bool], bool] = bool
@@ -322,6 +339,7 @@ class PrefillGraphs:
         self._staging = StagingBuffer(2 * num_entries)
         self._capturer = GraphCapturer()
         self._captured: dict[GraphBucket, CapturedGraph] = {}
+        self._drafting: dict[GraphBucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and the outcomes
         self._memory_left = True
 
     @torch.inference_mode()
@@ -337,13 +355,9 @@ class PrefillGraphs:
             if capture_all or max(bucket.num_decodes, bucket.windows) <= CAPTURED_DECODES
         ]
         for index, bucket in enumerate(first_buckets):
-            padding = torch.zeros(input_entries(bucket), dtype=torch.int64)
-            pad(EMPTY_BATCH, bucket, PaddedInputs.views(padding, bucket))
-            self._inputs[: len(padding)] = padding.to(self._inputs.device)
-            inputs = PaddedInputs.views(self._inputs, bucket)
-            self._step(inputs, bucket)
+            self._launch_padding(bucket)
             torch.cuda.synchronize()
-            self._capture(inputs, bucket)
+            self._capture(bucket)
             progress("capturing prefill graphs", (index + 1) / len(first_buckets))
 
     def bucket_for(self, batch: Batch) -> GraphBucket | None:
@@ -354,32 +368,58 @@ class PrefillGraphs:
             return bucket
         return None
 
-    def replay(self, batch: Batch, bucket: GraphBucket, new_pages: NewPages) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a step after writing `new_pages` to the page table.
+    def replay(
+        self, batch: Batch, bucket: GraphBucket, new_pages: NewPages, mtp: MtpInputs | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a step after writing `new_pages` to the page table. `mtp` is what `replay_drafting` needs.
 
         Returns the hidden states that are sampled and their greedy tokens. The next replay of the bucket overwrites
         both.
         """
+        if bucket not in self._captured:
+            self._launch_padding(bucket)
+            self._capture(bucket)
         num_entries, num_new_pages = input_entries(bucket), len(new_pages.rows)
         staging_buffer, read_event = self._staging.take(num_entries + 3 * num_new_pages)
-        pad(batch, bucket, PaddedInputs.views(staging_buffer, bucket))
+        pad(batch, bucket, PaddedInputs.views(staging_buffer, bucket), mtp)
         staging_buffer.numpy()[num_entries:] = [*new_pages.rows, *new_pages.columns, *new_pages.pages]
         apply_updates(staging_buffer, self._inputs[:num_entries], self._page_table, num_new_pages)
         read_event.record()
-        captured = self._captured.get(bucket)
-        if captured is None:
-            inputs = PaddedInputs.views(self._inputs, bucket)
-            hidden, token_ids = self._step(inputs, bucket)
-            self._capture(inputs, bucket)
-        else:
-            captured.graph.replay()
-            hidden, token_ids = captured.values, captured.token_ids
+        captured = self._captured[bucket]
+        captured.graph.replay()
         num_samples = len(batch.last_tokens)
-        return hidden[:num_samples], token_ids[:num_samples]
+        return captured.values[:num_samples], captured.token_ids[:num_samples]
 
-    def _capture(self, inputs: PaddedInputs, bucket: GraphBucket) -> None:
-        graph, outputs = self._capturer.capture(partial(self._step, inputs, bucket))
-        self._captured[bucket] = CapturedGraph(graph, *outputs)
+    def replay_drafting(self, bucket: GraphBucket, num_windows: int, token_ids: torch.Tensor) -> torch.Tensor:
+        """Draft after the windows of the newest replay, whose `token_ids` hold what was sampled instead of them.
+
+        Returns the outcomes [num_windows, 2 + drafts] int64, which the next replay overwrites.
+        """
+        assert token_ids.data_ptr() == self._captured[bucket].token_ids.data_ptr(), "the graph reads these"
+        graph, outcomes = self._drafting[bucket]
+        graph.replay()
+        return outcomes[:num_windows]
+
+    def inputs(self, bucket: GraphBucket) -> PaddedInputs:
+        """Return the inputs of the newest replay of a bucket, on the device."""
+        return PaddedInputs.views(self._inputs, bucket)
+
+    def _launch_padding(self, bucket: GraphBucket) -> None:
+        """Run a step of padding alone, so that no kernel is loaded during a capture."""
+        padding = torch.zeros(input_entries(bucket), dtype=torch.int64)
+        pad(EMPTY_BATCH, bucket, PaddedInputs.views(padding, bucket))
+        self._inputs[: len(padding)] = to_device(padding.numpy(), torch.int64, self._inputs.device)
+        inputs = self.inputs(bucket)
+        _, token_ids = self._step(inputs, bucket)
+        if self._draft is not None and bucket.draft_windows:
+            self._draft(inputs, bucket, token_ids)
+
+    def _capture(self, bucket: GraphBucket) -> None:
+        inputs = self.inputs(bucket)
+        graph, (hidden, token_ids) = self._capturer.capture(partial(self._step, inputs, bucket))
+        if self._draft is not None and bucket.draft_windows:
+            self._drafting[bucket] = self._capturer.capture(partial(self._draft, inputs, bucket, token_ids))
+        self._captured[bucket] = CapturedGraph(graph, hidden, token_ids)
 
     def _has_memory(self, bucket: GraphBucket) -> bool:
         """Return whether memory is left for the graph of a bucket. After the first False, no more are captured."""

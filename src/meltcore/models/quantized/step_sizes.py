@@ -33,6 +33,7 @@ class StepBytes(NamedTuple):
 
     Args:
         layers: number of the model's layers.
+        mtp_layers: how many of them are for multi-token prediction.
         position_bytes: tables of positions.
         scratch_bytes: slices of quantized weights that a step dequantizes.
         head_scratch_bytes: slices of the head, which only steps with more than FUSED_ROWS rows of logits need.
@@ -48,6 +49,7 @@ class StepBytes(NamedTuple):
     head_scratch_bytes: int = 0
     expert_bytes: int = 0
     expert_tokens: int = 0
+    mtp_layers: int = 0
 
 
 def decoder_step(
@@ -101,4 +103,5 @@ def decoder_step(
         head_scratch_bytes=slices.head * element_size if slices else 0,
         expert_bytes=expert_bytes,
         expert_tokens=expert_tokens,
+        mtp_layers=mtp_layers,
     )
