@@ -49,9 +49,9 @@ def batch_of(*chunks: Chunk) -> Batch:
 
 
 def padded(batch: Batch, size: GraphBucket, mtp: MtpInputs | None = None) -> PaddedInputs:
-    inputs = PaddedInputs.views(torch.full((input_entries(size),), -77), size)
-    pad(batch, size, inputs, mtp)
-    return inputs
+    entries = torch.full((input_entries(size),), -77)
+    pad(batch, size, PaddedInputs.views(entries.numpy(), size), mtp)
+    return PaddedInputs.views(entries, size)
 
 
 @pytest.mark.parametrize("most_seqs", [1, 8, 16, 100, 512, 1024])

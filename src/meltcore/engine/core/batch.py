@@ -147,7 +147,8 @@ class MtpInputs(NamedTuple):
         `windows` are the rows after which the step proposes up to `max_drafts` drafts, and None if it proposes none.
         """
         next_ids, end = np.zeros(sum(chunk.size for chunk in chunks), dtype=np.int64), 0
-        for chunk in chunks:
+        samples_all = windows is not None and len(windows.requests) == len(next_ids)
+        for chunk in () if samples_all else chunks:
             known_ids = chunk.request.token_ids[chunk.start + 1 : chunk.end + 1]
             next_ids[end : end + len(known_ids)] = known_ids
             end += chunk.size
@@ -221,13 +222,16 @@ def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Ch
 
     There must be at least one chunk.
     """
-    chunks = sorted(sort_longest_first(scheduled), key=_sort_key)
+    longest_first = [(chunk, _padding_class(chunk)) for chunk in sort_longest_first(scheduled)]
+    # Decodes of one token, then decodes with drafts, then prompts; of each, similar sizes, and the longest first.
+    longest_first.sort(key=lambda each: (each[0].prompt_tokens > 0, each[1][0], -each[1][1]))
+    chunks = [chunk for chunk, _ in longest_first]
     sizes = np.array([chunk.size for chunk in chunks])
     ends = np.cumsum(sizes)
     context_lens = np.array([chunk.start for chunk in chunks])
     rows = np.array([chunk.request.row for chunk in chunks])
     offsets = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)  # of each token in its chunk
-    groups = _group_by_padding(chunks, ends.tolist())
+    groups = _group_by_padding(longest_first, ends.tolist())
     num_decodes = int((sizes == 1).sum())
 
     token_ids = np.zeros(ends[-1], dtype=np.int64)
@@ -316,15 +320,6 @@ def _recurrent_batch(scheduled: list[Chunk], chunks: list[Chunk], sizes: np.ndar
     )
 
 
-def _sort_key(chunk: Chunk) -> tuple[bool, int, int]:
-    """Return a sort key: decodes of one token, then decodes with drafts, then prompts.
-
-    Chunks of similar sizes are together, and the longest first.
-    """
-    queries, pages = _padding_class(chunk)
-    return chunk.prompt_tokens > 0, queries, -pages
-
-
 def _padding_class(chunk: Chunk) -> tuple[int, int]:
     """Return the query length and page count of a chunk, each rounded up to a power of two.
 
@@ -333,13 +328,14 @@ def _padding_class(chunk: Chunk) -> tuple[int, int]:
     return (chunk.size - 1).bit_length(), (pages_for(chunk.start + chunk.size) - 1).bit_length()
 
 
-def _group_by_padding(chunks: list[Chunk], ends: list[int]) -> list[PaddedGroup]:
-    groups = []
+def _group_by_padding(classified: list[tuple[Chunk, tuple[int, int]]], ends: list[int]) -> list[PaddedGroup]:
+    """Return the groups of chunks that are padded together. A chunk comes with its padding class."""
+    groups, chunks, classes = [], [each[0] for each in classified], [each[1] for each in classified]
     first = 0
     while first < len(chunks):
         last = first + 1
         queries, pages = chunks[first].size, pages_for(chunks[first].start + chunks[first].size)
-        while last < len(chunks) and _padding_class(chunks[last]) == _padding_class(chunks[first]):
+        while last < len(chunks) and classes[last] == classes[first]:
             max_queries = max(queries, chunks[last].size)
             max_pages = max(pages, pages_for(chunks[last].start + chunks[last].size))
             if (last + 1 - first) * max_queries * max_pages * PAGE_SIZE > _MASK_LIMIT:

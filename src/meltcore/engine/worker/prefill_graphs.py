@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -169,16 +170,22 @@ class PaddedInputs(NamedTuple):
     num_pages: torch.Tensor
 
     @classmethod
-    def views(cls, entries: torch.Tensor, bucket: GraphBucket) -> PaddedInputs:
-        """Return the inputs of a bucket as views of an array of at least `input_entries(bucket)`."""
-        lengths = _input_lengths(bucket)
-        context_lens = np.cumsum([0, *map(align_entries, lengths)]).tolist()
-        return cls(*(entries[start : start + length] for start, length in zip(context_lens, lengths, strict=False)))
+    def views(cls, entries: Any, bucket: GraphBucket) -> PaddedInputs:
+        """Return the inputs of a bucket as views of a tensor or numpy array of at least `input_entries(bucket)`."""
+        return cls(*(entries[part] for part in _input_slices(bucket)))
 
 
 def input_entries(bucket: GraphBucket) -> int:
     """Return the number of int64 in the inputs of a bucket."""
-    return sum(map(align_entries, _input_lengths(bucket)))
+    last = _input_slices(bucket)[-1]
+    return align_entries(last.stop)
+
+
+@cache  # each step needs them, and an engine has a few dozen buckets
+def _input_slices(bucket: GraphBucket) -> list[slice]:
+    lengths = _input_lengths(bucket)
+    starts = accumulate(map(align_entries, lengths), initial=0)
+    return [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
 
 
 def _input_lengths(bucket: GraphBucket) -> list[int]:
@@ -209,17 +216,18 @@ _NO_DRAFTS = MtpInputs(_NO_TOKENS, [], first_rows=[0], max_drafts=[], num_pages=
 
 
 def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs, mtp: MtpInputs | None = None) -> None:
-    """Write a batch that `bucket` holds into `inputs` in host memory. `mtp` is None if no layer drafts."""
+    """Write a batch that `bucket` holds into `inputs`, views of a numpy array. `mtp` is None if no layer drafts.
+
+    The device waits for this before each step with drafts, and tensors would take twice as long as arrays.
+    """
     num_decodes = min(batch.num_decodes, bucket.num_decodes)  # in a bucket of windows, these are windows too
 
-    def fill_split(
-        target: torch.Tensor, values: Sequence[int] | np.ndarray, decode_padding: int, prompt_padding: int
-    ) -> None:
+    def fill_split(target: Any, values: Sequence[int] | np.ndarray, decode_padding: int, prompt_padding: int) -> None:
         _fill(target[: bucket.num_decodes], values[:num_decodes], decode_padding)
         _fill(target[bucket.num_decodes :], values[num_decodes:], prompt_padding)
 
     fill_split(inputs.token_ids, batch.token_ids, 0, 0)
-    inputs.token_ids.numpy()[padded_indices(batch.device_tokens, batch, bucket)] = ON_DEVICE
+    inputs.token_ids[padded_indices(batch.device_tokens, batch, bucket)] = ON_DEVICE
     fill_split(inputs.positions, batch.positions, PADDING_POSITION, 0)
     fill_split(inputs.token_rows, batch.token_rows, PADDING_ROW, PADDING_ROW)
     padding_sizes = _chunk_sizes(bucket.tokens - (len(batch.token_ids) - num_decodes), bucket.max_tile_queries)
@@ -261,7 +269,7 @@ def _pad_recurrent(
     # The first prompt, among the sequences of the batch and of the padded step.
     first_prompt, padded_first_prompt = max(num_decodes, recurrent.num_windows), bucket.num_windows
 
-    def fill_sequences(target: torch.Tensor, values: Sequence[int], window_padding: int, prompt_padding: int) -> None:
+    def fill_sequences(target: Any, values: Sequence[int], window_padding: int, prompt_padding: int) -> None:
         _fill(target[: bucket.num_decodes], values[:num_decodes], window_padding)
         _fill(target[bucket.num_decodes : padded_first_prompt], values[num_decodes:first_prompt], window_padding)
         _fill(target[padded_first_prompt:], values[first_prompt:], prompt_padding)
@@ -270,12 +278,12 @@ def _pad_recurrent(
     fill_sequences(inputs.context_lens, batch.context_lens, PADDING_POSITION, 0)
     fill_sequences(inputs.state_slots, recurrent.slots, 0, 0)
 
-    first_tokens, chunks = inputs.first_tokens.numpy(), inputs.chunks.numpy()
+    first_tokens: Any = inputs.first_tokens
     starts = recurrent.first_tokens + (bucket.num_decodes - num_decodes)  # of windows and prompts, then the end
     first_tokens[: bucket.num_decodes] = np.arange(bucket.num_decodes)
-    windows = inputs.first_tokens[bucket.num_decodes : padded_first_prompt]
+    windows = first_tokens[bucket.num_decodes : padded_first_prompt]
     _fill(windows, starts[num_decodes:first_prompt], starts[first_prompt])  # windows of padding are empty
-    _fill(inputs.first_tokens[padded_first_prompt:], starts[first_prompt:], starts[-1])
+    _fill(first_tokens[padded_first_prompt:], starts[first_prompt:], starts[-1])
     first_tokens[-2:] = bucket.size
     num_padding_chunks = len(_chunk_sizes(int(first_tokens[-1] - starts[-1]), CHUNK))
     padded_chunks = np.zeros((bucket.recurrent_chunks, 2), np.int32)
@@ -285,13 +293,12 @@ def _pad_recurrent(
     )
     padding_chunks = padded_chunks[len(recurrent.chunks) : len(recurrent.chunks) + num_padding_chunks]
     padding_chunks[:, 0], padding_chunks[:, 1] = bucket.sequences - 2, np.arange(num_padding_chunks)
-    chunks[:] = padded_chunks.reshape(-1).view(np.int64)
+    _fill(inputs.chunks, padded_chunks.reshape(-1).view(np.int64), 0)
 
 
-def _fill(target: torch.Tensor, values: Sequence[int] | np.ndarray, padding: int) -> None:
-    """Write `values`, then `padding` up to the end of the target."""
-    array = target.numpy()
-    array[: len(values)], array[len(values) :] = values, padding
+def _fill(target: Any, values: Sequence[int] | np.ndarray, padding: int) -> None:
+    """Write `values`, then `padding` up to the end of the target, a numpy array."""
+    target[: len(values)], target[len(values) :] = values, padding
 
 
 def _chunk_sizes(tokens: int, max_size: int) -> np.ndarray:
@@ -381,8 +388,9 @@ class PrefillGraphs:
             self._capture(bucket)
         num_entries, num_new_pages = input_entries(bucket), len(new_pages.rows)
         staging_buffer, read_event = self._staging.take(num_entries + 3 * num_new_pages)
-        pad(batch, bucket, PaddedInputs.views(staging_buffer, bucket), mtp)
-        staging_buffer.numpy()[num_entries:] = [*new_pages.rows, *new_pages.columns, *new_pages.pages]
+        staged = staging_buffer.numpy()
+        pad(batch, bucket, PaddedInputs.views(staged, bucket), mtp)
+        staged[num_entries:] = [*new_pages.rows, *new_pages.columns, *new_pages.pages]
         apply_updates(staging_buffer, self._inputs[:num_entries], self._page_table, num_new_pages)
         read_event.record()
         captured = self._captured[bucket]
@@ -406,9 +414,9 @@ class PrefillGraphs:
 
     def _launch_padding(self, bucket: GraphBucket) -> None:
         """Run a step of padding alone, so that no kernel is loaded during a capture."""
-        padding = torch.zeros(input_entries(bucket), dtype=torch.int64)
+        padding = np.zeros(input_entries(bucket), dtype=np.int64)
         pad(EMPTY_BATCH, bucket, PaddedInputs.views(padding, bucket))
-        self._inputs[: len(padding)] = to_device(padding.numpy(), torch.int64, self._inputs.device)
+        self._inputs[: len(padding)] = to_device(padding, torch.int64, self._inputs.device)
         inputs = self.inputs(bucket)
         _, token_ids = self._step(inputs, bucket)
         if self._draft is not None and bucket.draft_windows:
