@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 from meltcore.common.errors import ConfigError
 from meltcore.engine.generation import engine as engine_file
 from meltcore.engine.worker import sampler as sampler_file
+from meltcore.engine.worker.sampler import Sampler, _Masks
+from meltcore.engine.worker.transfer import to_device, to_device_together
 from meltcore.engine.worker.warm_up import (
     EXPERT_TOKENS,
     PROMPT_TOKENS,
@@ -34,6 +37,7 @@ from meltcore.kernels.gemm import tma
 from meltcore.kernels.moe import grouped_gemm, grouped_gemm_tma, grouped_gemm_wgmma
 from meltcore.kernels.moe.align import scan_size
 from meltcore.kernels.moe.grouped_gemm import select_configs, select_mode
+from meltcore.kernels.sampling.token_mask import wait_for_masks
 
 
 @pytest.mark.parametrize("max_model_len", [20, 300])
@@ -63,6 +67,45 @@ def test_rehearsal_launches_penalties_and_counts_no_token(checkpoint: Path, monk
     assert not counts[0].any(), "a skipped kernel leaves values that are no token ids"
     warm_up(seen.engine.runner, StepLimits(4, 300, 140))
     assert counts[0].sum() == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels refuse memory of the CPU where there is a GPU")
+def test_warm_up_of_masks_waits_before_it_frees_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    sampler, cpu, allocate = Sampler(tools.VOCAB, torch.device("cpu"), 0), torch.device("cpu"), _Masks.allocate
+
+    def wait(rows: torch.Tensor, *settings: torch.Tensor) -> torch.Tensor:
+        outcomes = settings[3]
+        weakref.finalize(outcomes, events.append, "freed")
+        return wait_for_masks(rows, *settings)
+
+    sampler.device = torch.device("cuda")
+    monkeypatch.setattr(sampler_file, "to_device_together", lambda arrays, _: to_device_together(arrays, cpu))
+    monkeypatch.setattr(_Masks, "allocate", lambda rows, words, _: allocate(rows, words, cpu))
+    monkeypatch.setattr(sampler_file, "wait_for_masks", wait)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("waited"))
+    sampler.warm_up_masks()
+    assert events == ["waited", "freed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda device: torch.cat(to_device_together([[5, 6], [7, 8]], device)),
+        lambda device: to_device([[5, 6, 7, 8], [9, 10, 11, 12]], torch.int32, device),
+    ],
+    ids=["rows", "tiles"],
+)
+def test_masks_of_the_warm_up_change_no_later_copy(send: Callable[[torch.device], torch.Tensor]) -> None:
+    """Copies of as many bytes as the outcomes of masks have, while the device is late."""
+    device = torch.device("cuda")
+    sampler = Sampler(tools.VOCAB, device, 0)
+    sampler.warm_up_masks()  # compiles
+    expected = send(torch.device("cpu"))
+    torch.cuda._sleep(2 * 10**8)
+    sampler.warm_up_masks()
+    assert torch.equal(send(device).cpu(), expected)
 
 
 @pytest.mark.slow

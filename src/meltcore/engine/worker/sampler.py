@@ -169,7 +169,11 @@ class Sampler:
         masks = _Masks.allocate(2, 1, self.device)
         rows, tickets, positions, limits_ns = to_device_together([[1], [1], [0], [0, 0]], self.device)
         mask_rows = wait_for_masks(rows, tickets, positions, masks.filled, masks.outcomes, limits_ns)
-        mask_logits(torch.zeros(1, self._vocab_size, device=self.device), masks.masks, mask_rows)
+        mask_logits(torch.zeros(1, self._vocab_size, device=rows.device), masks.masks, mask_rows)
+        if self.device.type == "cuda":
+            # The kernels read and write `masks`. Torch's pool of pinned memory tracks copies only, and would give it to
+            # the first step, whose row of a sequence they then overwrite.
+            torch.cuda.synchronize()
 
     def prepare_graphs(self, max_num_seqs: int) -> None:
         """Allocate what graphs of `resample` read."""
