@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from meltcore.protocol.generation import AddRequest, FinishReason, TokenLogprobs
+from meltcore.protocol.generation import AddRequest, FinishReason, RequestTimes, SequenceOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     import torch
@@ -139,3 +140,17 @@ class Request:
     def num_remaining(self) -> int:
         """The number of tokens that must be computed before the next token can be sampled."""
         return self.length - self.num_computed_tokens
+
+    def last_output(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> SequenceOutput:
+        """Return the output that ends the request, now, with its newest tokens."""
+        return SequenceOutput(
+            self.id,
+            token_ids,
+            finish_reason=self.finish_reason or "abort",
+            stop_token_id=self.stop_token_id,
+            logprobs=logprobs,
+            cached_tokens=self.cached_tokens,
+            error=self.error,
+            times=RequestTimes(self.arrived_s, self.scheduled_s, self.first_token_s, time.monotonic()),
+            error_code=self.error_code,
+        )

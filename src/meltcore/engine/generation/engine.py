@@ -31,7 +31,7 @@ from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_m
 from meltcore.engine.host.step_pacing import NO_WAIT, StepCounts, StepTurn
 from meltcore.engine.memory.graph_sizes import sampled_tokens
 from meltcore.engine.worker.caches import ModelRunnerConfig
-from meltcore.engine.worker.launched_step import Event, LaunchedStep
+from meltcore.engine.worker.launched_step import Event, LaunchedStep, SampledTokens
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
 from meltcore.engine.worker.model_runner import ModelRunner
 from meltcore.engine.worker.sampler import Sampler
@@ -45,7 +45,6 @@ from meltcore.protocol.generation import (
     EngineStats,
     FinishReason,
     GenerationReady,
-    RequestTimes,
     SequenceOutput,
     StepOutputs,
     TokenLogprobs,
@@ -119,10 +118,10 @@ class GenerationEngine:
         self._prompt_speed = PromptSpeed(self.scheduler.max_num_batched_tokens)
         self._requests: dict[str, Request] = {}
         self._dropped = Dropped([], [])  # from the step that is being launched
-        # Of the step that is read next.
-        self._tokens: tuple[list[list[int]], dict[int, list[TokenLogprobs]]] | None = None
+        self._tokens: SampledTokens | None = None  # of the step that is read next
         self._unused = Dropped([], [])  # its requests whose tokens are not used
         self._read_s = 0.0  # when they were read
+        self._make_outputs: Callable[[], list[SequenceOutput]] = list  # of a step that was read before a launch
         self._ended_outputs: list[SequenceOutput] = []
         # Some checkpoints name end tokens of a larger vocabulary, which this model can neither sample nor mask.
         self._eos_token_ids = frozenset(
@@ -254,15 +253,16 @@ class GenerationEngine:
     def step(self) -> StepOutputs:
         """Launch the next step, then read the previous step. Return the new outputs.
 
-        The launched step is read, too, without async scheduling, if it has yielded between its layers, or with drafts.
+        After a step with drafts nothing is known of the next one, so it is read first. Its outputs are returned once
+        the next step is launched. Without async scheduling, or if it has yielded, the launched step is read, too.
         """
-        start_s = time.monotonic()
         for request in self._constraints.take_compiled():
             if request.error is None:
                 self.scheduler.add(request)
             else:
                 self._end(request, "error")
         self._choose_drafts()
+        start_s = time.monotonic()
         scheduled = self.scheduler.schedule()
         for chunk in scheduled:
             if chunk.request.scheduled_s == 0.0:
@@ -285,24 +285,24 @@ class GenerationEngine:
             self._constraints.launched(launched.requests)
         previous, previous_at = self._launched, self._launched_at
         self._launched, self._launched_at = launched, (start_s, self._turn)
-        outputs, self._ended_outputs = self._ended_outputs, []
+        outputs, self._ended_outputs = [*self._ended_outputs, *self._make_outputs()], []
+        self._make_outputs = list
         if previous is not None:
-            outputs += self._read(previous, *previous_at)
-        launched = self._launched
-        if launched is not None and (not self._overlap or launched.yielded_s is not None or launched.windows):
-            self._launched = None
-            outputs += self._read(launched, *self._launched_at)
+            outputs += self._read(previous, *previous_at)()
+        if launched is not None and (not self._overlap or launched.yielded_s is not None):
+            outputs += self._read_launched(launched)()
         if not scheduled and previous is None and not outputs:
             self._constraints.wait_idle()
         return StepOutputs(outputs, self.stats(), time.monotonic())
 
     def _choose_drafts(self) -> None:
         """Decide how many drafts the next step checks. They follow the tokens in flight, which are read first."""
+        if self._launched is not None and self._launched.windows:
+            self._make_outputs = self._read_launched(self._launched)
         num_drafts = 0 if self._speculation is None else self._speculation.begin(self.scheduler)
         self.scheduler.max_drafts, self.runner.proposes_drafts = num_drafts, num_drafts > 0
-        if (launched := self._launched) is not None and num_drafts:
-            self._launched = None
-            self._ended_outputs += self._read(launched, *self._launched_at)
+        if self._launched is not None and num_drafts:
+            self._make_outputs = self._read_launched(self._launched)
 
     def _prepare_sampling(self, requests: list[Request], record_event: Callable[[], Event | None]) -> None:
         """Wait for the masks of a step between its forward pass and its sampling.
@@ -434,7 +434,7 @@ class GenerationEngine:
         assert self._constraints.num_open == 0, f"{self._constraints.num_open} grammars are still in use"
         self.scheduler.check_idle()
 
-    def _read_tokens(self, step: LaunchedStep) -> tuple[list[list[int]], dict[int, list[TokenLogprobs]]]:
+    def _read_tokens(self, step: LaunchedStep) -> SampledTokens:
         """Wait for a step and advance the grammars of its requests. A second call returns the same tokens."""
         if self._tokens is None:
             self._tokens, self._read_s = step.read(), time.monotonic()
@@ -443,17 +443,29 @@ class GenerationEngine:
                 self._unused = self._constraints.commit([each for each in sampled if each[0] not in step.dropped])
         return self._tokens
 
-    def _read(self, step: LaunchedStep, launched_s: float, turn: StepTurn) -> list[SequenceOutput]:
-        token_ids, logprobs = self._read_tokens(step)
-        self._tokens = None
+    def _read_launched(self, step: LaunchedStep) -> Callable[[], list[SequenceOutput]]:
+        self._launched = None
+        return self._read(step, *self._launched_at)
+
+    def _read(self, step: LaunchedStep, launched_s: float, turn: StepTurn) -> Callable[[], list[SequenceOutput]]:
+        """Wait for a step and update its requests. Return a function that makes its outputs.
+
+        Between the two, the next step may be launched.
+        """
+        sampled, self._tokens = self._read_tokens(step), None
         if any(self._unused):
             step, self._unused = self._without(step, self._unused, is_read=True), Dropped([], [])
-        sampled = zip(step.requests, token_ids, strict=True)
-        used = [each for request, each in sampled if request not in step.dropped]
+        by_request = zip(step.requests, sampled[0], strict=True)
+        used = [each for request, each in by_request if request not in step.dropped]
         self.scheduler.update(step.chunks, used)
         if not self._overlap:  # the host prepares the next step meanwhile
             self._constraints.fill([request for request in step.requests if request.status is RequestStatus.RUNNING])
-        outputs = []
+        return partial(self._outputs_of, step, sampled, used, launched_s, turn)
+
+    def _outputs_of(
+        self, step: LaunchedStep, sampled: SampledTokens, used: list[list[int]], launched_s: float, turn: StepTurn
+    ) -> list[SequenceOutput]:
+        (token_ids, logprobs), outputs = sampled, []
         for index, request in enumerate(step.requests):
             if self._requests.get(request.id) is not request or request in step.dropped:
                 continue  # aborted while the step was in flight, or it missed the step
@@ -478,17 +490,7 @@ class GenerationEngine:
         del self._requests[request.id]
         if request.sampling.grammar is not None:
             self._constraints.remove(request)
-        return SequenceOutput(
-            request.id,
-            token_ids,
-            finish_reason=request.finish_reason or "abort",
-            stop_token_id=request.stop_token_id,
-            logprobs=logprobs,
-            cached_tokens=request.cached_tokens,
-            error=request.error,
-            times=RequestTimes(request.arrived_s, request.scheduled_s, request.first_token_s, time.monotonic()),
-            error_code=request.error_code,
-        )
+        return request.last_output(token_ids, logprobs)
 
 
 def _close(engine: weakref.ref[GenerationEngine]) -> None:

@@ -19,6 +19,8 @@ from meltcore.protocol.generation import TokenLogprobs
 MAX_LAYERS_IN_FLIGHT = 2
 # Of prompt tokens [n]: their log-probabilities [n], and the highest ones and their ids [n, num_logprobs].
 PromptLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Of each request of a step its sampled tokens, and their log-probabilities by the request's index.
+SampledTokens = tuple[list[list[int]], dict[int, list[TokenLogprobs]]]
 # Prompt tokens scored in one block: with a vocabulary of 152,000 tokens their float32 logits take 0.3 GB.
 _SCORED_TOKENS = 256
 
@@ -76,7 +78,7 @@ class LaunchedStep(NamedTuple):
     windows: Windows | None = None
     outcomes: torch.Tensor | None = None
 
-    def read(self) -> tuple[list[list[int]], dict[int, list[TokenLogprobs]]]:
+    def read(self) -> SampledTokens:
         """Wait for the step.
 
         Returns the sampled tokens of each of `requests`, and their log-probabilities by index of the request. Prompt
