@@ -2,7 +2,8 @@
 
 Two kinds of prompts: "copy" asks for a page of sentences again with one change, "answer" asks a question about a page.
 The same prompts run with and without drafts, in one process, one engine after the other. Where two answers differ, the
-first different token is a tie if the two best log-probabilities there are closer than --noise: rounding then decides.
+first different token is a tie if the two best log-probabilities there are closer than the noise: rounding then decides.
+The noise is the most by which such distances differ between both runs where all tokens before are equal, or --noise.
 The engine itself may turn drafts off where they do not pay, as on a server.
 
     python benchmarks/speculation.py smollm2-135m-instruct.q4_1.gguf
@@ -63,18 +64,34 @@ def run(llm: LLM, chats: list[list[dict[str, str]]], concurrency: int, max_token
     return Answers(tokens, gaps, sum(map(len, tokens)) / took_s, drafted, accepted)
 
 
-def compare(plain: Answers, speculating: Answers, noise: float) -> tuple[int, int, int]:
-    """Return how many answers are the same, differ from a tie on, and differ otherwise."""
-    same = ties = others = 0
-    for ours, theirs, gaps in zip(speculating.tokens, plain.tokens, plain.gaps, strict=True):
+class Comparison(NamedTuple):
+    """How many answers are the same, differ from a tie on, and otherwise; the noise, and the gaps where they differ."""
+
+    same: int
+    ties: int
+    others: int
+    noise: float
+    gaps: list[float]
+
+
+def compare(plain: Answers, speculating: Answers, noise: float | None) -> Comparison:
+    """Compare answers token by token. None measures the noise, which is a log-probability."""
+    same, gaps, ends = 0, [], 0
+    noises = [0.0]
+    answers = zip(speculating.tokens, plain.tokens, speculating.gaps, plain.gaps, strict=True)
+    for ours, theirs, our_gaps, their_gaps in answers:
         at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        if at is None and len(ours) == len(theirs):
+        equal = min(len(ours), len(theirs)) if at is None else at
+        noises += [abs(a - b) for a, b in zip(our_gaps[:equal], their_gaps[:equal], strict=True)]
+        if at is not None:
+            gaps.append(their_gaps[at])
+        elif len(ours) == len(theirs):
             same += 1
-        elif at is not None and gaps[at] < noise:
-            ties += 1
         else:
-            others += 1
-    return same, ties, others
+            ends += 1  # one answer ends earlier, which no tie explains
+    limit = max(noises) if noise is None else noise
+    ties = sum(gap < limit for gap in gaps)
+    return Comparison(same, ties, ends + len(gaps) - ties, limit, sorted(gaps))
 
 
 def main() -> None:
@@ -86,7 +103,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="Of an answer at most.")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--drafts", type=int, default=5)
-    parser.add_argument("--noise", type=float, default=1e-3, help="In units of the logarithm of a probability.")
+    parser.add_argument("--noise", type=float, help="Of the logarithm of a probability (default: measured).")
     args = parser.parse_args()
     if args.device != "cpu":
         need_gpu(model=args.model)
@@ -106,7 +123,7 @@ def main() -> None:
     rows, notes = [], []
     for kind in kinds:
         plain, speculating = found["plain"][kind], found["speculating"][kind]
-        same, ties, others = compare(plain, speculating, args.noise)
+        same, ties, others, noise, gaps = compare(plain, speculating, args.noise)
         row = Row(work=f"{kind}, {args.concurrency} at a time", unit="output tokens/s", value=speculating.rate)
         row.peer, row.peer_value, row.ratio = "without drafts", plain.rate, speculating.rate / plain.rate
         row.target = Target(1.5 if kind == "copy" and args.concurrency == 1 else 0.98, "ratio")
@@ -117,7 +134,8 @@ def main() -> None:
         shares = [f"{100 * accepted / drafted:.0f} %" for accepted, drafted in pairs if drafted]
         notes.append(
             f"{kind}: {same} of {kinds[kind]} answers are the same, {ties} differ from a tie on, {others} differ "
-            f"otherwise; drafts accepted by position: {', '.join(shares) or 'none drafted'}"
+            f"otherwise (noise {noise:.2g}; gaps up to {max(gaps, default=0.0):.2g}); "
+            f"drafts accepted by position: {', '.join(shares) or 'none drafted'}"
         )
     write_result(rows, {"torch": metadata.version("torch")}, notes, subject=f"{args.model}, n-gram, k {args.drafts}")
 

@@ -32,8 +32,8 @@ SIZES: dict[str, Any] = {
     "shared_expert_intermediate_size": WIDTH,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 PAGE = 64
 
