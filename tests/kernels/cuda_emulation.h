@@ -337,6 +337,26 @@ inline void multiply(float* sums, uint4 left, uint2 right) {
     });
 }
 
+// mma.m16n8k8 of tf32: lane 4 * i + j has columns j and j + 4 of rows i and i + 8, of which the last 13 bits are ignored.
+inline void multiply_tf32(float* sums, uint4 left, uint2 right) {
+    u64 words[] = {left.x | (u64)left.y << 32, left.z | (u64)left.w << 32, right.x | (u64)right.y << 32};
+    together({words[0], words[1], words[2], (u64)sums}, [](Warp& warp) {
+        float a[16][8], b[8][8], c[16][8] = {};
+        for (int lane = 0; lane < 32; ++lane) {
+            u32 words[6];
+            memcpy(words, warp.in[lane], sizeof words);
+            for (u32& word : words) word &= 0xffffe000u;
+            for (int i = 0; i < 4; ++i) a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = __uint_as_float(words[i]);
+            for (int i = 0; i < 2; ++i) b[lane % 4 + i * 4][lane / 4] = __uint_as_float(words[4 + i]);
+        }
+        for (int i = 0; i < 16; ++i)
+            for (int k = 0; k < 8; ++k)
+                for (int j = 0; j < 8; ++j) c[i][j] += a[i][k] * b[k][j];
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 4; ++i) ((float*)warp.in[lane][3])[i] += c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+    });
+}
+
 // --- memory ----------------------------------------------------------------------------------------------------------
 
 struct Watch {
