@@ -81,7 +81,7 @@ def test_steps_are_those_without_async_scheduling(tmp_path: Path, method: dict[s
     """Chunks, drafts, pages, slots, answers and cached prefixes: with ends of all kinds, arrivals and preemptions."""
     folder = write(tmp_path, 0.2, layer_types=layers)
     truth, _ = serve(folder)
-    stop = truth.answers["stopped"][12]
+    stop = truth.answers["stopped"][25]
     serial, _ = serve(folder, stop, speculative_config=method)
     overlapped, seen = serve(folder, stop, speculative_config=method, overlap=True)
     assert overlapped.steps == serial.steps
