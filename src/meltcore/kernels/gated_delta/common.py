@@ -119,6 +119,8 @@ def make_chunk_indices(query_lens: Sequence[int], num_decodes: int) -> np.ndarra
     `query_lens` has the number of tokens of each sequence in this step. The first `num_decodes` sequences decode and
     have no chunk. Chunks are counted from the sequence's first token in this step.
     """
+    if num_decodes == len(query_lens):
+        return np.zeros((0, 2), np.int32)
     chunk_counts = -(-np.asarray(query_lens[num_decodes:], dtype=np.int32) // CHUNK)
     sequences = np.arange(num_decodes, len(query_lens), dtype=np.int32).repeat(chunk_counts)
     chunk_numbers = np.arange(len(sequences), dtype=np.int32) - (chunk_counts.cumsum() - chunk_counts).repeat(
