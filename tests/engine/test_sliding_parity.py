@@ -232,7 +232,7 @@ def window_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def page_freed_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the position after the step that is being scheduled. Its next owner is in the same step."""
-    whole = Scheduler._allocate_pages
+    whole = Scheduler.allocate_pages
 
     def early(self: Scheduler, request: Request, tokens: int) -> bool:
         computed, request.num_computed_tokens = request.num_computed_tokens, tokens
@@ -241,7 +241,7 @@ def page_freed_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             request.num_computed_tokens = computed
 
-    monkeypatch.setattr(Scheduler, "_allocate_pages", early)
+    monkeypatch.setattr(Scheduler, "allocate_pages", early)
 
 
 def window_one_column_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,13 +302,16 @@ def resample_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
 
 
 def drafts_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
-    tables = drafts.DraftTables(meta(65, 4097, dtype=torch.int32), indices(65), indices(65, 7), indices(65))
+    tables = drafts.DraftTables(
+        meta(65, 4097, dtype=torch.int32), indices(65), indices(65, 7), *(indices(65) for _ in range(2))
+    )
     step = tables, indices(64), indices(65), indices(512), indices(64)
     synthetic = drafts.SyntheticAcceptance(meta(7), 2**40)
     return [
         partial(drafts.accept_and_propose, *step, drafts.NgramSizes(4, 2)),
         partial(drafts.accept_and_propose, *step, drafts.NgramSizes(4, 2), synthetic),
         partial(drafts.accept_and_propose, *step, None, synthetic),
+        partial(drafts.follow_windows, tables, *map(indices, (1, 512, 512, 512, 66, 66, 2 * 129))),
     ]
 
 

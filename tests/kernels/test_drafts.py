@@ -17,6 +17,7 @@ from meltcore.kernels.sampling.drafts import (
     SyntheticAcceptance,
     accept_and_propose,
     acceptance_probability,
+    follow_windows,
     start_histories,
 )
 
@@ -244,11 +245,56 @@ def test_without_a_lookup_drafts_are_only_accepted(device: torch.device) -> None
         assert int(tables.lengths[1]) == 3
 
 
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("is_following", [0, 1])
+def test_windows_that_follow_get_their_drafts_and_positions(device: torch.device, is_following: int) -> None:
+    """Rows in any order, windows of one token and of more, missing drafts, padding, and several blocks of tokens."""
+    draw = random.Random(3)
+    tables = DraftTables.allocate(121, 0, 3, device)
+    tables.lengths[1:] = torch.tensor([draw.randint(1, 900) for _ in range(120)]).to(device)
+    tables.drafts[1:] = torch.tensor([[draw.randint(-1, 50) for _ in range(3)] for _ in range(120)]).to(device)
+    rows = draw.sample(range(1, 121), 110)
+    sizes = [draw.choice([1, 4]) for _ in rows]
+    token_ids, positions, token_rows, tiles, expected = [], [], [], [], []
+    for row, size in zip(rows, sizes, strict=True):
+        tiles.append([row, len(token_ids), size, 0])
+        token_ids += [7, -1, -1, -1][:size]
+        positions += range(size)
+        token_rows += [row] * size
+        start = int(tables.lengths[row]) - 1
+        ids = [-1, *(max(0, draft) for draft in tables.drafts[row].tolist())][:size]
+        expected += [(token_id, start + index) for index, token_id in enumerate(ids)]
+    padding = 520 - len(token_ids)
+    given = tensors(
+        [is_following],
+        [*token_ids, *[5] * padding],
+        [*positions, *[0] * padding],
+        [*token_rows, *[0] * padding],
+        [*rows, 0, 0],
+        [*[0] * len(rows), -1, -1],
+    )
+    tile_array = torch.tensor([*tiles, [0, len(token_ids), padding, 0]], dtype=torch.int32).flatten().view(torch.int64)
+    on_device = [each.to(device) for each in (*given, tile_array)]
+    follow_windows(tables, *on_device)
+    if not is_following:
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(on_device, (*given, tile_array), strict=True))
+        return
+    found = list(zip(on_device[1].tolist(), on_device[2].tolist(), strict=True))
+    assert found == expected + [(5, 0)] * padding
+    starts = [int(tables.lengths[row]) - 1 for row in rows]
+    assert on_device[5].tolist() == [*starts, -1, -1]
+    found_tiles = on_device[6].view(torch.int32).view(-1, 4).tolist()
+    assert found_tiles == [[*tile[:3], start] for tile, start in zip(tiles, starts, strict=True)] + [
+        [0, len(token_ids), padding, 0]
+    ]
+
+
 @pytest.mark.parametrize("length", [1.0, 2.5, 3.33, 4.0])
 def test_synthetic_windows_yield_the_given_tokens_on_average(length: float) -> None:
     """2,000 sequences: the mean is within 5 standard errors, and exact where each draft is sure."""
     count, device = 2000, torch.device("cpu")
     tables = DraftTables.allocate(count + 1, 0, 3, device)
+    tables.num_drafts.fill_(3)
     synthetic = SyntheticAcceptance.of_length(length, 3, 7, device)
     rows, sampled = torch.arange(1, count + 1), torch.zeros(4 * count, dtype=torch.int64)
     outcomes = accept_and_propose(tables, rows, torch.arange(count + 1) * 4, sampled, rows, None, synthetic)

@@ -323,6 +323,7 @@ def draft_launches(sequences: int) -> None:
     tables = drafts.DraftTables.allocate(4097, 1000, 3, torch.device("meta"))
     lookup = drafts.NgramSizes(3, 1)
     drafts.accept_and_propose(tables, index[:sequences], index[: sequences + 1], index, index[:sequences], lookup)
+    drafts.follow_windows(tables, *(index[: sequences + added] for added in (1, 0, 0, 0, 2, 2)), index[sequences % 2 :])
 
 
 @pytest.mark.slow

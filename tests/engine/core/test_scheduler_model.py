@@ -521,7 +521,7 @@ def rejected_drafts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def freed_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are released by the position after the step that is being scheduled."""
-    whole = Scheduler._allocate_pages
+    whole = Scheduler.allocate_pages
 
     def early(self: Scheduler, request: Request, tokens: int) -> bool:
         computed, request.num_computed_tokens = request.num_computed_tokens, tokens
@@ -530,7 +530,7 @@ def freed_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             request.num_computed_tokens = computed
 
-    monkeypatch.setattr(Scheduler, "_allocate_pages", early)
+    monkeypatch.setattr(Scheduler, "allocate_pages", early)
 
 
 def window_off_by_one_column(monkeypatch: pytest.MonkeyPatch) -> None:

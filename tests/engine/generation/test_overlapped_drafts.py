@@ -1,4 +1,4 @@
-"""Steps with drafts stay in flight until the next step is scheduled, which changes no step."""
+"""Steps with drafts stay in flight until the next step is scheduled or, as graphs of windows, until it is launched."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from typing import Any, NamedTuple
 
 import engine_tools as tools
 import pytest
+import torch
+from graph_tools import Uncaptured
 from speculation_tools import NGRAM, ForcedDrafts
 from test_mtp_drafts import ATTENTION_ONLY, HYBRID, MTP, write
 
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.engine.generation.speculation import Speculation
+from meltcore.engine.worker import drafter
 from meltcore.engine.worker.launched_step import LaunchedStep
+from meltcore.engine.worker.model_runner import ModelRunner
+from meltcore.engine.worker.mtp_drafter import MtpDrafter
+from meltcore.engine.worker.prefill_graphs import graph_buckets
+from meltcore.engine.worker.sampler import Sampler
+from meltcore.kernels.attention import paged as paged_attention
+from meltcore.kernels.sampling.drafts import DraftTables, follow_windows
 from meltcore.protocol.generation import SequenceOutput
 from meltcore.protocol.sampling_params import Grammar
 
@@ -26,6 +35,7 @@ ARRIVALS: dict[int, dict[str, tuple[int, dict[str, Any]]]] = {
     7: {"drawn": (100, {"temperature": 1.0, "seed": 3, "max_tokens": 70}), "one": (9, {"max_tokens": 1})},
     20: {"without": (31, {"max_tokens": 30, "speculative_decoding": False})},
 }
+_SAMPLE = Sampler._sample
 ABORTS = {14: "aborted"}  # in the step before it no request ends, which would release its pages later
 
 
@@ -41,12 +51,28 @@ class Served(NamedTuple):
     answers: dict[str, list[int]]
     ends: dict[str, object]
     cached_pages: list[list[list[int]]]
-    accepted: list[float]
+    counts: list[list[float]]
 
 
-def serve(folder: Path, stop: int | None = None, **settings: Any) -> tuple[Served, tools.SeenEngine]:
+def with_graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps of windows be padded as for graphs, of at most 4 sequences."""
+    buckets = graph_buckets(4, 128, 4)
+    if isinstance(runner.drafter, MtpDrafter):
+        runner.drafter.keep_hidden_states(buckets[-1].size)
+    runner._prefill_graphs = Uncaptured(runner, buckets)  # type: ignore[assignment]
+    # Kernel by kernel as on CUDA, each by its torch body.
+    monkeypatch.setattr(paged_attention, "use_triton", lambda _tensor: True)
+
+
+def serve(
+    folder: Path, stop: int | None = None, graphs: pytest.MonkeyPatch | None = None, **settings: Any
+) -> tuple[Served, tools.SeenEngine]:
     """The same requests arrive and are aborted before the same steps. `stop` ends one of them."""
-    seen = tools.open_engine(folder, pages=6, max_model_len=256, max_num_batched_tokens=96, max_num_seqs=4, **settings)
+    seen = tools.open_engine(
+        folder, max_model_len=256, max_num_batched_tokens=96, max_num_seqs=4, **{"pages": 6} | settings
+    )
+    if graphs is not None:
+        with_graphs(seen.engine.runner, graphs)
     engine, steps, index = seen.engine, list[list[tuple[object, ...]]](), 0
     launch, outputs = engine.runner.launch, list[SequenceOutput]()
 
@@ -71,7 +97,8 @@ def serve(folder: Path, stop: int | None = None, **settings: Any) -> tuple[Serve
     cache = engine.scheduler.cache
     assert cache is not None
     cached_pages = [list(page_set.values()) for page_set in cache._page_sets]
-    return Served(steps, answers, ends, cached_pages, list(engine.stats().accepted)), seen
+    stats = engine.stats()
+    return Served(steps, answers, ends, cached_pages, [list(stats.drafted), list(stats.accepted)]), seen
 
 
 @pytest.mark.slow
@@ -87,9 +114,9 @@ def test_steps_are_those_without_async_scheduling(tmp_path: Path, method: dict[s
     assert overlapped.steps == serial.steps
     assert overlapped.ends == serial.ends
     assert overlapped.cached_pages == serial.cached_pages
-    assert overlapped.accepted == serial.accepted
+    assert overlapped.counts == serial.counts
     assert seen.engine.scheduler.preemptions > 0
-    assert overlapped.accepted[2] > 5
+    assert overlapped.counts[1][2] > 5
     reasons = {"stopped": ("stop", stop), "aborted": ("abort", None)}
     assert overlapped.ends == dict.fromkeys(truth.answers, ("length", None)) | reasons
     aborted, earlier = overlapped.answers.pop("aborted"), truth.answers.pop("aborted")  # in a step of fewer tokens
@@ -97,6 +124,82 @@ def test_steps_are_those_without_async_scheduling(tmp_path: Path, method: dict[s
     answer = truth.answers["stopped"]
     truth.answers["stopped"] = answer[: answer.index(stop) + 1]
     assert overlapped.answers == truth.answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [ATTENTION_ONLY, HYBRID])
+@pytest.mark.parametrize("method", [NGRAM, MTP])
+@pytest.mark.parametrize("pages", [6, 16])
+def test_steps_that_follow_windows_change_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], layers: list[str], pages: int
+) -> None:
+    """Answers and ends, with ends of all kinds in flight, arrivals, and where pages are missing.
+
+    And drafts and cached prefixes, unless other requests are preempted.
+    """
+    folder = write(tmp_path, 0.2, layer_types=layers)
+    truth, _ = serve(folder, pages=pages)
+    stop = truth.answers["stopped"][25]
+    serial, _ = serve(folder, stop, speculative_config=method, pages=pages)
+    found, _ = serve(folder, stop, monkeypatch, speculative_config=method, overlap=True, pages=pages)
+    following = [chunks for chunks in found.steps if any(chunk[6] == (-1,) * 3 for chunk in chunks)]
+    assert {len(chunks) for chunks in following} >= {1, 2, 3}
+    assert found.ends == serial.ends
+    aborted = found.answers.pop("aborted"), serial.answers.pop("aborted")
+    length = min(map(len, aborted))
+    assert aborted[0][:length] == aborted[1][:length] != []
+    assert found.answers == serial.answers
+    if pages > 6:
+        assert found.counts == serial.counts
+        assert [len(each) for each in found.cached_pages] == [len(each) for each in serial.cached_pages]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", [ATTENTION_ONLY, HYBRID])
+@pytest.mark.parametrize("method", [NGRAM, MTP])
+def test_replayed_steps_that_follow_windows_change_no_answer(
+    tmp_path: Path, method: dict[str, Any], layers: list[str]
+) -> None:
+    folder = write(tmp_path, 0.2, layer_types=layers)
+    settings = {"speculative_config": method, "pages": 16, "device": "cuda", "max_num_batched_tokens": 160}
+    serial, _ = serve(folder, overlap=False, **settings)
+    found, _ = serve(folder, overlap=True, **settings)
+    following = [chunks for chunks in found.steps if any(chunk[6] == (-1,) * 3 for chunk in chunks)]
+    assert {len(chunks) for chunks in following} >= {1, 2, 3}
+    assert found.answers == serial.answers
+    assert found.counts == serial.counts
+
+
+def _later(tables: DraftTables, *inputs: torch.Tensor) -> None:
+    follow_windows(tables._replace(lengths=tables.lengths + 1), *inputs)
+
+
+def _by_host_positions(sampler: Sampler, *given: Any) -> torch.Tensor:
+    return _SAMPLE(sampler, *given[:3], None)
+
+
+def _without_drafts(tables: DraftTables, *inputs: torch.Tensor) -> None:
+    follow_windows(tables._replace(drafts=torch.full_like(tables.drafts, -1)), *inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (drafter, "follow_windows", _later),
+        (drafter, "follow_windows", _without_drafts),
+        (Sampler, "_sample", _by_host_positions),
+        (LaunchedStep, "after_read", lambda self: self),
+    ],
+)
+def test_mutations_of_following_steps_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, mutant: Callable[..., Any]
+) -> None:
+    folder, sizes = write(tmp_path, 0.2, layer_types=ATTENTION_ONLY), {"speculative_config": NGRAM, "pages": 16}
+    serial, _ = serve(folder, **sizes)
+    monkeypatch.setattr(owner, name, mutant)
+    found, _ = serve(folder, None, monkeypatch, overlap=True, **sizes)
+    assert (found.answers, found.counts) != (serial.answers, serial.counts)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -12,8 +12,9 @@ import engine_tools as tools
 import numpy as np
 import pytest
 import torch
+from graph_tools import Uncaptured, padded
 
-from meltcore.engine.core.batch import Batch, MtpInputs, NewPages, build_batch
+from meltcore.engine.core.batch import Batch, build_batch
 from meltcore.engine.core.chunk import Chunk
 from meltcore.engine.core.request import Request
 from meltcore.engine.distributed.group_runner import GroupRunner
@@ -25,11 +26,8 @@ from meltcore.engine.worker.prefill_graphs import (
     MIN_FREE_BYTES,
     ON_DEVICE,
     GraphBucket,
-    PaddedInputs,
     PrefillGraphs,
     graph_buckets,
-    input_entries,
-    pad,
 )
 from meltcore.kernels.attention import paged as paged_attention
 from meltcore.kernels.gated_delta.common import CHUNK
@@ -46,12 +44,6 @@ def chunk(row: int, start: int, size: int, *, known: bool = True, samples: bool 
 
 def batch_of(*chunks: Chunk) -> Batch:
     return build_batch(list(chunks), has_recurrent=False)[1]
-
-
-def padded(batch: Batch, size: GraphBucket, mtp: MtpInputs | None = None) -> PaddedInputs:
-    entries = torch.full((input_entries(size),), -77)
-    pad(batch, size, PaddedInputs.views(entries.numpy(), size), mtp)
-    return PaddedInputs.views(entries, size)
 
 
 @pytest.mark.parametrize("most_seqs", [1, 8, 16, 100, 512, 1024])
@@ -213,35 +205,6 @@ def test_recurrent_chunks_cover_every_token_once(size: GraphBucket, lengths: lis
         begin = first_tokens[segment] + number * CHUNK
         covered += range(begin, min(begin + CHUNK, first_tokens[segment + 1]))
     assert sorted(covered) == list(range(size.num_decodes, size.num_decodes + size.tokens))
-
-
-class Uncaptured:
-    """Padded steps as a graph would compute them, one after the other."""
-
-    def __init__(self, runner: ModelRunner, sizes: list[GraphBucket]) -> None:
-        self._runner, self._sizes = runner, sizes
-        self.used: list[GraphBucket] = []
-
-    def bucket_for(self, batch: Batch) -> GraphBucket | None:
-        return next((size for size in self._sizes if size.holds(batch)), None)
-
-    def replay(
-        self, batch: Batch, size: GraphBucket, new_pages: NewPages, mtp: MtpInputs | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._runner.page_tables.write(new_pages)
-        self.used.append(size)
-        self._inputs = padded(batch, size, mtp)
-        hidden, self._token_ids = self._runner._padded_step(self._inputs, size)
-        count = len(batch.last_tokens)
-        return hidden[:count], self._token_ids[:count]
-
-    def inputs(self, size: GraphBucket) -> PaddedInputs:
-        assert size == self.used[-1]
-        return self._inputs
-
-    def replay_drafting(self, size: GraphBucket, num_windows: int, token_ids: torch.Tensor) -> torch.Tensor:
-        assert token_ids.data_ptr() == self._token_ids.data_ptr(), "a graph reads these"
-        return self._runner._padded_drafts(self.inputs(size), size, self._token_ids)[:num_windows]
 
 
 @pytest.mark.slow

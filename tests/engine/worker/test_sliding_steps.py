@@ -11,7 +11,7 @@ import engine_tools as tools
 import pytest
 import sliding_tools
 import torch
-from test_prefill_graphs import Uncaptured
+from graph_tools import Uncaptured
 
 from meltcore.engine.core.batch import NewPages
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, DecodeOutput

@@ -67,6 +67,8 @@ class Batch(NamedTuple):
         sample_rows: row of each of these tokens.
         recurrent: None for a model without recurrent layers.
         prompt_targets: None unless a request asks for prompt log-probabilities.
+        is_following: whether the chunks are windows that follow a step in flight, so that only the device knows their
+            token ids and how far `positions`, `tiles` and `context_lens` are from those given here (`follow_windows`).
     """
 
     num_decodes: int
@@ -84,6 +86,7 @@ class Batch(NamedTuple):
     sample_rows: list[int]
     recurrent: RecurrentBatch | None
     prompt_targets: PromptTargets | None = None
+    is_following: bool = False
 
     def max_tile_queries(self, window: int) -> int:
         """Return the upper bound of a query tile's tokens: `window` if all tiles fit into it, else BLOCK_QUERIES.
@@ -277,6 +280,7 @@ def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Ch
         sample_rows=[row for _, row in sampled_rows],
         recurrent=_recurrent_batch(scheduled, chunks, sizes) if has_recurrent else None,
         prompt_targets=_prompt_targets(chunks, ends.tolist()),
+        is_following=any(chunk.is_following for chunk in chunks),
     )
     return chunks, batch
 

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from meltcore.engine.core.request import Request
 
+# Stands for a draft that is proposed by a step in flight.
+UNKNOWN_DRAFT = -1
+
 
 class Chunk(NamedTuple):
     """The tokens [start, start + size) of one sequence in one step.
@@ -15,6 +18,8 @@ class Chunk(NamedTuple):
     into the sequence's recurrent-state slot. After the step, the state is copied to the slot `snapshot`. For a slot of
     0 nothing is copied. A decoding sequence computes its newest token and after it `drafts`, which are guesses: it
     samples after each of them.
+
+    Drafts of UNKNOWN_DRAFT follow a step in flight. `start` is 0 until this step is read, and then `drafts` are known.
     """
 
     request: Request
@@ -24,6 +29,11 @@ class Chunk(NamedTuple):
     restore: int = 0
     snapshot: int = 0
     drafts: tuple[int, ...] = ()
+
+    @property
+    def is_following(self) -> bool:
+        """Whether only the device knows the drafts yet, and where the chunk starts."""
+        return self.drafts[:1] == (UNKNOWN_DRAFT,)
 
     @property
     def prompt_tokens(self) -> int:

@@ -127,6 +127,13 @@ class Request:
         return bool(self.stop_ids) and self.num_generated <= self.sampling.min_tokens
 
     @property
+    def can_follow(self) -> bool:
+        """Whether its next tokens can be sampled before the host knows how many of its drafts were accepted."""
+        num_known = len(self.token_ids) - self.prompt_length
+        needs_tokens = self.has_penalties or self.token_mask is not None or self.sampling.grammar is not None
+        return not needs_tokens and (not self.stop_ids or num_known >= self.sampling.min_tokens)
+
+    @property
     def output_ids(self) -> list[int]:
         """The generated token ids that the host has read."""
         return self.token_ids[self.prompt_length :].tolist()

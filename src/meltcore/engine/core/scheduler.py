@@ -83,7 +83,7 @@ class Scheduler:
         self._waiting: tuple[_Heap, _Heap] = ([], [])
         self._followers: dict[Request, list[Request]] = {}  # by leader
         self.waiting_count = 0  # requests in the heaps, and followers, that have not finished
-        self._free_rows = list(range(max_num_seqs, 0, -1))  # row 0 is for padding
+        self.free_rows = list(range(max_num_seqs, 0, -1))  # row 0 is for padding
         self._free_penalty_slots = list(range(penalty_slots))
         self.preemptions = 0
         self.prefix_queried_tokens = 0
@@ -173,7 +173,7 @@ class Scheduler:
                         del token_ids[number:]
                         break
                 if chunk.drafts:  # what was computed for rejected ones is not used
-                    request.num_computed_tokens = len(request.token_ids) - 1
+                    request.num_computed_tokens = request.length - 1
             if self.cache is not None and request.num_computed_tokens >= (request.registered_columns + 1) * PAGE_SIZE:
                 self.cache.register(request)
             if reason is not None:
@@ -230,16 +230,12 @@ class Scheduler:
         for index, request in enumerate(running):
             if budget == 0:
                 break
-            length = request.length
-            if (
-                request.status is not RequestStatus.RUNNING
-                or length != request.num_computed_tokens + 1
-                or not self._can_schedule(request, length)
-            ):
+            length, is_running = request.length, request.status is RequestStatus.RUNNING
+            if not is_running or length != request.num_computed_tokens + 1 or not self._can_schedule(request):
                 continue
             drafts = self._usable_drafts(request, spare_tokens, len(running) - index) if self.max_drafts else ()
             end = length + len(drafts)
-            while end > request.capacity and not self._allocate_pages(request, end):
+            while end > request.capacity and not self.allocate_pages(request, end):
                 # The last in priority is preempted: it comes last in this loop, so it is not scheduled yet.
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -280,7 +276,7 @@ class Scheduler:
             num_tokens = self._next_chunk_size(request, budget)
             if num_tokens == 0:
                 continue
-            while not self._allocate_pages(request, request.num_computed_tokens + num_tokens):
+            while not self.allocate_pages(request, request.num_computed_tokens + num_tokens):
                 victim = self._last_unscheduled(scheduled_ids)
                 if victim is None or victim is request:
                     break
@@ -293,7 +289,7 @@ class Scheduler:
 
     def _admit(self, scheduled: list[Chunk], budget: int) -> None:
         """Start waiting requests as long as there are budget, rows and pages for all of their tokens."""
-        while budget > 0 and self._free_rows and (request := self._next_waiting()) is not None:
+        while budget > 0 and self.free_rows and (request := self._next_waiting()) is not None:
             if request.id in self._long_prompt_ids and self.pacer is not None and self.pacer.tokens_left == 0:
                 break
             if request.in_flight:
@@ -307,7 +303,7 @@ class Scheduler:
             self.waiting_count -= 1
             self._start(request, match)
             num_tokens = self._next_chunk_size(request, budget)
-            is_grown = self._allocate_pages(request, request.num_computed_tokens + num_tokens)
+            is_grown = self.allocate_pages(request, request.num_computed_tokens + num_tokens)
             assert is_grown, "pages were counted before admission"
             scheduled.append(self._make_chunk(request, num_tokens)._replace(restore=match.slot))
             budget -= num_tokens
@@ -333,7 +329,7 @@ class Scheduler:
             positions = chunk.request.snapshot_positions
             if positions and positions[0] == chunk.end:
                 positions.pop(0)
-                if self.states.num_available > len(self._free_rows) and snapshots.claim(chunk.request, chunk.end):
+                if self.states.num_available > len(self.free_rows) and snapshots.claim(chunk.request, chunk.end):
                     scheduled[index] = chunk._replace(snapshot=self.states.take())
 
     def _keep_snapshot(self, chunk: Chunk) -> None:
@@ -351,16 +347,20 @@ class Scheduler:
 
     # --- single sequences ---
 
-    def _can_schedule(self, request: Request, length: int) -> bool:
-        """Return whether a request of this length can compute its next token now.
+    def has_next(self, request: Request) -> bool:
+        """Return whether a request may have a token after the first one that is in flight."""
+        length = len(request.token_ids) + 1
+        return length < self.max_model_len and length - request.prompt_length < request.sampling.max_tokens
+
+    def _can_schedule(self, request: Request) -> bool:
+        """Return whether a request can compute its next token now.
 
         It cannot if the token in flight is known to be the last, or must be read before the next token is sampled, or
         if its mask is late.
         """
         if not request.in_flight:
             return not request.is_held
-        has_next = length < self.max_model_len and length - request.prompt_length < request.sampling.max_tokens
-        return has_next and request.token_mask is None  # which the host computes from the token in flight
+        return request.token_mask is None and self.has_next(request)  # the host computes a mask from all tokens
 
     def _make_chunk(self, request: Request, num_tokens: int) -> Chunk:
         if self.pacer is not None and request.id in self._long_prompt_ids:
@@ -374,7 +374,7 @@ class Scheduler:
             budget = min(budget, self.pacer.tokens_left)
         return min(end - request.num_computed_tokens, budget)
 
-    def _allocate_pages(self, request: Request, tokens: int) -> bool:
+    def allocate_pages(self, request: Request, tokens: int) -> bool:
         """Allocate pages for the first `tokens` tokens of a request. Return False if too few are available.
 
         Pages that slid out of a window are released first.
@@ -422,7 +422,7 @@ class Scheduler:
             request.cached_tokens = request.num_computed_tokens
         self.prefix_queried_tokens += request.length
         self.prefix_hit_tokens += request.num_computed_tokens
-        request.row = self._free_rows.pop()
+        request.row = self.free_rows.pop()
         if request.has_penalties:
             request.penalty_slot, request.is_counted = self._free_penalty_slots.pop(), False
         if self.states is not None:
@@ -445,7 +445,7 @@ class Scheduler:
         request.pages = []
         request.capacity = 0
         request.registered_columns = 0
-        self._free_rows.append(request.row)
+        self.free_rows.append(request.row)
         request.row = -1
         if request.has_penalties:
             self._free_penalty_slots.append(request.penalty_slot)

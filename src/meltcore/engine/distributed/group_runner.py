@@ -35,6 +35,7 @@ class GroupRunner(ModelRunner):
     # Ranks share the computation of a step, but each launches all of it.
     max_graph_tokens = 16384
     samples_in_graphs = False  # the candidates of ranks are compared between kernels
+    drafts_are_followed = False  # rank 0 alone drafts by n-gram
 
     def __init__(
         self,

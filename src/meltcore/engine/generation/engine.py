@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from meltcore.common.errors import RequestError, SleepError
-from meltcore.engine.core.chunk import prompt_tokens
+from meltcore.engine.core.chunk import Chunk, prompt_tokens
 from meltcore.engine.core.constraints import Constraints, Dropped
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, PagePool, PrefixCache
 from meltcore.engine.core.pacing import PromptSpeed
@@ -124,9 +124,7 @@ class GenerationEngine:
         self._make_outputs: Callable[[], list[SequenceOutput]] = list  # of a step that was read before a launch
         self._ended_outputs: list[SequenceOutput] = []
         # Some checkpoints name end tokens of a larger vocabulary, which this model can neither sample nor mask.
-        self._eos_token_ids = frozenset(
-            token_id for token_id in self.checkpoint.eos_token_ids if token_id < self.vocab_size
-        )
+        self._eos_token_ids = frozenset(each for each in self.checkpoint.eos_token_ids if each < self.vocab_size)
         self._num_added = self._prompt_tokens = self._generated_tokens = 0
         self._step_counts = StepCounts()
         self.load_s = time.monotonic() - start_s
@@ -253,17 +251,16 @@ class GenerationEngine:
     def step(self) -> StepOutputs:
         """Launch the next step, then read the previous step. Return the new outputs.
 
-        After a step with drafts nothing is known of the next one, so it is read first. Its outputs are returned once
-        the next step is launched. Without async scheduling, or if it has yielded, the launched step is read, too.
+        A step with drafts may have to be read first. Its outputs are returned once the next step is launched. Without
+        async scheduling, or if it has yielded, the launched step is read, too.
         """
         for request in self._constraints.take_compiled():
             if request.error is None:
                 self.scheduler.add(request)
             else:
                 self._end(request, "error")
-        self._choose_drafts()
-        start_s = time.monotonic()
-        scheduled = self.scheduler.schedule()
+        following = self._choose_drafts()
+        start_s, scheduled = time.monotonic(), following or self.scheduler.schedule()
         for chunk in scheduled:
             if chunk.request.scheduled_s == 0.0:
                 chunk.request.scheduled_s = start_s
@@ -295,14 +292,19 @@ class GenerationEngine:
             self._constraints.wait_idle()
         return StepOutputs(outputs, self.stats(), time.monotonic())
 
-    def _choose_drafts(self) -> None:
-        """Decide how many drafts the next step checks. They follow the tokens in flight, which are read first."""
-        if self._launched is not None and self._launched.windows:
-            self._make_outputs = self._read_launched(self._launched)
-        num_drafts = 0 if self._speculation is None else self._speculation.begin(self.scheduler)
+    def _choose_drafts(self) -> list[Chunk]:
+        """Decide how many drafts the next step checks, which follow the tokens in flight.
+
+        Return its chunks if it follows the step in flight before this is read. Otherwise read it first.
+        """
+        launched, speculation, following = self._launched, self._speculation, list[Chunk]()
+        num_drafts = 0 if speculation is None else speculation.begin(self.scheduler)
         self.scheduler.max_drafts, self.runner.proposes_drafts = num_drafts, num_drafts > 0
-        if self._launched is not None and num_drafts:
-            self._make_outputs = self._read_launched(self._launched)
+        if speculation and num_drafts and launched and launched.windows and not self._constraints.num_open:
+            following = speculation.follow(launched, self.scheduler, self.runner)
+        if launched and (launched.windows or num_drafts) and not following:
+            self._make_outputs = self._read_launched(launched)
+        return following
 
     def _prepare_sampling(self, requests: list[Request], record_event: Callable[[], Event | None]) -> None:
         """Wait for the masks of a step between its forward pass and its sampling.
@@ -405,10 +407,8 @@ class GenerationEngine:
 
         Raises SleepError if the engine cannot wake. It then stays asleep, and `wake` can be called again.
         """
-        return require_memory(self._sleep_memory).wake(self._reload_weights)
-
-    def _reload_weights(self) -> None:
-        fill_weights(self.runner.model, self.config, self.checkpoint, lambda _stage, _part: None)
+        fill = partial(fill_weights, self.runner.model, self.config, self.checkpoint, lambda _stage, _part: None)
+        return require_memory(self._sleep_memory).wake(fill)
 
     def ready(self) -> GenerationReady:
         """Return the properties of a loaded engine that API servers need."""
@@ -455,9 +455,10 @@ class GenerationEngine:
         sampled, self._tokens = self._read_tokens(step), None
         if any(self._unused):
             step, self._unused = self._without(step, self._unused, is_read=True), Dropped([], [])
-        by_request = zip(step.requests, sampled[0], strict=True)
-        used = [each for request, each in by_request if request not in step.dropped]
+        used = [each for request, each in zip(step.requests, sampled[0], strict=True) if request not in step.dropped]
         self.scheduler.update(step.chunks, used)
+        if self._launched is not None and self._launched.windows:
+            self._launched = self._launched.after_read()
         if not self._overlap:  # the host prepares the next step meanwhile
             self._constraints.fill([request for request in step.requests if request.status is RequestStatus.RUNNING])
         return partial(self._outputs_of, step, sampled, used, launched_s, turn)

@@ -10,12 +10,14 @@ import torch
 from meltcore.engine.core.batch import Windows
 from meltcore.engine.core.request import Request
 from meltcore.engine.worker.caches import ModelRunnerConfig
+from meltcore.engine.worker.prefill_graphs import PaddedInputs
 from meltcore.engine.worker.transfer import to_device_together
 from meltcore.kernels.sampling.drafts import (
     DraftTables,
     NgramSizes,
     SyntheticAcceptance,
     accept_and_propose,
+    follow_windows,
     start_histories,
 )
 from meltcore.settings.speculation import SpeculativeConfig
@@ -24,15 +26,33 @@ from meltcore.settings.speculation import SpeculativeConfig
 class Drafter:
     """Has the drafts of each row of a model runner, and accepts the drafts of a step."""
 
-    def __init__(self, config: SpeculativeConfig, rows: int, history_len: int, seed: int, device: torch.device) -> None:
-        """Allocate tables of `rows` rows. Their histories keep the first `history_len` tokens of a sequence."""
-        self._device, self.max_drafts = device, config.num_speculative_tokens
-        self._tables = DraftTables.allocate(rows, history_len, self.max_drafts, device)
+    def __init__(self, config: SpeculativeConfig, last_tokens: torch.Tensor, history_len: int, seed: int) -> None:
+        """Allocate tables with a row for each of `last_tokens`, the newest tokens [rows] int64, which are written too.
+
+        Their histories keep the first `history_len` tokens of a sequence.
+        """
+        self._device = device = last_tokens.device
+        self.max_drafts = config.num_speculative_tokens
+        tables = DraftTables.allocate(len(last_tokens), history_len, self.max_drafts, device)
+        self._tables = tables._replace(last_tokens=last_tokens)
         self._synthetic = None
         if config.synthetic_acceptance_length is not None:
             self._synthetic = SyntheticAcceptance.of_length(
                 config.synthetic_acceptance_length, self.max_drafts, seed, device
             )
+
+    def follow(self, inputs: PaddedInputs) -> None:
+        """Complete the inputs of a padded step of windows which follows a step in flight."""
+        follow_windows(
+            self._tables,
+            inputs.is_following,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.token_rows,
+            inputs.rows,
+            inputs.context_lens,
+            inputs.tiles,
+        )
 
     def used_rows(self, windows: Windows, outcomes: torch.Tensor) -> torch.Tensor:
         """Return whether the sampled token of each row counts, by the outcomes of the step: [rows] bool."""
@@ -55,9 +75,11 @@ class Drafter:
 class NgramDrafter(Drafter):
     """Accepts the drafts of a step, and looks up the next ones in the histories of the sequences."""
 
-    def __init__(self, config: SpeculativeConfig, sizes: ModelRunnerConfig, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, config: SpeculativeConfig, sizes: ModelRunnerConfig, seed: int, last_tokens: torch.Tensor
+    ) -> None:
         """Allocate a history for each row of a model runner of these sizes."""
-        super().__init__(config, sizes.max_num_seqs + 1, sizes.max_model_len, seed, device)
+        super().__init__(config, last_tokens, sizes.max_model_len, seed)
         self._lookup = NgramSizes(config.prompt_lookup_max, config.prompt_lookup_min)
 
     def propose(self, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from meltcore.engine.core.batch import PromptTargets, Windows, scored_positions
 from meltcore.engine.core.chunk import Chunk
-from meltcore.engine.core.request import Request
+from meltcore.engine.core.request import Request, RequestStatus
 from meltcore.engine.worker.sampler import SampleResult, select_logprobs
 from meltcore.engine.worker.transfer import to_device_together
 from meltcore.protocol.generation import TokenLogprobs
@@ -103,6 +103,16 @@ class LaunchedStep(NamedTuple):
             request.drafts = tuple(drafts[:num_drafts])
             request.num_in_history = len(request.token_ids) + num_tokens
         return sampled, logprobs_by_index
+
+    def after_read(self) -> LaunchedStep:
+        """Return the step with the drafts that it checks, which are known once the step that it follows was read."""
+        chunks = []
+        for chunk in self.chunks:
+            request, length = chunk.request, len(chunk.request.token_ids)
+            most = min(len(chunk.drafts), request.prompt_length + request.sampling.max_tokens - length - 1)
+            drafts = request.drafts[: max(0, most)] if request.status is RequestStatus.RUNNING else ()
+            chunks.append(chunk._replace(start=length - 1, size=1 + len(drafts), drafts=drafts))
+        return self._replace(chunks=chunks)
 
     def without(self, requests: frozenset[Request]) -> LaunchedStep:
         """Return the step without the sampled tokens of `requests`, either."""

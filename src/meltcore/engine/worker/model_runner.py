@@ -60,11 +60,10 @@ class ModelRunner:
 
     max_graph_tokens = MAX_GRAPH_TOKENS
     samples_in_graphs = True
+    drafts_are_followed = True  # every drafter knows all tokens
 
     def __init__(self, model: Model, sampler: Sampler, config: ModelRunnerConfig, cache_dtype: torch.dtype) -> None:
-        self.model = model
-        self.sampler = sampler
-        self.device = model.device
+        self.model, self.sampler, self.device = model, sampler, model.device
         rows = config.max_num_seqs + 1  # row 0 is for padding
         groups = group_layers(model.kv_cache_specs())
         self.recurrent_states: RecurrentStateCache | None = None
@@ -79,8 +78,7 @@ class ModelRunner:
                     device=self.device,
                     window=config.window,
                 )
-            # One page more: page 0 is for padding.
-            pages = config.pages + 1
+            pages = config.pages + 1  # page 0 is for padding
             self.caches = allocate_caches(groups, pages, PAGE_SIZE, cache_dtype, self.device, self.recurrent_states)
         self.kv_cache_dtype = self.caches[groups.attention[0].layers[0]][0].dtype
         self._config = config
@@ -97,6 +95,7 @@ class ModelRunner:
         self.drafter: Drafter | None = None
         self._mtp: MtpDrafter | None = None
         self.proposes_drafts = False  # in the next step
+        self._window_positions: torch.Tensor | None = None  # of the newest step, if only the device knows them
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -114,8 +113,7 @@ class ModelRunner:
 
     @property
     def cache_bytes(self) -> int:
-        """The bytes of all caches, including the null page and the null slot."""
-        # By address: sub-groups share their tensors.
+        """The bytes of all caches, including the null page and the null slot. Sub-groups share their tensors."""
         return sum({tensor.data_ptr(): tensor.nbytes for pair in self.caches for tensor in pair}.values())
 
     def capture_graphs(self, progress: Progress, *, prefill: bool, capture_all: bool = False) -> None:
@@ -134,12 +132,12 @@ class ModelRunner:
 
     def start_drafts(self, config: SpeculativeConfig, seed: int) -> None:
         """Allocate what speculative decoding needs."""
-        sizes = config, self._config, seed
+        sizes = config, self._config, seed, self._last_token
         if config.has_mtp:
             assert isinstance(self.model, MtpModel)
             self.drafter = self._mtp = MtpDrafter(*sizes, self.model, self.caches[-1], self.argmax)
         else:
-            self.drafter = NgramDrafter(*sizes, self.device)
+            self.drafter = NgramDrafter(*sizes)
 
     def _make_decode_graphs(self) -> DecodeGraphs:
         sizes, resample = capture_sizes(self._config.max_num_seqs), None
@@ -203,6 +201,12 @@ class ModelRunner:
         self._wait_in_step, self._longest_whole = wait, longest_whole
         return 1 if wait is None else max(1, len(self.caches) // MAX_LAYERS_IN_FLIGHT)
 
+    def can_follow(self, num_windows: int, num_tokens: int) -> bool:
+        """Return whether a step of windows alone can follow a step with drafts that is in flight."""
+        is_whole = self._wait_in_step is None or num_tokens <= self._longest_whole
+        graphs = self._prefill_graphs if self.drafts_are_followed and is_whole else None
+        return graphs is not None and graphs.holds_windows(num_windows, num_tokens)
+
     @torch.inference_mode()
     def launch(self, scheduled: list[Chunk], prepare_sampling: PrepareSampling | None = None) -> LaunchedStep:
         """Start a step and return without waiting for the device.
@@ -229,15 +233,16 @@ class ModelRunner:
             if drafts is not None and any(request.has_penalties for request in requests):
                 self.sampler.count(token_ids, windows.requests, self.drafter.used_rows(windows, outcomes))
             outcomes = to_host(outcomes)
+            for request in requests:  # until the step is read
+                request.num_in_history = len(request.token_ids)
         if self._decoded is not None and all(request.is_unmasked_greedy for request in requests):
             result = SampleResult(self._decoded.host_token_ids, [], None)  # written by the graph
         host_token_ids = result.copy_to_host()
         scores = self._prompt_logprobs
         prompt_logprobs = None if scores is None else (to_host(scores[0]), to_host(scores[1]), to_host(scores[2]))
-        yielded_s = None if self._layer_yield is None else self._layer_yield.waited_s
         return LaunchedStep(
             *(chunks, requests, host_token_ids, self._record_event(), prompt_logprobs),
-            yielded_s=yielded_s,
+            yielded_s=None if self._layer_yield is None else self._layer_yield.waited_s,
             windows=windows,
             outcomes=outcomes,
         )
@@ -255,6 +260,8 @@ class ModelRunner:
         sampled_requests, max_rows = [requests[row] for row in rows], self._config.logit_rows
         sampled_drafts = None if drafts is None else [drafts[row] for row in rows]
         row_indices, table_rows = to_device_together([rows, [request.row for request in sampled_requests]], self.device)
+        # The noise is of the position after the sampled token.
+        positions = None if self._window_positions is None else self._window_positions[row_indices] + 2
         # The logits of all rows are read, and overwritten, where they are.
         has_all = len(rows) == len(requests)
         sampled_result = SampleResult.concatenate(
@@ -263,6 +270,7 @@ class ModelRunner:
                     logits_at(slice(first, first + max_rows) if has_all else row_indices[first : first + max_rows]),
                     sampled_requests[first : first + max_rows],
                     None if sampled_drafts is None else sampled_drafts[first : first + max_rows],
+                    None if positions is None else positions[first : first + max_rows],
                 )
                 for first in range(0, len(rows), max_rows)
             ]
@@ -330,8 +338,8 @@ class ModelRunner:
             return chunks, Step(new_pages, rows, positions, None)
         chunks, batch = build_batch(scheduled, has_recurrent=self.recurrent_states is not None)
         for chunk in chunks:
-            if chunk.samples:  # which of several tokens is the last one, the table does not show
-                chunk.request.last_token_on_device = not chunk.drafts
+            if chunk.samples:  # which of several tokens is the last one, the table shows if the drafter knows it
+                chunk.request.last_token_on_device = self.drafts_are_followed or not chunk.drafts
         return chunks, Step(new_pages, [], [], batch)
 
     def _compute(self, step: Step) -> tuple[torch.Tensor, LogitsAt]:
@@ -340,7 +348,7 @@ class ModelRunner:
         The step is a replay of a graph, or is launched kernel by kernel. The greedy tokens are also written to the
         table of last tokens.
         """
-        self._prompt_logprobs = None
+        self._prompt_logprobs = self._window_positions = None
         if step.batch is None:
             assert self._decode_graphs is not None
             self._decoded = decoded = self._decode_graphs.replay(step.rows, step.positions, step.new_pages)
@@ -359,11 +367,12 @@ class ModelRunner:
         graphs = None if targets is not None or self._layer_yield is not None else self._prefill_graphs
         if graphs is not None and (bucket := graphs.bucket_for(batch)) is not None:
             hidden, token_ids = graphs.replay(batch, bucket, new_pages, mtp)
+            inputs = graphs.inputs(bucket)
+            self._window_positions = inputs.positions if batch.is_following else None
             if self._mtp is not None and mtp is not None:
                 if mtp.rows and bucket.draft_windows:
                     self._mtp.states = partial(graphs.replay_drafting, bucket, len(mtp.rows))
                 else:
-                    inputs = graphs.inputs(bucket)
                     self._mtp.read_padded(inputs, bucket, batch, self._mtp_metadata(inputs, bucket))
             return token_ids, lambda at: self.model.logits(hidden[at])
         self.page_tables.write(new_pages)
@@ -391,21 +400,11 @@ class ModelRunner:
 
         The device computes cache slots from rows and positions.
         """
-        token_ids, positions, token_rows, padded_positions, rows, context_lens, device_tokens, device_rows = (
-            to_device_together(
-                [
-                    batch.token_ids,
-                    batch.positions,
-                    batch.token_rows,
-                    batch.padded_positions,
-                    batch.rows,
-                    batch.context_lens,
-                    batch.device_tokens,
-                    batch.device_rows,
-                ],
-                self.device,
-            )
+        others = [batch.rows, batch.context_lens, batch.device_tokens, batch.device_rows]
+        token_ids, positions, token_rows, padded_positions, *device_others = to_device_together(
+            [batch.token_ids, batch.positions, batch.token_rows, batch.padded_positions, *others], self.device
         )
+        rows, context_lens, device_tokens, device_rows = device_others
         if batch.device_tokens:
             token_ids[device_tokens] = self._last_token[device_rows]
         state_slots = first_tokens = chunks = rows.new_empty(0)
@@ -458,6 +457,8 @@ class ModelRunner:
 
         Returns the hidden states that are sampled, and their greedy tokens, which are also written to the table.
         """
+        if self.drafter is not None and bucket.draft_windows:
+            self.drafter.follow(inputs)
         if self.recurrent_states is not None:
             self.recurrent_states.set_slots(inputs.rows, inputs.state_slots)
         metadata = self._padded_metadata(inputs, bucket, inputs.state_slots)

@@ -68,6 +68,7 @@ class MtpDrafter(Drafter):
         config: SpeculativeConfig,
         sizes: ModelRunnerConfig,
         seed: int,
+        last_tokens: torch.Tensor,
         model: MtpModel,
         cache: tuple[torch.Tensor, torch.Tensor],
         argmax: Callable[[torch.Tensor], torch.Tensor],
@@ -76,7 +77,7 @@ class MtpDrafter(Drafter):
 
         `cache` has the layer's keys and values. `argmax` returns the argmax of each row of the model's logits.
         """
-        super().__init__(config, sizes.max_num_seqs + 1, 0, seed, model.device)  # nothing is looked up
+        super().__init__(config, last_tokens, 0, seed)  # nothing is looked up
         self._model, self._cache, self._argmax, self._max_model_len = model, cache, argmax, sizes.max_model_len
         # Of the newest step: its states, or a function that replays the graph of its drafting.
         self.states: StepStates | Callable[[torch.Tensor], torch.Tensor] | None = None

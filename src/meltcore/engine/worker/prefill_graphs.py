@@ -104,6 +104,8 @@ class GraphBucket(NamedTuple):
 
     def holds(self, batch: Batch) -> bool:
         """Return whether the batch fits into this shape."""
+        if self.prompts and batch.is_following:
+            return False
         if not self.prompts:  # a prompt samples one token at most
             has_prompts = len(batch.last_tokens) < len(batch.token_ids)
             return not has_prompts and len(batch.rows) <= self.windows and len(batch.token_ids) <= self.tokens
@@ -150,6 +152,7 @@ class PaddedInputs(NamedTuple):
         first_samples: [draft_windows + 1], the first sampled token of each window, then the number of sampled tokens.
         max_drafts: [draft_windows], the most drafts after each window, 0 for padding.
         num_pages: [draft_windows], the number of pages of each sequence, 0 for padding.
+        is_following: [1], whether the device completes the inputs: see `follow_windows`.
 
     Padding has the padding row and the null slot. It is computed like other tokens: uninitialized memory may hold NaN.
     """
@@ -168,6 +171,7 @@ class PaddedInputs(NamedTuple):
     first_samples: torch.Tensor
     max_drafts: torch.Tensor
     num_pages: torch.Tensor
+    is_following: torch.Tensor
 
     @classmethod
     def views(cls, entries: Any, bucket: GraphBucket) -> PaddedInputs:
@@ -192,7 +196,7 @@ def _input_lengths(bucket: GraphBucket) -> list[int]:
     tokens, sequences = bucket.num_decodes + bucket.tokens, bucket.sequences
     per_token = [tokens, tokens, tokens, 2 * bucket.tiles, bucket.samples, bucket.samples]
     per_sequence, drafts = [sequences, sequences, sequences, sequences + 1], bucket.draft_windows
-    return [*per_token, *per_sequence, bucket.recurrent_chunks, drafts + 1, drafts, drafts]
+    return [*per_token, *per_sequence, bucket.recurrent_chunks, drafts + 1, drafts, drafts, 1]
 
 
 _NO_TOKENS = np.zeros(0, np.int64)
@@ -242,6 +246,7 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs, mtp: MtpInputs 
     _fill(inputs.first_samples, drafting.first_rows, drafting.first_rows[-1])
     _fill(inputs.max_drafts, drafting.max_drafts, 0)
     _fill(inputs.num_pages, drafting.num_pages, 0)
+    inputs.is_following[:] = batch.is_following
     if batch.recurrent is None:
         fill_split(inputs.rows, batch.rows, PADDING_ROW, PADDING_ROW)
         fill_split(inputs.context_lens, batch.context_lens, PADDING_POSITION, 0)
@@ -374,6 +379,12 @@ class PrefillGraphs:
         if bucket is None or bucket in self._captured or self._has_memory(bucket):
             return bucket
         return None
+
+    def holds_windows(self, num_windows: int, num_tokens: int) -> bool:
+        """Return whether a graph of windows alone holds this many of them, with this many tokens."""
+        buckets = (each for each in self._buckets if each.draft_windows >= num_windows and each.tokens >= num_tokens)
+        bucket = next(buckets, None)
+        return bucket is not None and (bucket in self._captured or self._has_memory(bucket))
 
     def replay(
         self, batch: Batch, bucket: GraphBucket, new_pages: NewPages, mtp: MtpInputs | None = None

@@ -201,16 +201,23 @@ class Sampler:
         self._sent = requests, self.mask_limits_s
         return True
 
-    def sample(self, logits: torch.Tensor, requests: list[Request], drafts: Drafts | None = None) -> SampleResult:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        requests: list[Request],
+        drafts: Drafts | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> SampleResult:
         """Sample one token per row, for the request of the row.
 
         `logits` is [rows, vocab] of any floating type, and is overwritten. A row may follow `drafts`, which are taken
-        for tokens of its request. Its token is not counted for penalties: the caller counts it if it is accepted.
+        for tokens of its request. Its token is not counted for penalties: the caller counts it if it is accepted. If
+        only the device knows the drafts, it has the `positions` of the noise, [rows] int64 (`positions_of`).
         """
         raw_logprobs = self._raw_logprobs(logits, requests)
         logits = self._penalties.apply(self._add_biases(logits, requests), requests, drafts)
         self._mask_tokens(logits, requests, drafts)
-        token_ids = self._sample(logits, requests, drafts)
+        token_ids = self._sample(logits, requests, drafts, positions)
         if drafts is None:
             self.count(token_ids, requests)
         if raw_logprobs is None:
@@ -302,11 +309,13 @@ class Sampler:
         )
         return wait_for_masks(rows, tickets, positions, self._masks.filled, self._masks.outcomes, limits_ns)
 
-    def _sample(self, logits: torch.Tensor, requests: list[Request], drafts: Drafts | None) -> torch.Tensor:
+    def _sample(
+        self, logits: torch.Tensor, requests: list[Request], drafts: Drafts | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
         sampling_params = [request.sampling for request in requests]
         if all(params.temperature == 0 for params in sampling_params):
             return argmax(logits)
-        seeds, positions, top_k = to_device_together(
+        seeds, host_positions, top_k = to_device_together(
             [
                 [self.seed_of(request) for request in requests],
                 positions_of(requests, drafts),
@@ -314,6 +323,7 @@ class Sampler:
             ],
             self.device,
         )
+        positions = host_positions if positions is None else positions
         temperatures, top_p, min_p = to_device(
             [
                 [params.temperature for params in sampling_params],

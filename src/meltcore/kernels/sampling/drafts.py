@@ -6,7 +6,8 @@ The drawn token after the accepted drafts is valid too, so a window yields 1 to 
 distribution of their own, so this is rejection sampling with exactly the distribution of the sampler (Leviathan et al.
 2023, arXiv:2211.17192).
 
-All tokens, drafts and counts are in tables on the device, so a CUDA graph can run the step without the host.
+All tokens, drafts and counts are in tables on the device, so a CUDA graph can run the step without the host, and the
+next step can be launched before the host has read this one (`follow_windows`).
 
 Floor of a lookup: it reads each token of a history once. 64 histories of 32,768 tokens are 8.4 MB, which the HBM of an
 H100 delivers in 2.5 us. One program reads 128 KiB in 8 blocks, and waits about 1 us for each. So about 10 us are
@@ -25,6 +26,7 @@ from meltcore.kernels.sampling.draw import mix_int64, mix_uint64
 
 # Positions of a history that a program compares together: each thread waits for 16 tokens and not for one.
 _BLOCK, _WARPS = 4096, 8
+_FOLLOWING_BLOCK = 256
 
 
 class DraftTables(NamedTuple):
@@ -36,12 +38,14 @@ class DraftTables(NamedTuple):
         lengths: [rows] int64, the number of known tokens.
         drafts: [rows, k] int64, the drafts of the next window. Entries that are no draft are -1.
         num_drafts: [rows] int64.
+        last_tokens: [rows] int64, the last known token.
     """
 
     histories: torch.Tensor
     lengths: torch.Tensor
     drafts: torch.Tensor
     num_drafts: torch.Tensor
+    last_tokens: torch.Tensor
 
     @classmethod
     def allocate(cls, rows: int, max_model_len: int, num_speculative_tokens: int, device: torch.device) -> DraftTables:
@@ -50,6 +54,7 @@ class DraftTables(NamedTuple):
             torch.empty(rows, max_model_len + 1, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.full((rows, num_speculative_tokens), -1, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
         )
 
@@ -143,10 +148,11 @@ def accept_and_propose(
 ) -> torch.Tensor:
     """Accept drafts of a step's windows, append the accepted tokens to their histories, and propose the next drafts.
 
-    A window of d + 1 tokens has verified the first d drafts of its row. The drafts that are proposed followed an
-    earlier occurrence of the n-gram at the end of the history. Of the longest n-gram that occurs, the latest occurrence
-    counts: text repeats what is near, such as the last version of a line that is being edited. When the tokens up to
-    the end are fewer than the drafts, they repeat, so a text of period p is continued with the same period.
+    A window of d + 1 tokens has verified the first d drafts of its row, or all if it has fewer. The drafts that are
+    proposed followed an earlier occurrence of the n-gram at the end of the history. Of the longest n-gram that occurs,
+    the latest occurrence counts: text repeats what is near, such as the last version of a line that is being edited.
+    When the tokens up to the end are fewer than the drafts, they repeat, so a text of period p is continued with the
+    same period.
 
     Args:
         tables: updated. Each row but row 0 occurs in at most one window.
@@ -185,6 +191,67 @@ def accept_and_propose(
     return outcomes
 
 
+def follow_windows(
+    tables: DraftTables,
+    is_following: torch.Tensor,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    token_rows: torch.Tensor,
+    rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    tiles: torch.Tensor,
+) -> None:
+    """Write to the inputs of a step of windows what the host does not know, if it follows a step in flight.
+
+    Each window computes the last known token of its row and then its drafts. A missing draft is replaced by the token
+    0, and is not accepted. Row 0 is padding, whose inputs do not change. All arguments are int64.
+
+    Args:
+        tables: what the step in flight leaves.
+        is_following: [1]. If it is 0, nothing changes.
+        token_ids: [tokens]. They become drafts, and -1 for the last known token of a row (`DraftTables.last_tokens`).
+        positions: [tokens], in windows. They become positions in sequences.
+        token_rows: [tokens].
+        rows: [sequences].
+        context_lens: [sequences]. 0 becomes the position of the window's first token.
+        tiles: [2 * tiles], query tiles of four int32 each. The last one is treated as `context_lens`.
+    """
+    if not use_triton(token_ids):
+        follow_windows_reference(tables, is_following, token_ids, positions, token_rows, rows, context_lens, tiles)
+        return
+    counts = len(token_ids), len(rows), len(tiles) // 2
+    _follow_windows_kernel[(triton.cdiv(max(counts), _FOLLOWING_BLOCK),)](
+        *(is_following, token_ids, positions, token_rows, rows, context_lens, tiles, tables.lengths, tables.drafts),
+        *counts,
+        K=tables.drafts.shape[1],
+        BLOCK=_FOLLOWING_BLOCK,
+    )
+
+
+def follow_windows_reference(
+    tables: DraftTables,
+    is_following: torch.Tensor,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    token_rows: torch.Tensor,
+    rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    tiles: torch.Tensor,
+) -> None:
+    """Compute `follow_windows` in PyTorch, as its specification."""
+    if not int(is_following):
+        return
+    starts, is_token = tables.lengths - 1, token_rows > 0
+    used_rows, offsets = token_rows[is_token], positions[is_token]
+    drafts = tables.drafts[used_rows, (offsets - 1).clamp(min=0)].clamp(min=0)
+    token_ids[is_token] = torch.where(offsets == 0, -1, drafts)
+    positions[is_token] = offsets + starts[used_rows]
+    context_lens[rows > 0] = starts[rows[rows > 0]]
+    tile_fields = tiles.view(torch.int32).view(-1, 4)
+    tile_rows = tile_fields[:, 0].long()
+    tile_fields[tile_rows > 0, 3] += starts[tile_rows[tile_rows > 0]].to(torch.int32)
+
+
 def accept_and_propose_reference(
     tables: DraftTables,
     rows: torch.Tensor,
@@ -197,8 +264,10 @@ def accept_and_propose_reference(
     """Compute `accept_and_propose` in PyTorch, as its specification."""
     (_, columns), k = tables.histories.shape, tables.drafts.shape[1]
     chances = None if synthetic is None else _random_acceptance(tables.lengths[rows], rows, synthetic).tolist()
-    bounds, sampled, drafts = first_tokens.tolist(), sampled_ids.tolist(), tables.drafts[rows].tolist()
-    outcomes = []
+    bounds, sampled, outcomes = first_tokens.tolist(), sampled_ids.tolist(), []
+    drafts = [
+        each[:count] for each, count in zip(tables.drafts[rows].tolist(), tables.num_drafts[rows].tolist(), strict=True)
+    ]
     for index, (row, most) in enumerate(zip(rows.tolist(), max_drafts.tolist(), strict=True)):
         window = sampled[bounds[index] : bounds[index + 1]] if row else []
         is_equal = [token == draft for token, draft in zip(window[:-1], drafts[index], strict=False)]
@@ -209,6 +278,8 @@ def accept_and_propose_reference(
         fitting = torch.tensor(tokens[: max(0, columns - start)], dtype=torch.int32)
         tables.histories[row, start : start + len(fitting)] = fitting.to(rows.device)
         tables.lengths[row] = length
+        if tokens:
+            tables.last_tokens[row] = tokens[-1]
         limit = max(0, min(most, k, columns - 1 - length)) if window else 0
         proposal: list[int] = []
         if lookup is not None and limit:
@@ -274,6 +345,7 @@ def _accept_and_propose_kernel(
     lengths_ptr,
     drafts_ptr,
     num_drafts_ptr,
+    last_tokens_ptr,
     rows_ptr,
     first_tokens_ptr,
     sampled_ids_ptr,
@@ -296,7 +368,7 @@ def _accept_and_propose_kernel(
     size = tl.where(row > 0, tl.load(first_tokens_ptr + sequence + 1) - first, 0)
     sampled = tl.load(sampled_ids_ptr + first + entry, mask=entry < size, other=0)
     old_length = tl.load(lengths_ptr + row)
-    is_accepted = entry < tl.minimum(size - 1, K)
+    is_accepted = entry < tl.minimum(size - 1, tl.load(num_drafts_ptr + row))
     draft_ptrs = drafts_ptr + row * K + entry
     if SYNTHETIC:
         row_bits = mix_uint64(mix_uint64(seed.to(tl.uint64)) + row.to(tl.uint64))
@@ -307,6 +379,7 @@ def _accept_and_propose_kernel(
         is_accepted = is_accepted & (tl.load(draft_ptrs, mask=is_accepted, other=-1) == sampled)
     num_accepted = tl.min(tl.where(is_accepted, WINDOW, entry), axis=0)
     num_tokens = tl.minimum(num_accepted + 1, size)
+    tl.store(last_tokens_ptr + row + 0 * entry, sampled, mask=entry == num_tokens - 1)
     history_ptr, column = histories_ptr + row * columns, old_length + entry
     tl.store(history_ptr + column, sampled.to(tl.int32), mask=(entry < num_tokens) & (column < columns))
     tl.debug_barrier()  # every thread has read the tables, and sees the tokens that others have appended
@@ -333,3 +406,45 @@ def _accept_and_propose_kernel(
     tl.store(outcome_ptr, num_tokens)
     tl.store(outcome_ptr + 1, num_drafts)
     tl.store(outcome_ptr + 2 + entry, drafts, mask=entry < K)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("is_following_ptr", "token_ids_ptr", "positions_ptr", "token_rows_ptr", "rows_ptr", "context_lens_ptr"),
+        *("tiles_ptr", "tokens", "sequences", "tiles"),
+    ]
+)
+def _follow_windows_kernel(
+    is_following_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    token_rows_ptr,
+    rows_ptr,
+    context_lens_ptr,
+    tiles_ptr,
+    lengths_ptr,
+    drafts_ptr,
+    tokens,
+    sequences,
+    tiles,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program handles a block of tokens, sequences and tiles."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_following = tl.load(is_following_ptr) != 0
+    row = tl.load(token_rows_ptr + index, mask=is_following & (index < tokens), other=0)
+    is_used = row > 0
+    offset = tl.load(positions_ptr + index, mask=is_used, other=0)
+    draft = tl.load(drafts_ptr + row * K + offset - 1, mask=is_used & (offset > 0), other=0)
+    tl.store(token_ids_ptr + index, tl.where(offset == 0, -1, tl.maximum(draft, 0)), mask=is_used)
+    tl.store(positions_ptr + index, offset + tl.load(lengths_ptr + row, mask=is_used) - 1, mask=is_used)
+
+    row = tl.load(rows_ptr + index, mask=is_following & (index < sequences), other=0)
+    tl.store(context_lens_ptr + index, tl.load(lengths_ptr + row, mask=row > 0) - 1, mask=row > 0)
+
+    # A tile is four int32: row, first token, number of tokens, and start.
+    tile_ptr = tiles_ptr.to(tl.pointer_type(tl.int32)) + 4 * index
+    row = tl.load(tile_ptr, mask=is_following & (index < tiles), other=0).to(tl.int64)
+    start = tl.load(tile_ptr + 3, mask=row > 0, other=0)
+    tl.store(tile_ptr + 3, start + tl.load(lengths_ptr + row, mask=row > 0).to(tl.int32) - 1, mask=row > 0)
