@@ -161,7 +161,7 @@ def test_replayed_steps_that_follow_windows_change_no_answer(
     tmp_path: Path, method: dict[str, Any], layers: list[str]
 ) -> None:
     folder = write(tmp_path, 0.2, layer_types=layers)
-    settings = {"speculative_config": method, "pages": 16, "device": "cuda", "max_num_batched_tokens": 160}
+    settings = {"speculative_config": method, "pages": 16, "device": "cuda"}
     serial, _ = serve(folder, overlap=False, **settings)
     found, _ = serve(folder, overlap=True, **settings)
     following = [chunks for chunks in found.steps if any(chunk[6] == (-1,) * 3 for chunk in chunks)]

@@ -393,7 +393,6 @@ def test_replayed_drafts_are_those_of_eager_steps(
         "max_num_batched_tokens": 160,
         "max_num_seqs": 4,
         "device": "cuda",
-        "overlap": False,
     }  # 128 tokens beside decodes
     knobs.runtime.kernel_load_start_hook.add(record)
     try:
