@@ -1,9 +1,10 @@
 """Speculative decoding on real weights: are greedy answers the same, and how fast are they.
 
 Two kinds of prompts: "copy" asks for a page of sentences again with one change, "answer" asks a question about a page.
-The same prompts run with and without drafts, in one process, one engine after the other. Where two answers differ, the
-first different token is a tie if the two best log-probabilities there are closer than the noise: rounding then decides.
-The noise is the most by which such distances differ between both runs where all tokens before are equal, or --noise.
+The same prompts run with and without drafts, each engine in a process of its own: three times, of which the second is
+timed, and the third asks for log-probabilities. Where two answers differ, the first different token is a tie if the two
+best log-probabilities there are closer than the noise: rounding then decides. The noise is the most by which such
+distances differ between both runs where all tokens before are equal, or --noise.
 The engine itself may turn drafts off where they do not pay, as on a server.
 
     python benchmarks/speculation.py smollm2-135m-instruct.q4_1.gguf
@@ -15,8 +16,10 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib import metadata
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from bench_output import Row, Target, need_gpu, write_result
@@ -48,20 +51,38 @@ def prompts_of(kind: str, count: int) -> list[list[dict[str, str]]]:
     return chats
 
 
-def run(llm: LLM, chats: list[list[dict[str, str]]], concurrency: int, max_tokens: int) -> Answers:
-    """Answer all chats greedily, `concurrency` at a time."""
-    sampling = SamplingParams(max_tokens=max_tokens, logprobs=2)
+def run(
+    llm: LLM, chats: list[list[dict[str, str]]], concurrency: int, max_tokens: int, logprobs: int | None = None
+) -> Answers:
+    """Answer all chats greedily, `concurrency` at a time. Without log-probabilities there are no gaps."""
+    sampling = SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
     before, tokens, gaps, took_s = llm.engine.stats(), [], [], 0.0
     for first in range(0, len(chats), concurrency):
         began_s = time.perf_counter()
         found = llm.chat(chats[first : first + concurrency], sampling)
         took_s += time.perf_counter() - began_s
         tokens += [each.token_ids for each in found]
-        gaps += [[each.top_logprobs[0] - each.top_logprobs[1] for each in answer.logprobs] for answer in found]
+        if logprobs is not None:
+            gaps += [[each.top_logprobs[0] - each.top_logprobs[1] for each in answer.logprobs] for answer in found]
     after = llm.engine.stats()
     drafted = [new - old for new, old in zip(after.drafted, before.drafted, strict=True)]
     accepted = [new - old for new, old in zip(after.accepted, before.accepted, strict=True)]
     return Answers(tokens, gaps, sum(map(len, tokens)) / took_s, drafted, accepted)
+
+
+def answer(
+    model: str, settings: dict[str, Any], kinds: dict[str, int], concurrency: int, max_tokens: int
+) -> dict[str, Answers]:
+    """Return the answers of an engine with these settings by kinds of prompts, of which `kinds` has the numbers."""
+    llm, found = LLM(model, enable_prefix_caching=False, **settings), {}
+    chats = {kind: prompts_of(kind, count) for kind, count in kinds.items()}
+    for each in chats.values():  # the first steps compile, and measure where drafts pay
+        run(llm, each, concurrency, max_tokens)
+    rates = {kind: run(llm, each, concurrency, max_tokens).rate for kind, each in chats.items()}
+    for kind, each in chats.items():
+        found[kind] = run(llm, each, concurrency, max_tokens, logprobs=2)._replace(rate=rates[kind])
+    llm.close()
+    return found
 
 
 class Comparison(NamedTuple):
@@ -114,12 +135,9 @@ def main() -> None:
     speculation = {"method": "ngram", "num_speculative_tokens": args.drafts}
     found: dict[str, dict[str, Answers]] = {}
     for name, config in {"plain": None, "speculating": speculation}.items():
-        llm = LLM(args.model, speculative_config=config, enable_prefix_caching=False, **settings)
-        run(llm, prompts_of("copy", 1), 1, 16)  # the first steps compile
-        found[name] = {
-            kind: run(llm, prompts_of(kind, count), args.concurrency, args.tokens) for kind, count in kinds.items()
-        }
-        llm.close()
+        given = args.model, settings | {"speculative_config": config}, kinds, args.concurrency, args.tokens
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            found[name] = process.submit(answer, *given).result()
     rows, notes = [], []
     for kind in kinds:
         plain, speculating = found["plain"][kind], found["speculating"][kind]

@@ -285,6 +285,31 @@ def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Ch
     return chunks, batch
 
 
+class BatchBuilder:
+    """Builds batches and windows. Those of a step that follows windows are kept, since the next step often has them."""
+
+    def __init__(self, *, has_recurrent: bool) -> None:
+        """Build batches for a model that may have recurrent layers."""
+        self._has_recurrent = has_recurrent
+        self._key: tuple[object, ...] = ()
+        self._kept: tuple[list[Chunk], Batch, Windows] | None = None
+
+    def build(self, scheduled: list[Chunk]) -> tuple[list[Chunk], Batch]:
+        """Return the chunks in the order of the batch, and the batch (`build_batch`)."""
+        if not any(chunk.is_following for chunk in scheduled):
+            self._kept = None
+            return build_batch(scheduled, has_recurrent=self._has_recurrent)
+        key = *scheduled, *((chunk.request.row, chunk.request.recurrent_slot) for chunk in scheduled)
+        if self._kept is None or key != self._key:
+            chunks, batch = build_batch(scheduled, has_recurrent=self._has_recurrent)
+            self._key, self._kept = key, (chunks, batch, Windows.of(chunks))
+        return self._kept[:2]
+
+    def windows(self, chunks: list[Chunk]) -> Windows:
+        """Return the windows of these chunks, the newest that were built (`Windows.of`)."""
+        return Windows.of(chunks) if self._kept is None or chunks is not self._kept[0] else self._kept[2]
+
+
 def scored_positions(chunk: Chunk) -> range:
     """Return the positions of a chunk whose logits score the next prompt token.
 

@@ -81,6 +81,10 @@ class NgramDrafter(Drafter):
         """Allocate a history for each row of a model runner of these sizes."""
         super().__init__(config, last_tokens, sizes.max_model_len, seed)
         self._lookup = NgramSizes(config.prompt_lookup_max, config.prompt_lookup_min)
+        self._sent: tuple[Windows | None, list[torch.Tensor]] = (
+            None,
+            [],
+        )  # the newest windows, and what was sent for them
 
     def propose(self, windows: Windows, token_ids: torch.Tensor) -> torch.Tensor:
         """Accept the drafts that precede the sampled `token_ids` [rows], and propose the next ones.
@@ -90,10 +94,11 @@ class NgramDrafter(Drafter):
         """
         requests = [windows.requests[row] for row in windows.first_rows[:-1]]
         self._start([request for request in requests if request.num_in_history != len(request.token_ids)])
-        most_drafts = [self.max_drafts * request.sampling.speculative_decoding for request in requests]
-        rows, first_rows, max_drafts = to_device_together(
-            [[request.row for request in requests], windows.first_rows, most_drafts], self._device
-        )
+        if windows is not self._sent[0]:
+            most_drafts = [self.max_drafts * request.sampling.speculative_decoding for request in requests]
+            arrays = [[request.row for request in requests], windows.first_rows, most_drafts]
+            self._sent = windows, to_device_together(arrays, self._device)
+        rows, first_rows, max_drafts = self._sent[1]
         return self._accept(rows, first_rows, token_ids, max_drafts, self._lookup)
 
     def _start(self, requests: list[Request]) -> None:

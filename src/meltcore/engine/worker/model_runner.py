@@ -10,11 +10,10 @@ import torch
 
 from meltcore.engine.core.batch import (
     Batch,
+    BatchBuilder,
     MtpInputs,
     NewPages,
     Step,
-    Windows,
-    build_batch,
     sort_longest_first,
     take_new_pages,
 )
@@ -81,7 +80,7 @@ class ModelRunner:
             pages = config.pages + 1  # page 0 is for padding
             self.caches = allocate_caches(groups, pages, PAGE_SIZE, cache_dtype, self.device, self.recurrent_states)
         self.kv_cache_dtype = self.caches[groups.attention[0].layers[0]][0].dtype
-        self._config = config
+        self._config, self._batches = config, BatchBuilder(has_recurrent=self.recurrent_states is not None)
         self.page_tables = PageTables(groups, len(self.caches), config, self.device)
         self._last_token = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._decode_graphs: DecodeGraphs | None = None
@@ -218,7 +217,7 @@ class ModelRunner:
         is_long = batch is not None and len(batch.token_ids) > self._longest_whole
         self._layer_yield = LayerYield(wait, self._record_event) if wait is not None and is_long else None
         requests = [chunk.request for chunk in chunks if chunk.samples]
-        windows = Windows.of(chunks) if self.proposes_drafts and requests else None
+        windows = self._batches.windows(chunks) if self.proposes_drafts and requests else None
         drafts = None if windows is None or len(windows.drafts) == len(requests) else windows.drafts
         if self._mtp is not None and batch is not None:
             step = step._replace(mtp=MtpInputs.of(chunks, windows, self._mtp.max_drafts))
@@ -336,7 +335,7 @@ class ModelRunner:
             chunks = sort_longest_first(scheduled)
             rows, positions = [chunk.request.row for chunk in chunks], [chunk.start for chunk in chunks]
             return chunks, Step(new_pages, rows, positions, None)
-        chunks, batch = build_batch(scheduled, has_recurrent=self.recurrent_states is not None)
+        chunks, batch = self._batches.build(scheduled)
         for chunk in chunks:
             if chunk.samples:  # which of several tokens is the last one, the table shows if the drafter knows it
                 chunk.request.last_token_on_device = self.drafts_are_followed or not chunk.drafts

@@ -353,6 +353,7 @@ class PrefillGraphs:
         self._captured: dict[GraphBucket, CapturedGraph] = {}
         self._drafting: dict[GraphBucket, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and the outcomes
         self._memory_left = True
+        self._following = EMPTY_BATCH, np.zeros(0, np.int64)  # the newest such batch, and its padded inputs
 
     @torch.inference_mode()
     def capture(self, progress: Progress, *, capture_all: bool = False) -> None:
@@ -400,7 +401,14 @@ class PrefillGraphs:
         num_entries, num_new_pages = input_entries(bucket), len(new_pages.rows)
         staging_buffer, read_event = self._staging.take(num_entries + 3 * num_new_pages)
         staged = staging_buffer.numpy()
-        pad(batch, bucket, PaddedInputs.views(staged, bucket), mtp)
+        if batch.is_following and batch is self._following[0]:
+            staged[:num_entries] = self._following[1]
+            if mtp is not None:
+                _fill(staged[_input_slices(bucket)[PaddedInputs._fields.index("num_pages")]], mtp.num_pages, 0)
+        else:
+            pad(batch, bucket, PaddedInputs.views(staged, bucket), mtp)
+            if batch.is_following:
+                self._following = batch, staged[:num_entries].copy()
         staged[num_entries:] = [*new_pages.rows, *new_pages.columns, *new_pages.pages]
         apply_updates(staging_buffer, self._inputs[:num_entries], self._page_table, num_new_pages)
         read_event.record()
