@@ -51,36 +51,28 @@ def prompts_of(kind: str, count: int) -> list[list[dict[str, str]]]:
     return chats
 
 
-def run(
-    llm: LLM, chats: list[list[dict[str, str]]], concurrency: int, max_tokens: int, logprobs: int | None = None
-) -> Answers:
-    """Answer all chats greedily, `concurrency` at a time. Without log-probabilities there are no gaps."""
-    sampling = SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
-    before, tokens, gaps, took_s = llm.engine.stats(), [], [], 0.0
-    for first in range(0, len(chats), concurrency):
-        began_s = time.perf_counter()
-        found = llm.chat(chats[first : first + concurrency], sampling)
-        took_s += time.perf_counter() - began_s
-        tokens += [each.token_ids for each in found]
-        if logprobs is not None:
-            gaps += [[each.top_logprobs[0] - each.top_logprobs[1] for each in answer.logprobs] for answer in found]
-    after = llm.engine.stats()
+def run(llm: LLM, chats: list[list[dict[str, str]]], max_tokens: int, logprobs: int | None = None) -> Answers:
+    """Answer all chats greedily, as many at a time as the engine runs. Without log-probabilities there are no gaps."""
+    before, began_s = llm.engine.stats(), time.perf_counter()
+    found = llm.chat(chats, SamplingParams(max_tokens=max_tokens, logprobs=logprobs))
+    took_s, after = time.perf_counter() - began_s, llm.engine.stats()
+    tokens, gaps = [each.token_ids for each in found], list[list[float]]()
+    if logprobs is not None:
+        gaps = [[each.top_logprobs[0] - each.top_logprobs[1] for each in answer.logprobs] for answer in found]
     drafted = [new - old for new, old in zip(after.drafted, before.drafted, strict=True)]
     accepted = [new - old for new, old in zip(after.accepted, before.accepted, strict=True)]
     return Answers(tokens, gaps, sum(map(len, tokens)) / took_s, drafted, accepted)
 
 
-def answer(
-    model: str, settings: dict[str, Any], kinds: dict[str, int], concurrency: int, max_tokens: int
-) -> dict[str, Answers]:
+def answer(model: str, settings: dict[str, Any], kinds: dict[str, int], max_tokens: int) -> dict[str, Answers]:
     """Return the answers of an engine with these settings by kinds of prompts, of which `kinds` has the numbers."""
     llm, found = LLM(model, enable_prefix_caching=False, **settings), {}
     chats = {kind: prompts_of(kind, count) for kind, count in kinds.items()}
     for each in chats.values():  # the first steps compile, and measure where drafts pay
-        run(llm, each, concurrency, max_tokens)
-    rates = {kind: run(llm, each, concurrency, max_tokens).rate for kind, each in chats.items()}
+        run(llm, each, max_tokens)
+    rates = {kind: run(llm, each, max_tokens).rate for kind, each in chats.items()}
     for kind, each in chats.items():
-        found[kind] = run(llm, each, concurrency, max_tokens, logprobs=2)._replace(rate=rates[kind])
+        found[kind] = run(llm, each, max_tokens, logprobs=2)._replace(rate=rates[kind])
     llm.close()
     return found
 
@@ -131,11 +123,11 @@ def main() -> None:
 
     kinds = {"copy": args.prompts // 2, "answer": args.prompts - args.prompts // 2}
     settings: dict[str, Any] = {"device": args.device, "max_model_len": 2048, "chat_template": args.chat_template}
-    settings["max_num_seqs"] = max(16, args.concurrency)
+    settings["max_num_seqs"] = args.concurrency
     speculation = {"method": "ngram", "num_speculative_tokens": args.drafts}
     found: dict[str, dict[str, Answers]] = {}
     for name, config in {"plain": None, "speculating": speculation}.items():
-        given = args.model, settings | {"speculative_config": config}, kinds, args.concurrency, args.tokens
+        given = args.model, settings | {"speculative_config": config}, kinds, args.tokens
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             found[name] = process.submit(answer, *given).result()
     rows, notes = [], []

@@ -17,8 +17,9 @@ MIN_STEPS = 16
 # A probe has one step more, since the first step after a change is not measured: it may still wait for the last one.
 PROBE_STEPS = MIN_STEPS + 1
 MAX_PROBE_SHARE, MAX_LOSS = 0.02, 0.01
-# The other kind of steps must be this many times as fast, or it is not used instead.
-SWITCH_GAIN = 1.02
+# Steps with drafts must be this many times as fast as others before they are used, and at least as fast while they are:
+# what is not measured, steps with prompts and the first one after a change, takes longer with drafts, too.
+SWITCH_GAIN = 1.05
 # Older steps than these hardly count. A step counts at most as OUTLIER mean steps, so that a single stall is no result.
 MEMORY_STEPS, OUTLIER = 128, 4.0
 
@@ -100,7 +101,7 @@ class _BatchSizes:
         """Compare both kinds of steps. Return whether the kind in use has changed, or has been confirmed at first."""
         if not self._is_known:
             return False
-        is_better = self.speedup * SWITCH_GAIN >= 1 if self.is_on else self.speedup > SWITCH_GAIN
+        is_better = self.speedup >= (1 if self.is_on and self.is_judged else SWITCH_GAIN)
         if is_better == self.is_on and self.is_judged:
             return False
         if is_better != self.is_on:

@@ -82,6 +82,8 @@ def window_attention(
         BLOCK_KEYS=block_keys(head_dim, qkv.element_size()),  # to which an FP8 cache's are converted
         SPLIT=splits > 1,
         COMBINED=_COMBINED,
+        COMBINED_ROWS=16 if head_dim <= 128 else 8,
+        SPLIT_PAGES=1 if head_dim <= 128 else 2,
         num_warps=8 if rows * head_dim > 2**13 else 4,
         num_stages=_stages(head_dim, qkv.element_size()),
     )
@@ -114,8 +116,13 @@ def _window_attention_kernel(
     BLOCK_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     COMBINED: tl.constexpr,
+    COMBINED_ROWS: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
 ):
-    """Each program computes one split of the keys of one tile and key head. A query's heads are neighboring rows."""
+    """Each program computes one split of the keys of one tile and key head. A query's heads are neighboring rows.
+
+    A split has at least SPLIT_PAGES pages. COMBINED splits of COMBINED_ROWS rows are combined at a time.
+    """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     kv_head, split, max_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     tile = tiles + tl.program_id(1) * 4
@@ -128,7 +135,8 @@ def _window_attention_kernel(
     oldest_pos, end = oldest_key(context_len, window), context_len + num_queries
     first_key = oldest_pos // BLOCK_KEYS * BLOCK_KEYS
     used_pages = tl.maximum(tl.cdiv(end - first_key, PAGE_SIZE), 1)
-    split_keys = tl.cdiv(used_pages, tl.minimum(used_pages, max_splits)) * PAGE_SIZE
+    most_splits = tl.minimum(tl.cdiv(used_pages, SPLIT_PAGES), max_splits)
+    split_keys = tl.cdiv(used_pages, most_splits) * PAGE_SIZE
     split_start = first_key + split * split_keys
     split_end = tl.minimum(split_start + split_keys, end)
     if (num_queries == 0) | (split_start >= end):
@@ -188,10 +196,10 @@ def _window_attention_kernel(
     used_splits = tl.cdiv(end - first_key, split_keys)
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == used_splits - 1:
         tl.store(arrivals + pair, 0)
-        group = tl.arange(0, triton.next_power_of_2(GROUP))
-        for query in range(num_queries):
-            rows = pair_row + query * GROUP + group
-            combined = combine_splits(partial, lse, rows, group < GROUP, ROWS, used_splits, HEAD_DIM, COMBINED)
-            heads = (first_token + query) * HEADS + kv_head * GROUP + group
+        for first_row in range(0, num_queries * GROUP, COMBINED_ROWS):
+            line = first_row + tl.arange(0, COMBINED_ROWS)
+            mask = line < num_queries * GROUP
+            combined = combine_splits(partial, lse, pair_row + line, mask, ROWS, used_splits, HEAD_DIM, COMBINED)
+            heads = (first_token + line // GROUP) * HEADS + kv_head * GROUP + line % GROUP
             combined_ptrs = out + heads[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(combined_ptrs, combined.to(out.dtype.element_ty), (group < GROUP)[:, None])
+            tl.store(combined_ptrs, combined.to(out.dtype.element_ty), mask[:, None])
