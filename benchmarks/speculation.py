@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench_output import Row, Target, need_gpu, write_result
@@ -137,7 +138,7 @@ def main() -> None:
         row = Row(work=f"{kind}, {args.concurrency} at a time", unit="output tokens/s", value=speculating.rate)
         row.peer, row.peer_value, row.ratio = "without drafts", plain.rate, speculating.rate / plain.rate
         row.target = Target(1.5 if kind == "copy" and args.concurrency == 1 else 0.98, "ratio")
-        count = replace(row, work=f"{kind}: the same answers", unit="answers", value=float(same), ratio=None)
+        count = replace(row, work=f"{row.work}: the same answers", unit="answers", value=float(same), ratio=None)
         count.peer, count.peer_value, count.target = "answers", float(kinds[kind]), None
         rows += [row, count]
         pairs = zip(speculating.accepted, speculating.drafted, strict=True)
@@ -147,7 +148,9 @@ def main() -> None:
             f"otherwise (noise {noise:.2g}; gaps up to {max(gaps, default=0.0):.2g}); "
             f"drafts accepted by position: {', '.join(shares) or 'none drafted'}"
         )
-    write_result(rows, {"torch": metadata.version("torch")}, notes, subject=f"{args.model}, n-gram, k {args.drafts}")
+    write_result(
+        rows, {"torch": metadata.version("torch")}, notes, subject=f"{Path(args.model).name}, n-gram, k {args.drafts}"
+    )
 
 
 if __name__ == "__main__":

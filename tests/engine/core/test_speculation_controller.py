@@ -69,6 +69,14 @@ def test_each_size_of_batches_gets_the_faster_kind() -> None:
     ]
 
 
+def test_a_small_gain_is_kept_and_not_begun() -> None:
+    """Of 3 %: steps with drafts stay in use where they were faster before, and are not taken into use for it."""
+    assert share(Sim(lambda _: (1.28, 1.32)).run(4, 3000)) < 0.1
+    gains = [(1.28, 1.8)] * 500 + [(1.28, 1.32)] * 3000
+    sim = Sim(lambda _: gains.pop(0) if len(gains) > 1 else gains[0])
+    assert share(sim.run(4, 3000)) > 0.9
+
+
 def test_log_line_says_why() -> None:
     controller = SpeculationController(K)
     lines = [
