@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import engine_tools as tools
 import pytest
@@ -21,7 +21,7 @@ from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.ranks import LaunchWatch, Ranks
 from meltcore.engine.generation import engine as engine_module
 from meltcore.engine.worker.cuda_graphs import DecodeGraphs
-from meltcore.engine.worker.sampler import Drafts, SampleResult
+from meltcore.engine.worker.sampler import SampleResult
 from meltcore.engine.worker.warm_up import StepLimits, rehearse
 from meltcore.layers import tensor_parallel
 from meltcore.layers.tensor_parallel import TensorParallelGroup
@@ -95,10 +95,10 @@ def answers(seen: tools.SeenEngine) -> Answers:
     sampler = seen.engine.runner.sampler
     whole = sampler.sample
 
-    def recording(rows: torch.Tensor, requests: list[Request], drafts: Drafts | None) -> SampleResult:
+    def recording(rows: torch.Tensor, requests: list[Request], *rest: Any) -> SampleResult:
         for row, request in zip(rows, requests, strict=True):
             logits.setdefault(request.id, []).append(row.clone())
-        return whole(rows, requests, drafts)
+        return whole(rows, requests, *rest)
 
     sampler.sample = recording  # type: ignore[method-assign]
     for number, (name, sampling) in enumerate(SAMPLING.items()):

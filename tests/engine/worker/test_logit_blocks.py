@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import engine_tools as tools
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from meltcore.engine.memory.memory_plan import LOGITS_FRACTION, RESERVE_FRACTION
 from meltcore.engine.memory.workspace import LOGIT_BYTES
-from meltcore.engine.worker.sampler import Drafts, Sampler, SampleResult
+from meltcore.engine.worker.sampler import Sampler, SampleResult
 
 KINDS: list[dict[str, object]] = [
     {"temperature": 1.0, "seed": 5},
@@ -29,9 +30,9 @@ def test_blocks_give_the_answers_and_logprobs_of_one_block(
     largest: list[int] = []
     sample = Sampler.sample
 
-    def noting(sampler: Sampler, logits: torch.Tensor, requests: list, drafts: Drafts | None) -> SampleResult:
+    def noting(sampler: Sampler, logits: torch.Tensor, requests: list, *rest: Any) -> SampleResult:
         largest.append(len(requests))
-        return sample(sampler, logits, requests, drafts)
+        return sample(sampler, logits, requests, *rest)
 
     monkeypatch.setattr(Sampler, "sample", noting)
     found = []
