@@ -113,7 +113,7 @@ def _verify(documents: "Sequence[DocumentFile]", signers: str | None) -> int:
     verdicts: list[CheckVerdict] = []
     for document in documents:
         if isinstance(document.content, Certificate):
-            print(f"{document.path}: {document.content.verdict} on {document.content.started}")
+            print(document.path)
             for verdict, text in verify(document.path, document.content, datetime.now(UTC), signers):
                 print(f"  {verdict:<9} {text}")
                 verdicts.append(verdict)

@@ -61,8 +61,8 @@ def edit_certificate(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("tamper", "fault"),
     [
-        (change, "evidence telemetry.jsonl was changed: its SHA-256 is not the certificate's"),
-        (remove, "evidence inference-0/server.log is missing"),
+        (change, "evidence 'telemetry.jsonl' was changed: its SHA-256 is not the certificate's"),
+        (remove, "evidence 'inference-0/server.log' is missing"),
         (edit_certificate, "the signature does not fit the certificate: "),
     ],
 )
@@ -89,9 +89,32 @@ def test_only_an_allowed_signer_is_believed(signed: Signed, tmp_path: Path) -> N
 def test_old_certificate_and_one_without_evidence_do_not_pass(signed: Signed) -> None:
     assert signed.verdicts(29)["29.0 days old: certify again, as is advised every 28 days"] == "WARN"
     signed.certificate.evidence = {"../key": "0"}
-    assert signed.verdicts()["evidence ../key is not in the folder of the certificate"] == "FAIL"
+    assert signed.verdicts()["evidence '../key' is not in the folder of the certificate"] == "FAIL"
     signed.certificate.evidence = {}
     assert "UNKNOWN" in signed.verdicts().values()
+
+
+def test_verdict_of_the_certificate_and_files_that_it_does_not_list_count(signed: Signed) -> None:
+    (signed.folder / "added.log").write_text("added\n")
+    assert signed.verdicts()["1 files are not of the certificate, the first is 'added.log'"] == "WARN"
+    signed.certificate.verdict = "FAIL"
+    assert signed.verdicts()[f"is the verdict of the certificate, of {signed.certificate.started!r}"] == "FAIL"
+
+
+@pytest.mark.parametrize("started", ["yesterday", "2026-11-01T10:00:00", "2126-11-01T10:00:00+00:00", ""])
+def test_time_that_is_none_or_to_come_fails(signed: Signed, started: str) -> None:
+    signed.certificate.started = started
+    found = verify(signed.path, signed.certificate, datetime(2026, 12, 1, tzinfo=UTC))
+    assert [verdict for verdict, text in found if text.startswith("started ")] == ["FAIL"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "circle", "a\nPASS      all"])
+def test_names_of_evidence_that_cannot_be_read_fail_on_one_line(signed: Signed, name: str) -> None:
+    (signed.folder / "circle").symlink_to("circle")
+    signed.certificate.evidence[name] = "0"
+    failed = [text for text, verdict in signed.verdicts().items() if verdict == "FAIL"]
+    assert len(failed) == 1
+    assert "\n" not in failed[0]
 
 
 def test_report_verifies_and_has_an_exit_status(
@@ -104,7 +127,7 @@ def test_report_verifies_and_has_an_exit_status(
     assert 'Good "meltcore-certificate" signature with ED25519 key SHA256:' in capsys.readouterr().out
     change(signed.folder)
     assert main(["report", "--verify", str(signed.folder)]) == 2
-    assert "FAIL      evidence telemetry.jsonl was changed" in capsys.readouterr().out
+    assert "FAIL      evidence 'telemetry.jsonl' was changed" in capsys.readouterr().out
     assert main(["report", "--signers", "x", str(signed.folder)]) == 2
     assert "--signers is of --verify" in capsys.readouterr().err
 

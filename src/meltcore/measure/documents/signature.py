@@ -56,14 +56,24 @@ def sign(path: Path, key: str) -> Path:
 
 
 def verify(path: Path, certificate: Certificate, now: datetime, signers: str | None = None) -> list[Verification]:
-    """Return what is found about the age, the evidence and the signature of a certificate in a file.
+    """Return what is found about the verdict, age, evidence and signature of a certificate in a file.
 
     `signers` is a file of allowed signers (ssh-keygen(1)). Without it the signature's key is named and not judged.
     """
-    age_days = (now - datetime.fromisoformat(certificate.started)).total_seconds() / 86_400
+    own: Verification = (certificate.verdict, f"is the verdict of the certificate, of {certificate.started!r}")
+    age = _verify_age(certificate.started, now)
+    return [own, age, *_verify_evidence(path.parent, certificate.evidence), _verify_signature(path, signers)]
+
+
+def _verify_age(started: str, now: datetime) -> Verification:
+    try:
+        age_days = (now - datetime.fromisoformat(started)).total_seconds() / 86_400
+    except (ValueError, TypeError):  # no time, or one without a zone
+        return "FAIL", f"started is {started!r}, which is no time of ISO 8601 with a zone"
+    if age_days < 0:
+        return "FAIL", f"started {-age_days:.1f} days from now: this clock or the certificate's is wrong"
     advice = f": certify again, as is advised every {MAX_AGE_DAYS} days" if age_days > MAX_AGE_DAYS else ""
-    age: Verification = ("WARN" if advice else "PASS", f"{age_days:.1f} days old{advice}")
-    return [age, *_verify_evidence(path.parent, certificate.evidence), _verify_signature(path, signers)]
+    return "WARN" if advice else "PASS", f"{age_days:.1f} days old{advice}"
 
 
 def _verify_evidence(folder: Path, evidence: Mapping[str, str]) -> Sequence[Verification]:
@@ -72,12 +82,18 @@ def _verify_evidence(folder: Path, evidence: Mapping[str, str]) -> Sequence[Veri
     problems: list[Verification] = []
     for name, digest in evidence.items():
         path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
-            problems.append(("FAIL", f"evidence {name} is not in the folder of the certificate"))
-        elif not path.is_file():
-            problems.append(("FAIL", f"evidence {name} is missing"))
-        elif _sha256(path) != digest:
-            problems.append(("FAIL", f"evidence {name} was changed: its SHA-256 is not the certificate's"))
+        try:
+            if not path.resolve().is_relative_to(folder.resolve()):
+                problems.append(("FAIL", f"evidence {name!r} is not in the folder of the certificate"))
+            elif not path.is_file():
+                problems.append(("FAIL", f"evidence {name!r} is missing"))
+            elif _sha256(path) != digest:
+                problems.append(("FAIL", f"evidence {name!r} was changed: its SHA-256 is not the certificate's"))
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, links in a circle, no rights
+            problems.append(("FAIL", f"evidence {name[:80]!r} cannot be read: {type(error).__name__}"))
+    more = [name for name in hash_evidence(folder) if name not in evidence]
+    if more:
+        problems.append(("WARN", f"{len(more)} files are not of the certificate, the first is {more[0]!r}"))
     return problems or [("PASS", f"{len(evidence)} files of evidence have the SHA-256 of the certificate")]
 
 
