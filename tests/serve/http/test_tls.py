@@ -220,10 +220,14 @@ def test_unusable_files_are_named_before_the_start(
     locked, other = make(tmp_path / "locked", "secret"), make(tmp_path / "other")
     text = tmp_path / "text.pem"
     text.write_text("no certificate")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     for pair, expected in (
         ((cert, str(tmp_path / "none")), f"--ssl-keyfile: {tmp_path / 'none'} cannot be read: No such file"),
         ((str(tmp_path), key), f"--ssl-certfile: {tmp_path} cannot be read: Is a directory"),
         ((cert, other[1]), f"the certificate {cert} with the key {other[1]}: the key is not the certificate's"),
+        ((cert, str(pipe)), f"--ssl-keyfile: {pipe} is a pipe or a device"),
+        ((cert, "/dev/zero"), "--ssl-keyfile: /dev/zero is a pipe or a device"),
         ((cert, None), "--ssl-keyfile its private key without a password"),  # the file has no key
         ((str(text), key), "--ssl-certfile takes the certificate and its chain in PEM"),
         (locked, f"--ssl-keyfile: the key in {locked[1]} has a password"),

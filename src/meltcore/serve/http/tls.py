@@ -65,6 +65,9 @@ class TlsCertificate:
     def _load(self) -> ssl.SSLContext:
         for flag, file in zip(("--ssl-certfile", "--ssl-keyfile"), self._files, strict=True):
             try:
+                # Reading a pipe may never end, and OpenSSL reads the file once more.
+                if Path(file).is_fifo() or Path(file).is_char_device() or Path(file).is_socket():
+                    raise ConfigError(f"{flag}: {file} is a pipe or a device; it takes a file")
                 Path(file).read_bytes()  # errors of OpenSSL do not say which file
             except OSError as error:
                 raise ConfigError(f"{flag}: {file} cannot be read: {error.strerror}") from error
@@ -75,8 +78,9 @@ class TlsCertificate:
         try:
             # Without a function for the password, OpenSSL would ask for it on the terminal.
             context.load_cert_chain(certfile, keyfile, password=self._refuse_password)
-        except ssl.SSLError as error:
-            reason = "the key is not the certificate's" if error.reason == "KEY_VALUES_MISMATCH" else str(error)
+        except OSError as error:  # also ssl.SSLError
+            mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
+            reason = "the key is not the certificate's" if mismatch else str(error)
             raise ConfigError(f"the certificate {certfile} with the key {keyfile}: {reason}; {_FORM}") from error
         return context
 
