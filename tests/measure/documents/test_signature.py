@@ -136,6 +136,9 @@ def test_key_that_cannot_sign_is_refused(signed: Signed, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="cannot read the key"):
         check_key(str(tmp_path / "none"))
     (tmp_path / "bad").write_text("no key")
+    with pytest.raises(ConfigError, match="signs nothing: "):
+        check_key(str(tmp_path / "bad"))
+    check_key(str(signed.key))
     with pytest.raises(ConfigError, match=r"is written, and signing it with .* failed"):
         sign(signed.path, str(tmp_path / "bad"))
     assert "certificate.json" not in hash_evidence(signed.folder)

@@ -143,11 +143,11 @@ def _certify(args: argparse.Namespace) -> int:
             with suppress(NVMLError):  # the process ends soon, whether the driver answers or not
                 node.nvml.close()
     save_document(folder.path / CERTIFICATE_FILE, certificate)
-    if args.sign:
-        sign(folder.path / CERTIFICATE_FILE, args.sign)
     print_page(certificate_page(certificate, folder.path), console)
     if args.json:
         print_document(certificate)
+    if args.sign:
+        sign(folder.path / CERTIFICATE_FILE, args.sign)
     return certificate.exit_code
 
 

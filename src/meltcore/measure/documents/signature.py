@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -39,6 +40,12 @@ def check_key(key: str) -> None:
         raise ConfigError("--sign needs ssh-keygen, which is not installed (package openssh-client)")
     if not os.access(key, os.R_OK):
         raise ConfigError(f"--sign: cannot read the key {key}; make one with `ssh-keygen -t ed25519 -f {key}`")
+    with tempfile.TemporaryDirectory(prefix="meltcore-sign-") as folder:
+        probe = Path(folder) / "probe"
+        probe.write_text("probe")
+        completed = _ssh_keygen("sign", "-f", key, str(probe))
+    if completed.returncode != 0:
+        raise ConfigError(f"--sign: {key} signs nothing: {_message(completed)}")
 
 
 def sign(path: Path, key: str) -> Path:
