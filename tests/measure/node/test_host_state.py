@@ -171,6 +171,16 @@ def test_gpu_without_fabric_or_peers_needs_none(tmp_path: Path) -> None:
         assert certificate.verdict == "PASS"
 
 
+@pytest.mark.parametrize(
+    ("log", "span"),
+    [("4,917,3,-;eth0: up", "since record 917; earlier ones are overwritten"), ("6,0,0,-;Linux", "since the start")],
+)
+def test_log_that_was_overwritten_says_where_it_begins(tmp_path: Path, log: str, span: str) -> None:
+    certificate = certified(tmp_path, node_of(h200s(1), log=log), "quick")
+    rows = [row for check in certificate.checks for row in check.rows if row.key.endswith(("/xids", "/pcie_errors"))]
+    assert [(row.verdict, row.note) for row in rows] == [("PASS", f"the kernel log {span} has none")] * 2
+
+
 def test_this_machine_is_read_without_rights(tmp_path: Path) -> None:
     node = Node(FakeNvml([]))
     assert (node.clock_error_s() or 0) >= 0

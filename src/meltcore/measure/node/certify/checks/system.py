@@ -23,6 +23,7 @@ _IMEX_QUERY, _IMEX_LIMIT_S = ("nvidia-imex-ctl", "-q"), 10.0
 _STUCK_S = 2.0
 _MAX_CLOCK_ERROR_S = 1.0
 _MAX_NAMES = 5
+_LOG_RECORD = re.compile(r"\d+,(\d+),\d+,")
 _XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:]+)\S*\): (\d+)")
 _AER_LINE = re.compile(r"(\S+): (?:PCIe Bus Error: severity=|AER: )(Uncorrect|Correct)")
 _NO_HOST_PROCESSES = "this container does not see the processes of the host"
@@ -209,16 +210,22 @@ def _imex(node: Node) -> Outcome:
 # --- kernel log ------------------------------------------------------------------------------------------------------
 
 
+def _span(log: str) -> str:
+    """Return what of the host's life a log covers: a record begins with its priority, its number and a time."""
+    first = _LOG_RECORD.match(log)
+    return f"since record {first[1]}; earlier ones are overwritten" if first and first[1] != "0" else "since the start"
+
+
 def _xids(log: str | None, bus_id: str) -> Outcome:
-    """Judge the XIDs of a GPU in the kernel log, which has them since the start of the host."""
+    """Judge the XIDs of a GPU in what the kernel log still has."""
     if log is None:
         return _unreadable("the kernel log")
     address = bus_id.rpartition(".")[0].lower()  # the log leaves the function out
     counts = Counter(xid for where, xid in _XID_LINE.findall(log) if where.lower().endswith(address))
     if not counts:
-        return "PASS", None, ""
+        return "PASS", None, f"the kernel log {_span(log)} has none"
     found = ", ".join(f"XID {xid} x {count}" for xid, count in counts.items())
-    return "WARN", "KERNEL_LOG_XID", f"the kernel log since the start has {found}"
+    return "WARN", "KERNEL_LOG_XID", f"the kernel log {_span(log)} has {found}"
 
 
 def _pcie_errors(log: str | None) -> Outcome:
@@ -227,9 +234,9 @@ def _pcie_errors(log: str | None) -> Outcome:
         return _unreadable("the kernel log")
     errors = _AER_LINE.findall(log)
     if not errors:
-        return "PASS", None, ""
+        return "PASS", None, f"the kernel log {_span(log)} has none"
     devices = _names(list(dict.fromkeys(device for device, _ in errors)))
     is_uncorrected = any(severity == "Uncorrect" for _, severity in errors)
     kind = "uncorrected" if is_uncorrected else "corrected"
-    note = f"the kernel log since the start has {len(errors)} PCIe errors, {kind}: {devices}"
+    note = f"the kernel log {_span(log)} has {len(errors)} PCIe errors, {kind}: {devices}"
     return ("FAIL" if is_uncorrected else "WARN"), "KERNEL_LOG_PCIE", note
