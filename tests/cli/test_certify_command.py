@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_gpu import FakeGpu, ReadingChange
 from fake_node import FakeNode
+from pynvml import NVML_ERROR_TIMEOUT, NVMLError
 from sample_certificates import h200s, node
 
 from meltcore.cli.load import _recorded
@@ -122,6 +123,25 @@ def test_error_of_one_check_keeps_the_reports_of_the_others(
     assert f"Memory bandwidth: not finished: {reason}" in found["unverified"]
     [folder] = tmp_path.iterdir()
     assert (folder / "certificate.html").exists()
+
+
+def test_gpu_about_which_the_driver_hangs_is_named_and_the_others_are_certified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted = node(h200s(2))
+    name, hanging = scripted.nvml.name, scripted.nvml.device(1)
+
+    def name_in_time(handle: object) -> str:
+        if handle is hanging:
+            raise NVMLError(NVML_ERROR_TIMEOUT)
+        return name(handle)
+
+    monkeypatch.setattr(scripted.nvml, "name", name_in_time)
+    assert certify(monkeypatch, scripted, "--out", str(tmp_path / "all")) == 3
+    assert "does not answer about GPU 1; look in the kernel log; certify the others with --gpu 0" in (
+        capsys.readouterr().err
+    )
+    assert certify(monkeypatch, scripted, "--out", str(tmp_path), "--gpu", "0") == 0
 
 
 def test_without_driver_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

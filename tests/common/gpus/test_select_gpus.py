@@ -1,9 +1,13 @@
 """Which GPUs are read: --gpu, else CUDA_VISIBLE_DEVICES, else all."""
 
+import threading
+
 import pytest
 from fake_gpu import FakeGpu, FakeNvml
+from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.gpus.driver import NvmlWithTimeout
 from meltcore.common.gpus.select import select_gpus
 
 UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"]
@@ -35,6 +39,24 @@ def test_all_gpus_by_default() -> None:
 def test_gpus_are_named_by_index_uuid_or_prefix(requested: str, expected: list[str]) -> None:
     assert chosen(requested) == expected
     assert chosen(None, CUDA_VISIBLE_DEVICES=requested) == expected
+
+
+@pytest.mark.parametrize("call", ["architecture", "name", "uuid"])
+@pytest.mark.parametrize(("requested", "indices"), [(None, [0, 1, 2]), ("0", [0]), ("2,1", [2, 1]), ("GPU-b", [2])])
+def test_gpu_about_which_the_driver_hangs_hinders_no_other(
+    call: str, requested: str | None, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = FakeNvml([FakeGpu(uuid=uuid) for uuid in UUIDS])
+    answers, answer = threading.Event(), getattr(machine, call)
+    hanging = machine.device(1)
+    monkeypatch.setattr(machine, call, lambda gpu: (gpu is not hanging or answers.wait(WAIT_S)) and answer(gpu))
+    for split_mig in (False, True):
+        timed = NvmlWithTimeout(machine, limit_s=0.05)
+        found = select_gpus(timed, requested, {"CUDA_VISIBLE_DEVICES": "0"}, split_mig=split_mig)
+        expected = [0] if requested is None else indices
+        assert [(gpu.info.index, gpu.info.answers) for gpu in found] == [(index, index != 1) for index in expected]
+    assert [gpu.info.index for gpu in select_gpus(timed, None, {})] == [0, 1, 2]
+    answers.set()
 
 
 def test_named_gpus_override_visible_ones() -> None:

@@ -102,6 +102,7 @@ def _certify(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.output import OutputError
+    from meltcore.common.errors import MeltcoreError
     from meltcore.common.gpus.driver import Nvml, connect
     from meltcore.common.gpus.select import select_gpus
     from meltcore.measure.documents.node import CERTIFICATE_FILE, CheckReport, read_certificate
@@ -120,6 +121,10 @@ def _certify(args: argparse.Namespace) -> int:
         check_key(args.sign)
     node = Node(connect(Nvml))
     gpus = select_gpus(node.nvml, args.gpu)
+    if silent := [gpu.info.label for gpu in gpus if not gpu.info.answers]:
+        others = ",".join(str(gpu.info.index) for gpu in gpus if gpu.info.answers)
+        rest = f"; certify the others with --gpu {others}" if others else ""
+        raise MeltcoreError(f"the driver does not answer about {', '.join(silent)}; look in the kernel log{rest}")
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, soft_wrap=True)
 
     def print_report(report: CheckReport) -> None:

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from pynvml import NVMLError
+from pynvml import NVML_ERROR_TIMEOUT, NVMLError
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.gpus.driver import Nvml
 from meltcore.common.gpus.gpu_types import GpuType
 from meltcore.common.gpus.machine import VISIBLE, check_order, named_gpus
+from meltcore.common.gpus.metrics import UNKNOWN
 from meltcore.common.options import is_number
 
 
 class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """Identifies a GPU or a MIG device. `index` is the index of the GPU in nvidia-smi."""
+    """Identifies a GPU or a MIG device. `index` is the index of the GPU in nvidia-smi.
+
+    Of a GPU about which the driver does not answer in time, the name is UNKNOWN.
+    """
 
     index: int
     name: str
@@ -28,6 +32,11 @@ class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
     def gpu_type(self) -> GpuType:
         """The type of the GPU, in the form in which the table of GPU types lists it."""
         return GpuType(self.name, self.architecture, self.mig)
+
+    @property
+    def answers(self) -> bool:
+        """Whether the driver answered when it was asked for the name."""
+        return self.name != UNKNOWN
 
     @property
     def label(self) -> str:
@@ -58,8 +67,8 @@ def select_gpus(
 
     `requested` is the value of `--gpu`: comma-separated nvidia-smi indices, UUIDs or UUID prefixes, MIG UUIDs, or
     MIG-GPU-UUID/GPU instance/compute instance (the form of older drivers). With `split_mig`, MIG devices replace a GPU
-    in MIG mode, since programs can only run on them. Raises ConfigError if a name matches no GPU or several, or if no
-    GPU is left.
+    in MIG mode, since programs can only run on them. A GPU that does not answer in time hinders no other. Raises
+    ConfigError if a name matches no GPU or several, or if no GPU is left.
     """
     selected = _select(nvml, requested, environment)
     if split_mig:
@@ -80,7 +89,7 @@ def _select(nvml: Nvml, requested: str | None, environment: Mapping[str, str]) -
     if not names:
         raise ConfigError(f"{VISIBLE}={visible!r} hides every GPU; unset it, or select GPUs with --gpu")
     if any(is_number(name) for name in names):
-        check_order((gpu.info.name for gpu in gpus), environment)
+        check_order((gpu.info.name for gpu in gpus if gpu.info.answers), environment)
     return _select_by_names(nvml, gpus, names, VISIBLE)
 
 
@@ -136,12 +145,16 @@ def _gpu_device(nvml: Nvml, index: int, handle: Any) -> GpuDevice:
     try:
         name, uuid = nvml.name(handle), nvml.uuid(handle)
     except NVMLError as error:
+        if error.value == NVML_ERROR_TIMEOUT:
+            return GpuDevice(GpuInfo(index=index, name=UNKNOWN, uuid=f"GPU {index}", architecture=None), handle, handle)
         raise MeltcoreError(f"the driver does not answer about GPU {index}: {error}; look in the kernel log") from error
     info = GpuInfo(index=index, name=name, uuid=uuid, architecture=architecture)
     return GpuDevice(info, handle, handle)
 
 
 def _mig_devices(nvml: Nvml, gpu: GpuDevice) -> list[GpuDevice]:
+    if not gpu.info.answers:
+        return []
     return [
         GpuDevice(
             msgspec.structs.replace(gpu.info, name=nvml.name(handle), uuid=nvml.uuid(handle), mig=True),
