@@ -66,18 +66,25 @@ def without_spread() -> list[str]:
     return [*lines, f"{single:,} of {total:,} rows have no spread; {on_cpu:,} of them can be repeated on a CPU"]
 
 
-def choose(name: str, subject: str | None) -> tuple[str, dict[str, Any]]:
-    """The machine and the newest run of NAME. Raises ValueError if NAME has no run."""
+def choose(name: str, subject: str | None = None, number: int | None = None) -> tuple[str, dict[str, Any]]:
+    """The machine and a run of NAME: the one with this number from 1, else the newest. Raises ValueError for none."""
     if name == "README":
         name, subject = HEADLINE
     runs = repeatable_runs()
+    if name not in runs and (RESULTS / f"{name}.json").exists():
+        raise ValueError(f"{name} has no rows of a script under {SCRIPT}; its file names the commands to run instead")
     if name not in runs:
         raise ValueError(f"no rows {name!r}; one of README, {', '.join(runs)}")
     subjects = [run["subject"] for run in runs[name]]
+    machine = name.partition("/")[2]
+    if number is not None:
+        if not 1 <= number <= len(runs[name]):
+            raise ValueError(f"--run {number}: {name} has runs 1 to {len(runs[name])}")
+        return machine, runs[name][number - 1]
     found = [run for run in runs[name] if subject in (None, run["subject"])]
     if not found:
         raise ValueError(f"{name} has no subject {subject!r}; one of {', '.join(dict.fromkeys(subjects))}")
-    return name.partition("/")[2], found[-1]
+    return machine, found[-1]
 
 
 def arguments_of(run: dict[str, Any], files: Sequence[Path]) -> list[str]:
@@ -149,6 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="?", metavar="ROWS", help="README, or SCRIPT/MACHINE of a result file.")
     parser.add_argument("--subject", help="Model or server that was measured (default: the subject of the newest run).")
+    parser.add_argument("--run", type=int, metavar="N", help="One of its runs by the number in the list (no ROWS).")
     parser.add_argument("--file", type=Path, action="append", default=[], help="A file that the command names.")
     parser.add_argument("--anyway", action="store_true", help="Also on another kind of machine.")
     parser.add_argument("--record", type=int, metavar="N", help="Run it N times, at least 3, and record the spread.")
@@ -161,13 +169,13 @@ def main() -> int:
         return 0
     if args.rows is None:
         for name, runs in repeatable_runs().items():
-            for run in runs:
-                print(f"{name}  {run['subject'] or '-'}  {run['date']}  {run['command']}")
+            for number, run in enumerate(runs, 1):
+                print(f"{name} --run {number}  {run['subject'] or '-'}  {run['date']}  {run['command']}")
         return 0
     if args.record is not None and args.record < 3:
         parser.error(f"--record {args.record}: must be at least 3")
     try:
-        machine, run = choose(args.rows, args.subject)
+        machine, run = choose(args.rows, args.subject, args.run)
         if not args.anyway:
             check_machine(machine, [gpu.name for gpu in take_fingerprint().gpus])
         arguments = arguments_of(run, args.file)

@@ -27,22 +27,29 @@ def test_every_row_of_a_script_is_found_with_the_arguments_that_were_recorded() 
 
 
 def test_readme_stands_for_the_run_of_its_table() -> None:
-    machine, run = repeat.choose("README", None)
+    machine, run = repeat.choose("README")
     assert (machine, run) == repeat.choose(HEADLINE_FILE, HEADLINE_SUBJECT)
     assert (machine, run["subject"]) == ("h200", HEADLINE_SUBJECT)
 
 
 @pytest.mark.parametrize(
-    ("name", "subject", "message"),
+    ("name", "subject", "number", "message"),
     [
-        ("offline/tpu", None, "no rows 'offline/tpu'; one of README, "),
-        ("offline/h200", "a", "offline/h200 has no subject 'a'; one of "),
-        ("fleet_load/h200", None, "no rows 'fleet_load/h200'"),  # rows of a command of meltcore
+        ("offline/tpu", None, None, "no rows 'offline/tpu'; one of README, "),
+        ("offline/h200", "a", None, "offline/h200 has no subject 'a'; one of "),
+        ("offline/h200", None, 0, "--run 0: offline/h200 has runs 1 to "),
+        ("fleet_load/h200", None, None, "fleet_load/h200 has no rows of a script under benchmarks/; its file names "),
     ],
 )
-def test_rows_that_are_not_there_are_named(name: str, subject: str | None, message: str) -> None:
+def test_rows_that_are_not_there_are_named(name: str, subject: str | None, number: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        repeat.choose(name, subject)
+        repeat.choose(name, subject, number)
+
+
+def test_every_run_of_a_file_can_be_chosen() -> None:
+    for name, runs in repeat.repeatable_runs().items():
+        assert [repeat.choose(name, None, number)[1] for number in range(1, len(runs) + 1)] == runs
+        assert repeat.choose(name)[1] == runs[-1]
 
 
 def test_path_without_its_folder_is_asked_for() -> None:
