@@ -7,7 +7,8 @@ sitecustomize.py steps clocks and holds NVML.
 
 The log has JSON lines. A later piece adds to it, and is judged against the first hour of the first piece. A request is
 lost if no answer comes, or one without its end. Other answers than 200 are counted by status; 503 may follow a kill.
-Prints the verdict last: memory of the supervisor and API servers, descriptors, threads, lost requests.
+Prints the verdict last: memory, descriptors and threads of supervisor, API server and engines, and lost requests. Each
+piece starts a fleet, so no process is older than a piece.
 """
 
 from __future__ import annotations
@@ -339,37 +340,34 @@ class Soak:
 
 
 def verdict(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Judge the lines of a log: growth since the first hour, and what was lost.
+    """Judge the lines of a log: growth since the first hour, in the log and in each piece, and what was lost.
 
     The first minute warms up. Medians of the first hour, or of the first third of a shorter run, are compared with
     medians of as long a time at the end. Descriptors of API servers are counted without those of clients.
     """
-    samples = [line for line in lines if line["event"] == "sample" and line["s"] > _MINUTE_S]
-    if len(samples) < 6:
+    pieces: list[list[dict[str, Any]]] = [[]]
+    for line in lines:
+        if line["event"] == "start":
+            pieces.append([])
+        if line["event"] == "sample" and line["s"] > _MINUTE_S:
+            pieces[-1].append(line)
+    pieces = [piece for piece in pieces if len(piece) >= 6]
+    samples = [line for piece in pieces for line in piece]
+    if not samples:
         return {"verdict": "UNKNOWN", "reason": "fewer than six samples after the first minute"}
-    size = min(round(_HOUR_S / _SAMPLE_S), len(samples) // 3)
-    names = [
-        "supervisor_bytes",
-        "api_bytes",
-        *(f"{role}_{unit}" for role in ("supervisor", "api") for unit in ("descriptors", "threads")),
-    ]
-    parts = {
-        name: [
-            statistics.median(each[name] - each.get("clients", 0) * (name == "api_descriptors") for each in part)
-            for part in (samples[:size], samples[-size:])
-        ]
-        for name in names
-    }
-    grown = {name: after / before - 1 for name, (before, after) in parts.items()}
+    compared = [_medians(samples), *map(_medians, pieces)]
+    parts = compared[0]
+    grown = {name: max(each[name][1] / each[name][0] - 1 for each in compared) for name in parts}
     ended = sum((Counter(line.get("ended", {})) for line in lines), Counter())
     lost = {name: count for name, count in ended.items() if name.startswith("lost")}
     left = [line["left"] for line in lines if line["event"] == "end"]
     is_flat = all(growth <= _MOST_GROWTH for name, growth in grown.items() if name.endswith("bytes"))
-    is_flat &= all(parts[name][1] <= parts[name][0] + 2 for name in names if not name.endswith("bytes"))
+    counts = [name for name in parts if not name.endswith("bytes")]
+    is_flat &= all(each[name][1] <= each[name][0] + 2 for each in compared for name in counts)
     passed = is_flat and not lost and not any(left)
     return {
         "verdict": "PASS" if passed else "FAIL",
-        "seconds": samples[-1]["s"],
+        "seconds": sum(piece[-1]["s"] for piece in pieces),
         "load": round(statistics.mean(each["load"] for each in samples), 2),
         "faults": dict(Counter(line["name"] for line in lines if line["event"] == "fault")),
         "ended": dict(ended),
@@ -377,6 +375,19 @@ def verdict(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "left": left,
         "parts": parts,
         "growth": {name: round(growth, 4) for name, growth in grown.items()},
+    }
+
+
+def _medians(samples: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return medians of the first hour, or third, and of as many samples at the end."""
+    size = min(round(_HOUR_S / _SAMPLE_S), len(samples) // 3)
+    roles = ("supervisor", "api", "engine")
+    return {
+        name: [
+            statistics.median(each[name] - each.get("clients", 0) * (name == "api_descriptors") for each in part)
+            for part in (samples[:size], samples[-size:])
+        ]
+        for name in (f"{role}_{unit}" for unit in ("bytes", "descriptors", "threads") for role in roles)
     }
 
 

@@ -64,7 +64,9 @@ def test_mixed_load_with_client_disconnects_leaks_nothing() -> None:
 
 def soak_lines(left: float = 0.0, ended: str = "200", **last: float) -> list[dict[str, Any]]:
     """A log of two hours whose last hour differs by `last`."""
-    roles = [f"{role}_{unit}" for role in ("supervisor", "api") for unit in ("bytes", "descriptors", "threads")]
+    roles = [
+        f"{role}_{unit}" for role in ("supervisor", "api", "engine") for unit in ("bytes", "descriptors", "threads")
+    ]
     sample = dict.fromkeys(roles, 100) | {"event": "sample", "load": 0.6}
     lines = [sample | {"s": 10 * index, "ended": {"200": 5}} for index in range(360)]
     lines += [sample | last | {"s": 3600 + 10 * index, "ended": {ended: 5}} for index in range(360)]
@@ -72,7 +74,7 @@ def soak_lines(left: float = 0.0, ended: str = "200", **last: float) -> list[dic
     for line in lines:
         line["clients"] = line["s"] // 100
         line["api_descriptors"] += line["clients"]
-    return [*lines, {"event": "end", "left": left}]
+    return [{"event": "start"}, *lines, {"event": "end", "left": left}]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,11 @@ def soak_lines(left: float = 0.0, ended: str = "200", **last: float) -> list[dic
         (soak_lines(left=1.0), "FAIL"),
         (soak_lines(ended="lost: no answer"), "FAIL"),
         (soak_lines(ended="503"), "PASS"),
+        (soak_lines(engine_bytes=102.1), "FAIL"),
+        (soak_lines(engine_descriptors=103), "FAIL"),
+        (soak_lines() + soak_lines() + soak_lines(), "PASS"),
+        (soak_lines() + soak_lines(engine_bytes=102.1) + soak_lines(), "FAIL"),
+        (soak_lines() + soak_lines(api_threads=103) + soak_lines(), "FAIL"),
         (soak_lines()[:12], "UNKNOWN"),
     ],
 )
