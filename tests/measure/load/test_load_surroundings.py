@@ -28,7 +28,7 @@ def test_a_long_level_on_a_quiet_machine_has_no_caution() -> None:
 def test_short_levels_and_few_answers_are_named_with_their_limits() -> None:
     assert cautions(QUIET, duration_s=9.94, num_answers=999) == {
         "short level": "the level lasted 9.9 s; limit 10 s",
-        "few answers": "999 complete answers; a p99 needs 1,000",
+        "few answers": "999 complete answers; a steady p99 needs 1,000",
     }
 
 

@@ -115,7 +115,7 @@ def cautions(surroundings: Surroundings | None, *, duration_s: float, num_answer
     if duration_s < MIN_LEVEL_S:
         found["short level"] = f"the level lasted {duration_s:.1f} s; limit {MIN_LEVEL_S:g} s"
     if num_answers < MIN_ANSWERS_FOR_P99:
-        found["few answers"] = f"{num_answers:,} complete answers; a p99 needs {MIN_ANSWERS_FOR_P99:,}"
+        found["few answers"] = f"{num_answers:,} complete answers; a steady p99 needs {MIN_ANSWERS_FOR_P99:,}"
     return found
 
 
