@@ -30,18 +30,18 @@ _FORMATS = ("q8_0", "q4_0", "fp8")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the model, and the options for the output."""
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a GGUF file, a hub id, or a bundled model")
-    parser.add_argument("--to", choices=_FORMATS, required=True, help="format of the matrices")
+    parser.add_argument("model", metavar="MODEL", help="A checkpoint folder, a GGUF file, a hub id, or a bundled model")
+    parser.add_argument("--to", choices=_FORMATS, required=True, help="Format of the matrices")
     parser.add_argument(
         "--out", metavar="PATH", help="GGUF file or folder to write (default: named after model and format, here)"
     )
     parser.add_argument(
         "--allow-requantize",
         action="store_true",
-        help="take a GGUF file, or a folder in AWQ, GPTQ or FP8, that is quantized already: its rounded values are "
+        help="Take a GGUF file, or a folder in AWQ, GPTQ or FP8, that is quantized already: its rounded values are "
         "rounded again",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace PATH if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="Replace PATH if it exists")
 
 
 def run(args: argparse.Namespace) -> int:

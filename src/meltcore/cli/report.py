@@ -29,33 +29,33 @@ exit status of a card and of --verify: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, 4 INCO
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the evidence, and the options for the card and for the page of a single run."""
     parser.add_argument(
-        "places", nargs="+", metavar="DIR", help="run folders, folders of run folders, or files such as a snapshot"
+        "places", nargs="+", metavar="DIR", help="Run folders, folders of run folders, or files such as a snapshot"
     )
-    parser.add_argument("--card", action="store_true", help="make a card even of one document")
+    parser.add_argument("--card", action="store_true", help="Make a card even of one document")
     parser.add_argument(
         "--require",
         type=_evidence_types,
         metavar="TYPE,...",
-        help="evidence without which the card is INCOMPLETE (default: snapshot, certificate, benchmark, evaluation, "
+        help="Evidence without which the card is INCOMPLETE (default: snapshot, certificate, benchmark, evaluation, "
         "tuning, profile and comparison; `load` may be named too)",
     )
-    parser.add_argument("--out", metavar="DIR", help="where the card goes (default: a fresh folder under runs)")
-    parser.add_argument("--output", metavar="FILE", help="where the page of a single run goes (default: beside it)")
+    parser.add_argument("--out", metavar="DIR", help="Where the card goes (default: a fresh folder under runs)")
+    parser.add_argument("--output", metavar="FILE", help="Where the page of a single run goes (default: beside it)")
     parser.add_argument(
-        "--export", metavar="FILE", help="write the charts of a single run into one .svg or .png (PNG: meltcore[png])"
+        "--export", metavar="FILE", help="Write the charts of a single run into one .svg or .png (PNG: meltcore[png])"
     )
-    parser.add_argument("--force", action="store_true", help="join documents of several machines; never a PASS")
+    parser.add_argument("--force", action="store_true", help="Join documents of several machines; never a PASS")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="verify the age, the evidence and the signature of certificates, and write nothing",
+        help="Verify the age, the evidence and the signature of certificates, and write nothing",
     )
     parser.add_argument(
         "--signers",
         metavar="FILE",
-        help="with --verify: allowed signers, lines of a name and a public SSH key; any other key, or none, is a FAIL",
+        help="With --verify: allowed signers, lines of a name and a public SSH key; any other key, or none, is a FAIL",
     )
-    parser.add_argument("--json", action="store_true", help="print the card as JSON")
+    parser.add_argument("--json", action="store_true", help="Print the card as JSON")
 
 
 def _evidence_types(text: str) -> "list[EvidenceType]":

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         type=not_empty,
-        help="a checkpoint folder, a GGUF file, a NeMo archive, a hub id, or a bundled model: "
+        help="A checkpoint folder, a GGUF file, a NeMo archive, a hub id, or a bundled model: "
         "meltcore/sums, meltcore/sums-hybrid, meltcore/sums-gemma, meltcore/phrases (translates), "
         "meltcore/tones (transcribes), meltcore/voice (speaks)",
     )

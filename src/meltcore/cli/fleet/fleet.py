@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the action and the file, and the option for a fleet of the bundled models."""
     parser.prog += " init"  # the one action: its word stands in the usage, and the list names the file alone
     parser.add_argument("action", choices=("init",), metavar="init", help=argparse.SUPPRESS)
-    parser.add_argument("path", metavar="FILE", help="the file to write; one that exists is left as it is")
+    parser.add_argument("path", metavar="FILE", help="The file to write; one that exists is left as it is")
     parser.add_argument("--tiny", action="store_true", help="Of the bundled models, which need no GPU and no download.")
 
 

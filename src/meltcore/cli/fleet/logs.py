@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the model, and the options that select the fleet and the lines."""
     from meltcore.common.options import number
 
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="its name or an alias (default: all)")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="Its name or an alias (default: all)")
     parser.add_argument("-f", "--follow", action="store_true", help="Print new lines until Ctrl-C.")
     parser.add_argument(
         "-n", "--lines", type=number(int, minimum=0), metavar="N", help="The last N lines of each file (default: all)."

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def sizes(text: str) -> list[int]:
         return [memory(size, 4096) for size in text.split(",")]
 
-    parser.add_argument("fleet", metavar="FLEET", help="a fleet.yaml")
+    parser.add_argument("fleet", metavar="FLEET", help="A fleet.yaml")
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument(
         "--vram",

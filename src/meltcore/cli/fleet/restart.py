@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the model, and the option that selects the fleet."""
     from meltcore.common.options import number
 
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="its name or an alias (default: all)")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="Its name or an alias (default: all)")
     parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
 
 

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument for the model, and the option that selects the fleet."""
     from meltcore.common.options import number
 
-    parser.add_argument("model", metavar="MODEL", help="its name or an alias")
+    parser.add_argument("model", metavar="MODEL", help="Its name or an alias")
     parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
 
 

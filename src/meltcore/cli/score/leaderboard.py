@@ -23,19 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "results",
         nargs="*",
         metavar="RESULT",
-        help="result.json files or run folders of meltcore bench (default: the newest runs and the shipped references)",
+        help="Files result.json or run folders of meltcore bench (default: the newest runs and the shipped references)",
     )
     parser.add_argument(
-        "--runs", default=_RUNS_FOLDER, metavar="DIR", help="folder of the newest runs, without RESULT (default: runs)"
+        "--runs", default=_RUNS_FOLDER, metavar="DIR", help="Folder of the newest runs, without RESULT (default: runs)"
     )
     parser.add_argument(
-        "--output", default="leaderboard.html", metavar="FILE", help="the page's file (default: leaderboard.html)"
+        "--output", default="leaderboard.html", metavar="FILE", help="The page's file (default: leaderboard.html)"
     )
     parser.add_argument(
-        "--export", metavar="FILE", help="also write the charts into one .svg or .png file (PNG: meltcore[png])"
+        "--export", metavar="FILE", help="Also write the charts into one .svg or .png file (PNG: meltcore[png])"
     )
-    parser.add_argument("--force", action="store_true", help="rank results that do not compare, marked as such")
-    parser.add_argument("--json", action="store_true", help="print rows as JSON instead of a table")
+    parser.add_argument("--force", action="store_true", help="Rank results that do not compare, marked as such")
+    parser.add_argument("--json", action="store_true", help="Print rows as JSON instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
